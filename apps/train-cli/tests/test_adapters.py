@@ -1,4 +1,4 @@
-"""A run with `[adapters]` leaves as a folder of peft and as a merged model, and is evaluated and sampled."""
+"""A run with `[adapters]` is exported for peft and as a merged model, evaluated and sampled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save(run: Run, to: Path) -> None:
 
 @pytest.fixture
 def trained(texts: Path, folder: Path) -> Trained:
-    """`trained(use, family, adapters)`: the folder of a run of two steps, its logits; it has a checkpoint, `run/saved/2`."""
+    """`trained(use, family, adapters)` trains for two steps. It returns the run folder, with a checkpoint, and the logits."""
 
     def train(use: str, family: str, adapters: Tables) -> tuple[Path, torch.Tensor]:
         tables = small_plan(
@@ -61,7 +61,7 @@ def succeed(cli: Any, *arguments: Any) -> str:
     return str(result.out)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     run, expected = trained(*CASES[case])
@@ -78,7 +78,7 @@ def test_peft_and_transformers_compute_the_logits_of_a_run(cli: Any, trained: Tr
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_changed_base_is_refused_by_exports(cli: Any, trained: Trained, folder: Path) -> None:
+def test_exports_refuse_a_changed_base(cli: Any, trained: Trained, folder: Path) -> None:
     run, _ = trained(*CASES["llama"])
     file = folder / "base" / "model.safetensors"
     tensors = load_file(file)
@@ -92,20 +92,17 @@ def test_a_changed_base_is_refused_by_exports(cli: Any, trained: Trained, folder
     assert "adapters-base" in result.err
 
 
-def test_a_run_is_evaluated_and_sampled_without_its_base(cli: Any, trained: Trained, folder: Path) -> None:
-    run, _ = trained(*CASES["llama"])
-    shutil.rmtree(folder / "base")
-    assert "held-out loss" in succeed(cli, "eval", run)
-    assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")
-
-
-def test_exports_of_runs_without_adapters_are_refused(cli: Any, trained: Trained, folder: Path) -> None:
+def test_a_run_without_its_base_is_evaluated_and_sampled(cli: Any, trained: Trained, folder: Path) -> None:
+    """Exports that do not fit the plan's `[adapters]` are refused."""
     run, _ = trained(*CASES["llama"])
     result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
     assert "export-adapters" in result.err
+    shutil.rmtree(folder / "base")
+    assert "held-out loss" in succeed(cli, "eval", run)
+    assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")
     text = (run / PLAN).read_text("utf-8")
-    before, _, rest = text.partition("[adapters]")
-    (run / PLAN).write_text(before + rest[rest.index("\n[") :], "utf-8")
+    before, _, after = text.partition("[adapters]")
+    (run / PLAN).write_text(before + after[after.index("\n[") :], "utf-8")
     for options in (["--format", "peft"], ["--merge"]):
         result = cli("export", run, *options, "--out", folder / "hf")
         assert "export-adapters" in result.err

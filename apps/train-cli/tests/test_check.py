@@ -1,6 +1,4 @@
-"""`check`, and `run` before a rank starts: a mistake in a plan, a plugin or the user's code is one diagnostic at its place, and
-nothing is written; good plans and bad ones, with and without their model.
-"""
+"""`check`, and `run` before a rank starts, print one diagnostic at the place of a mistake, and write nothing."""
 
 from __future__ import annotations
 
@@ -26,18 +24,18 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def refused(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, no_children: None) -> Refused:
-    """`refused(path, code, at)`: `run` and `check` end with one diagnostic of that code, its caret at the text `at`."""
+    """`refused(path, code, at)` checks that `run` or `check` prints one diagnostic, with its caret at the text `at`."""
     started: list[object] = []
 
-    class Watched(subprocess.Popen):  # type: ignore[type-arg]
-        """torch may ask the machine about itself; what must not start is a rank."""
+    class RecordingPopen(subprocess.Popen):  # type: ignore[type-arg]
+        """torch may start processes, but no rank may start."""
 
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
             if "train_cli" in str(args):
                 started.append(args)
             super().__init__(args, *more, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", Watched)
+    monkeypatch.setattr(subprocess, "Popen", RecordingPopen)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def refuse(
@@ -45,10 +43,10 @@ def refused(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, no_children
     ) -> None:
         before = files(folder)
         result = cli(command, path, "--message-format", "json", *options)
-        found = [json.loads(line) for line in result.err.splitlines()]
-        assert ([each["code"] for each in found], result.code, result.out) == ([code], exit_code, ""), result.err
-        assert text_at(path, found[0]).startswith(at or ""), found[0]
-        assert (found[0]["file"] is not None) == (at is not None), found[0]
+        errors = [json.loads(line) for line in result.err.splitlines()]
+        assert ([error["code"] for error in errors], result.code, result.out) == ([code], exit_code, ""), result.err
+        assert text_at(path, errors[0]).startswith(at or ""), errors[0]
+        assert (errors[0]["file"] is not None) == (at is not None), errors[0]
         assert files(folder) == before
         assert not started
 
@@ -60,7 +58,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def text_at(path: Path, diagnostic: dict[str, object]) -> str:
-    """The text of the plan where the diagnostic points, or the name of the file that it names as a whole."""
+    """Returns the text of the plan at the diagnostic, or the name of its file."""
     line, column = diagnostic["line"], diagnostic["column"]
     if not isinstance(line, int) or not isinstance(column, int):
         return str(diagnostic["file"])
@@ -75,13 +73,11 @@ def replace(plan: Path, old: str, new: str) -> None:
 
 EDITS = {
     "syntax error": ("steps = 4", "steps = = 4", "syntax", "= 4"),
-    "unknown table": ("[batch]", "[batsch]\na = 1\n[batch]", "unknown-table", "batsch"),
     "unknown key of a record": ("hidden =", "hiden = 3\nhidden =", "unknown-key", "hiden"),
-    "missing key": ("steps = 4", "", "missing-key", "[run]"),
     "stages without a schedule": ("dp = 2", "dp = 2\npp = 2", "pipeline-missing", "2"),
     "data file empty": ("corpus.txt", "empty.txt", "data-empty", '"empty.txt"'),
 }
-"""What is replaced by what in a valid plan, the code, and the text under the caret."""
+"""The old and new text of the plan, the code, and the text at the caret."""
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -93,7 +89,7 @@ def test_a_wrong_plan(plan: Path, folder: Path, refused: Refused, name: str) -> 
         refused(plan, code, at, command=command)
 
 
-def test_options_have_a_place_too(plan: Path, refused: Refused) -> None:
+def test_errors_name_the_option(plan: Path, refused: Refused) -> None:
     refused(plan, "layout", "2", "--nproc", "3")
     refused(plan, "layout", "2", "--world", "3", command="check")
     refused(plan, "unknown-key", "--set #2", "--set", "run.seed=3", "--set", "run.sed=3")
@@ -108,12 +104,12 @@ def with_handlers(plan: Path, *names: str) -> Path:
     return plan
 
 
-def test_a_plugin_that_is_not_there(plan: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plugin(plan: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     text = plan.read_text("utf-8")
     refused(with_handlers(plan, "nobody.knows"), "plugin-unknown", '"nobody.knows"', exit_code=PLUGIN)
     plan.write_text(text, "utf-8")
-    others = {name: found for name, found in find_plugins().items() if name != "dp"}
-    monkeypatch.setattr("sley_core.plan.loader.find_plugins", lambda: others)
+    without_dp = {name: plugin for name, plugin in find_plugins().items() if name != "dp"}
+    monkeypatch.setattr("sley_core.plan.loader.find_plugins", lambda: without_dp)
     refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", '"dp.bucketed"', exit_code=PLUGIN)
 
 
@@ -166,34 +162,34 @@ def test_a_run_folder_that_cannot_be_written(plan: Path, folder: Path, refused: 
 PIPELINE = ("parallel.dp=1", "parallel.pp=2", 'pipeline.use="pp.gpipe"')
 
 
-def test_several_plans_are_checked_to_the_end(cli: Cli, plan: Path, folder: Path) -> None:
+def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
     text = plan.read_text("utf-8")
-    (folder / "one.toml").write_text(text.replace("steps = 4", "steps = 0"), "utf-8")
-    (folder / "two.toml").write_text(text.replace("core.adamw", "nobody.knows"), "utf-8")
-    result = cli("check", "one.toml", plan, "two.toml")
+    (folder / "first.toml").write_text(text.replace("steps = 4", "steps = 0"), "utf-8")
+    (folder / "second.toml").write_text(text.replace("core.adamw", "nobody.knows"), "utf-8")
+    result = cli("check", "first.toml", plan, "second.toml")
     first, second, count = result.err.splitlines()
-    assert first.startswith("one.toml:5:9: error[out-of-range]")
-    assert second.startswith("two.toml:25:7: error[plugin-unknown]")
+    assert first.startswith("first.toml:5:9: error[out-of-range]")
+    assert second.startswith("second.toml:25:7: error[plugin-unknown]")
     assert (count, result.code) == ("found 2 errors", 4)
-    fine = cli("check", plan, plan)
-    assert (fine.code, fine.err) == (0, "2 plans are fine; no model was built (use --model)\n")
+    result = cli("check", plan, plan)
+    assert (result.code, result.err) == (0, "2 plans are fine; no model was built (use --model)\n")
 
 
-def test_check_of_another_world(cli: Cli, plan: Path) -> None:
+def test_check_uses_the_world_option(cli: Cli, plan: Path) -> None:
     plan.write_text(plan.read_text("utf-8").replace("dp = 2", 'dp = "auto"'), "utf-8")
     assert cli("check", plan, "--world", "4").code == 0
     assert "batch-does-not-divide" in cli("check", plan, "--world", "3").err
 
 
 @pytest.mark.parametrize("key", ["epochs = 3", "resume = true"])
-def test_a_key_of_other_programs_leads_to_ours(cli: Cli, plan: Path, key: str) -> None:
+def test_a_key_of_another_program_has_a_hint(cli: Cli, plan: Path, key: str) -> None:
     plan.write_text(plan.read_text("utf-8").replace("steps = 4", f"steps = 4\n{key}"), "utf-8")
     result = cli("check", plan)
     assert result.code == 3
     assert "(hint: set `run.steps`; the run prints" in result.err or "(hint: use `[checkpoint]` to save a run" in result.err
 
 
-SHARES_A_WEIGHT = """
+TIED_LAYERS = """
     from torch import nn
 
     class Embed(nn.Embedding):
@@ -207,21 +203,21 @@ SHARES_A_WEIGHT = """
 """
 
 
-def test_a_weight_that_stages_share_and_nobody_sums(cli: Cli, own_model: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the model `check` says that it did not look; with it, and in `run` before a rank starts, it is refused."""
-    path = own_model(SHARES_A_WEIGHT)
-    unsummed = (*PIPELINE, "gradient_handlers=[]")
+def test_a_tie_without_a_handler_is_refused(cli: Cli, own_model: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check` without `--model` prints that ties were not checked."""
+    path = own_model(TIED_LAYERS)
+    without_handler = (*PIPELINE, "gradient_handlers=[]")
     monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
-    plain = cli("check", path, changes=unsummed)
+    plain = cli("check", path, changes=without_handler)
     assert (plain.code, "use --model to check whether there are such weights" in plain.err) == (0, True)
     assert "use --model to check" not in cli("check", path, changes=PIPELINE).err
     for arguments in (("check", path, "--model"), ("run", path)):
-        result = cli(*arguments, changes=unsummed)
+        result = cli(*arguments, changes=without_handler)
         assert (result.code, result.err.count("error[handler-missing]")) == (3, 1), result.err
     assert not list(path.parent.glob("runs/*"))
 
 
-PASSES_A_NUMBER = """
+OUTPUTS_WITH_A_NUMBER = """
     from torch import nn
 
     class Embed(nn.Embedding):
@@ -244,12 +240,10 @@ PASSES_A_NUMBER = """
 
 
 @pytest.mark.parametrize(("parts", "code"), [("[2, 1]", 3), ("[1, 2]", 0)])
-def test_outputs_that_cross_between_stages(cli: Cli, own_model: Own, parts: str, code: int) -> None:
-    """A number between two layers of one stage is no matter; one that would have to be sent is refused with its layer."""
+def test_a_number_cannot_be_sent_to_the_next_stage(cli: Cli, own_model: Own, parts: str, code: int) -> None:
     changes = (*PIPELINE, 'partition.use="pp.explicit"', f"partition.layers={parts}")
-    result = cli("check", own_model(PASSES_A_NUMBER), "--model", changes=changes)
+    result = cli("check", own_model(OUTPUTS_WITH_A_NUMBER), "--model", changes=changes)
     assert (result.code, "error[boundary-type]" in result.err) == (code, code == 3), result.err
-    assert "was not looked at" not in result.err
 
 
 LAYERS = """
@@ -305,9 +299,9 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
     return LAYERS.format(more=more, picks=picks, loss=loss)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (
             f'("up", nn.Linear(32, 64)), {HEAD}',
@@ -320,11 +314,11 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
     ],
 )
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_layers_that_do_not_fit_are_named(cli: Cli, own_model: Own, more: str, words: str, form: str) -> None:
+def test_errors_name_layers_that_do_not_fit(cli: Cli, own_model: Own, more: str, message: str, form: str) -> None:
     changes = ("parallel.dp=1",) if form == "float32" else ("parallel.dp=2", 'precision.compute="bf16"')
     result = cli("check", own_model(layers(more)), "--model", changes=changes)
     assert result.code == 3, result.err
-    assert words.replace("FORMAT", form) in result.err
+    assert message.replace("FORMAT", form) in result.err
 
 
 @pytest.mark.parametrize(
@@ -341,7 +335,7 @@ def test_running_statistics_are_one_error(cli: Cli, own_model: Own, more: str, i
     assert (result.code, result.err.count("error[model-buffer-written]")) == ((3, 1) if is_refused else (0, 0)), result.err
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "picks",
     [
@@ -353,31 +347,28 @@ def test_running_statistics_are_one_error(cli: Cli, own_model: Own, more: str, i
         "if hidden.is_meta: raise ValueError('Pointer argument cannot be accessed from Triton')",
     ],
 )
-def test_a_forward_that_needs_values_is_no_mistake(cli: Cli, own_model: Own, picks: str) -> None:
+def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, picks: str) -> None:
     path = own_model(layers(f'("picks", Picks(32, 32)), {HEAD}', picks))
     result = cli("check", path, "--model", changes=ONE)
     assert result.code == 0, result.err
     assert "layers were called up to layer `picks` (Picks), which cannot run on meta" in result.err
-    assert cli("run", path, changes=ONE).code == 0, "and so it is"
+    assert cli("run", path, changes=ONE).code == 0
 
 
 @pytest.mark.parametrize(
-    ("loss", "code", "words"), [("* self.count", 0, "the loss was not checked"), ("@ output", 3, "loss-fails")]
+    ("loss", "code", "message"), [("* self.count", 0, "the loss was not checked"), ("@ output", 3, "loss-fails")]
 )
-def test_a_loss_of_the_users(cli: Cli, own_model: Own, loss: str, code: int, words: str) -> None:
-    """One that its `weight` prepares is no mistake; one that does not fit is."""
+def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, message: str) -> None:
     path = own_model(layers(HEAD, loss=loss))
     path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
     result = cli("check", path, "--model", changes=ONE)
-    assert (result.code, words in result.err) == (code, True), result.err
+    assert (result.code, message in result.err) == (code, True), result.err
 
 
-@pytest.mark.parametrize("more", [(), ('data.documents="cut"',), ('precision.compute="fp64"',)])
-def test_all_of_the_reference_model_is_called(cli: Cli, plan: Path, more: tuple[str, ...]) -> None:
-    result = cli("check", plan, "--model", changes=more)
+def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
+    result = cli("check", plan, "--model")
     assert result.code == 0, result.err
     assert "called" not in result.err
-    assert "looked at" not in result.err
 
 
 PACKED = """
@@ -395,10 +386,9 @@ PACKED = """
 
 
 @pytest.mark.parametrize("sp", [1, 2])
-def test_boundaries_of_documents_are_not_taken_for_a_sequence(cli: Cli, own_model: Own, sp: int) -> None:
+def test_boundaries_of_documents_are_no_sequence(cli: Cli, own_model: Own, sp: int) -> None:
     changes = [*PIPELINE, 'data.documents="pack"']
     changes += [f"parallel.sp={sp}", 'sequence.use="isp.all_to_all"', 'sequence.modules=["up"]'] if sp > 1 else []
     result = cli("check", own_model(PACKED), "--model", changes=changes)
     assert result.code == 0, result.err
-    assert "not looked at" not in result.err
     assert "layers were called up to" not in result.err

@@ -1,4 +1,4 @@
-"""All numbers of an evaluation are those of a plain loop over the samples, one by one, in every layout."""
+"""An evaluation has the numbers of a plain loop over single samples, in every layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from sley_testing.plans import Tables, changed, small_plan
 SETS = {
     "odd": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 13}},
     "one": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 1}},
-    "many": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 31}},
     "short": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 5, "sequence": 8}},
     "few": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 100}, "steps": 2, "shuffle": False},
-    "texts": {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "documents": "cut"},
+    "texts": {"use": "data.text", "files": ["text/b.txt"], "sequence": 24, "separator": "\n\n", "documents": "cut"},
     "held": {"use": "data.text", "files": ["text/a.txt"], "sequence": 24, "separator": "\n\n", "documents": "cut"}
     | {"split": "held_out", "held_out": 0.3},
 }
@@ -40,62 +39,59 @@ PLAN = small_plan(
 )
 
 
-def numbers(tables: Tables, folder: Path) -> dict[str, float]:
+def evaluate(tables: Tables, folder: Path) -> dict[str, float]:
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         return run.evaluate_sets()
 
 
 @cache
 def one_by_one(folder: Path) -> dict[str, float]:
-    """Every sample of each set alone, through modules that no run has touched since they got their values."""
+    """Returns the results of each set from a loop over its samples."""
     plan = plan_from_dict(PLAN, folder)
     with World.alone("cpu") as world, assemble(plan, world) as run:
         loop = PlainLoop([(layer.name, layer.module) for layer in run.layers], None, optimizer=lambda named: None)  # type: ignore[arg-type, return-value]
-        found: dict[str, float] = {}
-        for name, one in plan.evaluation_sets.items():
-            data: Any = open_dataset(one.data, DataContext(7, "held_out" if name == "held" else "train"))
+        results: dict[str, float] = {}
+        for name, evaluation_set in plan.evaluation_sets.items():
+            data: Any = open_dataset(evaluation_set.data, DataContext(7, "held_out" if name == "held" else "train"))
             samples = [data[index] for index in range(16 if name == "few" else len(data))]
-            total = weight = right = highest = likelihood = 0.0
+            total = weight = correct = highest = likelihood = 0.0
             with torch.no_grad():
                 for sample in samples:
                     logits = loop.forward({key: value[None] for key, value in sample.items()})[0]
                     labels = sample["labels"]
                     total += F.cross_entropy(logits, labels, reduction="sum").item()
                     weight += (labels != -100).sum().item()
-                    right += (logits.argmax(-1) == labels).sum().item()
+                    correct += (logits.argmax(-1) == labels).sum().item()
                     highest += logits.amax(-1).argmax().item()
                     likelihood += logits.log_softmax(-1).amax(-1).sum().item()
-            means = {"loss": total / weight, "perplexity": math.exp(total / weight), "accuracy": right / weight}
-            means |= {"highest": highest / len(samples), "likelihood": likelihood / sum(map(len_of, samples))}
-            found |= {f"held_out/{name}/{key}": value for key, value in means.items()}
-    return found
+            means = {"loss": total / weight, "perplexity": math.exp(total / weight), "accuracy": correct / weight}
+            means |= {
+                "highest": highest / len(samples),
+                "likelihood": likelihood / sum(len(sample["labels"]) for sample in samples),
+            }
+            results |= {f"held_out/{name}/{key}": value for key, value in means.items()}
+    return results
 
 
-def len_of(sample: dict[str, torch.Tensor]) -> int:
-    return len(sample["labels"])
+EVALUATED = ["wp2 sp2", "alone", "dp2 each", "dp2 sharded", "pp2", "wp2", "sp2", "wp2 head", "interleaved"]
 
 
-EVALUATED = ["alone", "dp2 each", "dp2 sharded", "pp2", "wp2", "sp2", "wp2 head", "interleaved", "wp2 sp2"]
-IN_CI = ("dp2 sharded", "interleaved", "wp2 sp2")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.campaign) for name in EVALUATED]
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", EVALUATED)
 def test_each_sample_counts_once_in_every_layout(ranks: Any, texts: Path, layout: str) -> None:
     tables = layout_of(layout.removesuffix(" head"), PLAN)
     if layout == "wp2 head":
         tables["weights"]["head"] = "vocabulary"
-    wanted = one_by_one(texts)
-    for rank, found in enumerate(ranks(num_ranks(tables))(numbers, tables, texts)):
-        assert {name for name in found if name.count("/") == 2} == wanted.keys()
-        for name, value in wanted.items():
-            assert found[name] == pytest.approx(value, rel=1e-10), f"{name} on rank {rank}"
-        own = {name for name in found if name.count("/") < 2}
+    expected = one_by_one(texts)
+    for rank, results in enumerate(ranks(num_ranks(tables))(evaluate, tables, texts)):
+        assert {name for name in results if name.count("/") == 2} == expected.keys()
+        for name, value in expected.items():
+            assert results[name] == pytest.approx(value, rel=1e-10), f"{name} on rank {rank}"
+        own = {name for name in results if name.count("/") < 2}
         assert own == {"held_out_loss", *(f"held_out/{key}" for key in ("perplexity", "accuracy", "highest", "likelihood"))}
 
 
-def refused(folder: Path, **changes: Any) -> str:
+def error_of(folder: Path, **changes: Any) -> str:
     with pytest.raises(SleyError) as error, World.alone("cpu") as world, assemble(loaded(folder, **changes), world) as run:
         run.evaluate_sets()
     return str(error.value)
@@ -105,31 +101,28 @@ def loaded(folder: Path, **changes: Any) -> Plan:
     return plan_from_dict(changed(small_plan(data__documents="cut", evaluation={"every": 2, "steps": 1}), **changes), folder)
 
 
-def names_of_rank(tables: Tables, folder: Path) -> str:
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        try:
-            run.evaluate_sets()
-        except RunError as error:
-            return str(error)
-    return ""
+def evaluation_error(tables: Tables, folder: Path) -> str:
+    with pytest.raises(RunError) as error:
+        evaluate(tables, folder)
+    return str(error.value)
 
 
-def test_ranks_whose_metrics_have_other_names_are_refused_on_all(ranks: Any, texts: Path) -> None:
+def test_metrics_with_other_names_on_one_rank_are_refused(ranks: Any, texts: Path) -> None:
     metric = {"factory": "evaluated_parts:of_sequences", "options": {"place": "a name"}}
     tables = changed(PLAN, evaluation={"every": 2, "metric": metric}, parallel__dp=2)
-    found = ranks(2)(names_of_rank, tables, texts)
-    assert found[0] == found[1]
-    assert "error[metric-result]: on rank 1 the [evaluation] metric gives likelihood, more, and on rank 0 highest" in found[0]
+    first, second = ranks(2)(evaluation_error, tables, texts)
+    assert first == second
+    assert "error[metric-result]: on rank 1 the [evaluation] metric gives likelihood, more, and on rank 0 highest" in first
 
 
-@pytest.mark.parametrize(("place", "words"), [("a pair", "no pair of numbers as 'highest'"), ("in place", "writes in place")])
-def test_a_metric_that_gives_something_else_is_refused(texts: Path, place: str, words: str) -> None:
+@pytest.mark.parametrize(("place", "message"), [("a pair", "no pair of numbers as 'highest'"), ("in place", "writes in place")])
+def test_an_invalid_metric_is_refused(texts: Path, place: str, message: str) -> None:
     metric = {"factory": "evaluated_parts:of_sequences", "options": {"place": place}}
-    assert words in refused(texts, evaluation__metric=metric)
+    assert message in error_of(texts, evaluation__metric=metric)
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
+    ("table", "message"),
     [
         ({"factory": "evaluated_parts:Rows", "options": {"num_samples": 0}}, "the set `mine` has no samples"),
         ({"factory": "evaluated_parts:Endless", "sequence": 24}, "`mine` is a stream, which has no end"),
@@ -144,11 +137,11 @@ def test_a_metric_that_gives_something_else_is_refused(texts: Path, place: str, 
         ({**SETS["texts"], "steps": 0}, "`evaluation.sets.mine.steps` must be an integer of at least 1"),
     ],
 )
-def test_a_set_that_cannot_be_evaluated_is_refused(texts: Path, table: Tables, words: str) -> None:
-    assert words in refused(texts, evaluation__sets={"mine": table})
+def test_a_set_that_cannot_be_evaluated_is_refused(texts: Path, table: Tables, message: str) -> None:
+    assert message in error_of(texts, evaluation__sets={"mine": table})
 
 
-def test_sets_alone_need_no_held_out_data(texts: Path) -> None:
+def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
     tables = {"data__held_out": 0.0, "evaluation": {"every": 2, "held_out": False, "sets": {"odd": SETS["odd"]}}}
     with World.alone("cpu") as world, assemble(loaded(texts, **tables), world) as run:
         assert {name.rpartition("/")[0] for name in run.evaluate_sets()} == {"held_out/odd"}
@@ -158,7 +151,7 @@ def test_sets_alone_need_no_held_out_data(texts: Path) -> None:
     with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
         run.evaluate_sets()
     tables["evaluation"]["held_out"] = True
-    assert "or set `held_out = false` to evaluate only on the sets" in refused(texts, **tables)
+    assert "or set `held_out = false` to evaluate only on the sets" in error_of(texts, **tables)
 
 
 def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
@@ -170,7 +163,7 @@ def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "words"),
+    ("evaluation", "message"),
     [
         ({"held_out": False}, "there is no data to evaluate"),
         ({"patience": 2}, "`patience` needs `keep_best`"),
@@ -180,29 +173,25 @@ def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
         ({"keep_best": "held_out/wiki/loss"}, "has no metric `held_out/wiki/loss`"),
     ],
 )
-def test_what_cannot_be_the_best_is_refused(texts: Path, evaluation: Tables, words: str) -> None:
-    assert words in refused(texts, evaluation={"every": 2, **evaluation})
+def test_an_invalid_best_metric_is_refused(texts: Path, evaluation: Tables, message: str) -> None:
+    assert message in error_of(texts, evaluation={"every": 2, **evaluation})
 
 
-def test_a_number_that_the_data_do_not_have_cannot_be_the_best(texts: Path) -> None:
+def test_the_best_metric_must_exist_for_the_data(texts: Path) -> None:
     changes: Tables = {"evaluation__keep_best": "held_out/accuracy", "checkpoint": {}, "loss": {"label_smoothing": 0.1}}
     assemble(loaded(texts, **changes), World.alone("cpu")).close()
     changes["evaluation__keep_best"] = "held_out/perplexity"
-    assert "an evaluation of this data and this loss has no metric `held_out/perplexity`" in refused(texts, **changes)
+    assert "an evaluation of this data and this loss has no metric `held_out/perplexity`" in error_of(texts, **changes)
 
 
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path) -> None:
     tables = changed(PLAN, parallel__reduction="canonical")
-    wanted = numbers_alone(tables, texts)
-    assert ranks(2)(numbers, layout_of("pp2", tables), texts) == [wanted, wanted]
+    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        expected = run.evaluate_sets()
+    assert ranks(2)(evaluate, layout_of("pp2", tables), texts) == [expected, expected]
 
 
-def numbers_alone(tables: Tables, folder: Path) -> dict[str, float]:
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-        return run.evaluate_sets()
-
-
-STANDING = """
+EVALUATION = """
 [checkpoint]
 keep = 1
 
@@ -219,20 +208,20 @@ sequence = 16
 """
 
 
-def test_a_run_that_does_not_improve_ends_early_and_well(cli: Any, plan: Path, folder: Path) -> None:
+def test_a_run_without_improvement_stops_early(cli: Any, plan: Path, folder: Path) -> None:
     (folder / "other.txt").write_text("the sley beats home\n" * 9, "utf-8")
     (folder / "corpus.txt").rename(folder / "a.txt")
     (folder / "b.txt").write_text("another\n" * 40, "utf-8")
     text = plan.read_text("utf-8").replace('["corpus.txt"]', '["?.txt"]\nheld_out_files = ["other.txt"]')
-    plan.write_text(text.replace("dp = 2", "dp = 1") + STANDING, "utf-8")
+    plan.write_text(text.replace("dp = 2", "dp = 1") + EVALUATION, "utf-8")
     changes = ("run.steps=50", "optimizer.lr=1e-30")
-    ended = cli("run", plan, changes=changes)
-    assert ended.code == 0, ended.err
-    why = "held_out/own/loss has not improved in 2 evaluations; the best, "
-    assert f", early: {why}" in ended.err, ended.err
+    result = cli("run", plan, changes=changes)
+    assert result.code == 0, result.err
+    reason = "held_out/own/loss has not improved in 2 evaluations; the best, "
+    assert f", early: {reason}" in result.err, result.err
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (summary["outcome"], summary["steps"], summary["best"]["step"]) == ("finished", 6, 2)
-    assert summary["stopped_early"].startswith(why)
+    assert summary["stopped_early"].startswith(reason)
     again = cli("run", plan, "--resume", "auto", changes=changes)
     assert (again.code, "has ended early: held_out/own/loss has not" in again.err) == (0, True), again.err
     exported = cli("export", "runs/small", "--best", "--out", "best")

@@ -1,4 +1,4 @@
-"""Runs start from the values of transformers in every layout, bit for bit."""
+"""Runs start with the weights of transformers in every layout, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of models in several files, whose weights no initialisation would give."""
+    """Folders with models in several files, with random weights."""
     transformers.utils.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("saved")
     with torch.random.fork_rng(devices=[]):
@@ -60,8 +60,8 @@ def from_factory(folder: Path, lora_rank: int = 0) -> Tables:
     return {"factory": "pretrained_model:layers", "options": {"path": str(folder), "lora_rank": lora_rank}}
 
 
-def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
-    """The loss of transformers, with the model that it reads itself, on the first batch of the plan."""
+def transformers_loss(folder: Path, plan: Tables, texts: Path) -> float:
+    """Returns the loss of transformers' model on the first batch of the plan."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with running(plan, texts) as run:
         batch = run.feed.next() if run.feed else {}
@@ -69,21 +69,20 @@ def their_loss(folder: Path, plan: Tables, texts: Path) -> float:
         return float(model(input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]).loss)
 
 
-def test_a_run_starts_at_transformers_loss_in_every_layout(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
-    """With weights of files, and from a factory, with adapters too. Layouts have the first values and losses of one process."""
+def test_the_first_loss_is_that_of_transformers_in_every_layout(ranks: Any, saved: dict[str, Path], texts: Path) -> None:
+    """The weights come from files or a factory, which may add adapters. Layouts have the weights and losses of one process."""
     models = {
         "llama": (saved["llama"], from_files(saved["llama"]), ["dp2 sharded"]),
         "qwen2, tied": (saved["qwen2"], from_files(saved["qwen2"]), ["pp2"]),
         "qwen3": (saved["qwen3"], from_files(saved["qwen3"]), ["wp2 sp2"]),
         "adapters": (saved["llama"], from_factory(saved["llama"], 4), ["wp2"]),
-        "adapters, tied": (saved["qwen2"], from_factory(saved["qwen2"], 4), []),
         "gpt_neox": (saved["gpt_neox"], from_factory(saved["gpt_neox"]), []),
     }
     plans = {name: changed(PLAN, model=model) for name, (_, model, _) in models.items()}
-    alone = dict(zip(plans, starts([*plans.values()], texts), strict=True))
+    one_process = dict(zip(plans, starts([*plans.values()], texts), strict=True))
     for name, (folder, _, _) in models.items():
-        first, losses, trained = alone[name]
-        assert losses[0] == pytest.approx(their_loss(folder, plans[name], texts), rel=1e-6)
+        first, losses, trained = one_process[name]
+        assert losses[0] == pytest.approx(transformers_loss(folder, plans[name], texts), rel=1e-6)
         assert losses[2] != losses[0]
         if name.startswith("adapters"):
             assert trained
@@ -93,7 +92,7 @@ def test_a_run_starts_at_transformers_loss_in_every_layout(ranks: Any, saved: di
     by_rank = ranks(2, timeout_s=200)(starts, [layout_of(layout, plans[name]) for name, layout in cases], texts)
     for rank in by_rank:
         for case, (first, losses, _) in zip(cases, rank, strict=True):
-            expected, expected_losses, _ = alone[case[0]]
+            expected, expected_losses, _ = one_process[case[0]]
             assert losses[0] == pytest.approx(expected_losses[0], rel=1e-6), case
             assert losses == pytest.approx(expected_losses, rel=1e-5), case
             assert all(torch.equal(value, expected[name]) for name, value in first.items())

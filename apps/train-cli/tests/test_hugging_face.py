@@ -1,8 +1,7 @@
-"""A run of `hf.decoder` leaves as a folder that transformers opens, and starts from other runs."""
+"""transformers opens the export of a run of `hf.decoder`, and a run starts from the weights of other runs."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +57,7 @@ def save_model(folder: Path, family: str, **changes: Any) -> Path:
 
 @pytest.fixture
 def trained(texts: Path, folder: Path) -> Trained:
-    """`trained(tables)`: the folder of a run of two steps, as `train-cli run` leaves it; `trained.logits`: its logits."""
+    """`trained(tables)` trains for two steps and returns the run folder. `trained.logits` has the logits of the run."""
 
     def train(tables: Tables, name: str = "run", resume: str | None = None) -> Path:
         train.logits = trained_runs.train(tables, texts, folder / name, save, resume)  # type: ignore[attr-defined]
@@ -72,7 +71,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
 
 def exported_model(folder: Path) -> Any:
-    """The model that transformers reads; fails where any weight is missing, unknown or of another shape."""
+    """Returns the model that transformers reads. Fails if a weight is missing, unknown or has another shape."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(info.values()), info
     return model.eval()
@@ -98,11 +97,9 @@ EXPORTS: dict[str, tuple[str, Tables, list[str]]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", EXPORTS)
-def test_an_exported_run_computes_the_same_logits_after_both_have_moved(
-    cli: Any, trained: Trained, folder: Path, case: str
-) -> None:
+def test_a_moved_export_computes_the_logits_of_the_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     family, changes, options = EXPORTS[case]
     dtype = getattr(torch, {"bf16": "bfloat16"}.get(changes.get("precision__compute", ""), "float32"))
     start = save_model(folder / "start", family, dtype=dtype)
@@ -126,26 +123,6 @@ def test_an_exported_run_computes_the_same_logits_after_both_have_moved(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_a_run_from_a_config_is_exported_with_the_end_of_its_data(cli: Any, trained: Trained, folder: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<end>": 0, "the": 1, "sley": 2, "beats": 3, "home": 4, "?": 5}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    home = folder / "tokenizer"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(home)
-    config = transformers.AutoConfig.for_model("llama", **{**trained_runs.SIZES, "bos_token_id": None, "eos_token_id": None})
-    config.save_pretrained(folder / "config")
-    (folder / "config" / "config.json").rename(folder / "small.json")
-    tables = plan({"use": "hf.decoder", "config": str(folder / "small.json")})
-    tables["data"] |= {"tokenizer": str(home), "end_of_document": "<end>"}
-    run = trained(tables)
-    (folder / "small.json").unlink()
-    exported(cli, run, folder / "hf")
-    model = exported_model(folder / "hf")
-    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
-    assert transformers.AutoTokenizer.from_pretrained(folder / "hf")("sley home").input_ids == [2, 4]
-
-
 def change_tensors(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     values = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
     for file in folder.glob("*.safetensors*"):
@@ -163,46 +140,39 @@ def drop_head(values: dict[str, Any]) -> None:
     del values["lm_head.weight"]
 
 
-@pytest.mark.parametrize(("change", "name"), [(swap, "model.layers.0.mlp.down_proj.weight"), (drop_head, "lm_head.weight")])
-@pytest.mark.parametrize("use", ["hf.decoder", "models.llama"])
-def test_a_wrong_export_is_an_error_that_names_the_tensor(
+@pytest.mark.parametrize(
+    ("use", "change", "name"),
+    [("hf.decoder", swap, "model.layers.0.mlp.down_proj.weight"), ("models.llama", drop_head, "lm_head.weight")],
+)
+def test_the_error_of_a_wrong_export_names_the_tensor(
     cli: Any, trained: Trained, folder: Path, use: str, change: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained(plan({"use": use, "weights": str(save_model(folder / "start", "llama"))}))
     check = hf_export.check_export
 
-    def plant_fault(plan: Any, model: Any, source: Any, out: Path) -> None:
+    def change_export(plan: Any, model: Any, source: Any, out: Path) -> None:
         change_tensors(out, change)
         check(plan, model, source, out)
 
-    monkeypatch.setattr(hf_export, "check_export", plant_fault)
+    monkeypatch.setattr(hf_export, "check_export", change_export)
     result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
     assert result.code == 1
     assert f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs" in result.err
 
 
-def test_wrong_names_are_an_error_that_names_the_layer(trained: Trained, folder: Path) -> None:
+def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Path) -> None:
     run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
+    with pytest.raises(PlanError, match=r"has the model 'hf.decoder' and not 'models.llama'"):
+        plan_from_dict(plan({"use": "models.llama", "weights": str(run)}), folder)
     resolved, source = load_run_plan(run), WeightFiles(run / "weights")
     model = hf_export.hugging_face(resolved, source)
     names = dict(model.names)
-    first, second = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    names[first], names[second] = names[second], names[first]
-    wrong = hf_export.HuggingFaceModel(model.config, names)
-    other_files = partial(write_other_files, resolved, wrong)
-    write_tensors(folder / "hf", source, wrong.names.items(), 10**9, other_files)
+    gate, up = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    names[gate], names[up] = names[up], names[gate]
+    swapped = hf_export.HuggingFaceModel(model.config, names)
+    write_tensors(folder / "hf", source, swapped.names.items(), 10**9, partial(write_other_files, resolved, swapped))
     with pytest.raises(RunError, match=r"the last layer with the same output is 'blocks.0'"):
-        hf_export.check_export(resolved, wrong, source, folder / "hf")
-
-
-def test_another_models_weights_are_refused(cli: Any, trained: Trained, folder: Path) -> None:
-    run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
-    change_tensors(run / "weights", lambda values: values.__delitem__("blocks.0.layer.input_layernorm.weight"))
-    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
-    assert result.code == 1
-    assert "error[weights-mismatch]" in result.err
-    assert "'blocks.0.layer.input_layernorm.weight' is missing" in result.err
-    assert json.loads((run / "start" / "config.json").read_text())["model_type"] == "llama"
+        hf_export.check_export(resolved, swapped, source, folder / "hf")
 
 
 SOURCES: dict[str, tuple[str, Tables, str]] = {
@@ -217,7 +187,7 @@ SOURCES: dict[str, tuple[str, Tables, str]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_run_starts_from_the_weights_of_another_and_is_exported(
     cli: Any, trained: Trained, folder: Path, source: str
@@ -238,9 +208,3 @@ def test_a_run_starts_from_the_weights_of_another_and_is_exported(
     shutil.rmtree(start)
     exported(cli, second, folder / "hf")
     assert exported_model(folder / "hf").generation_config.eos_token_id == (None if "model" in changes else 255)
-
-
-def test_weights_of_another_kind_of_run_are_refused(trained: Trained, folder: Path) -> None:
-    run = trained(plan({"use": "hf.decoder", "weights": str(save_model(folder / "start", "llama"))}))
-    with pytest.raises(PlanError, match=r"has the model 'hf.decoder' and not 'models.llama'"):
-        plan_from_dict(plan({"use": "models.llama", "weights": str(run)}), folder)

@@ -1,4 +1,4 @@
-"""A mistake in what a plan names is the user's, told with its place in the model or the data, and never a bug in Sley."""
+"""A mistake in the user's model or data is one error with its place, and not reported as a bug in Sley."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def data_set(length: str, action: str) -> str:
 
 
 MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "shapes that do not fit": (
+    "wrong shapes": (
         LAYERS.format(more="nn.Linear(32, 64), nn.Linear(32, 256)"),
         (
             "error[own-code]: RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x64 and 32x256)",
@@ -69,44 +69,46 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         LAYERS.format(more="nn.Linear(32, 8)"),
         ("error[label-out-of-range]", "labels must be classes from 0 to 7"),
     ),
-    "no sample": (data_set("8", "return None"), ("is a NoneType, not a dict of tensors",)),
-    "less than no sample": (
+    "None as a sample": (data_set("8", "return None"), ("is a NoneType, not a dict of tensors",)),
+    "a negative length": (
         data_set("-8", "pass"),
         ("the length of `own:data` failed: ValueError: __len__() should return >= 0",),
     ),
-    "half a sample": (data_set("8.5", "pass"), ("the length of `own:data` failed: TypeError: 'float' object",)),
-    "an end": (data_set("8", "raise StopIteration"), ("of the dataset failed: StopIteration",)),
-    "an exit": (data_set("8", "raise SystemExit(7)"), ("of the dataset failed: SystemExit: 7",)),
-    "code": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the dataset (hint: the error is in your code",)),
+    "a fractional length": (data_set("8.5", "pass"), ("the length of `own:data` failed: TypeError: 'float' object",)),
+    "StopIteration": (data_set("8", "raise StopIteration"), ("of the dataset failed: StopIteration",)),
+    "SystemExit": (data_set("8", "raise SystemExit(7)"), ("of the dataset failed: SystemExit: 7",)),
+    "an error": (data_set("8", "torch.zeros(2) @ torch.zeros(3)"), ("of the dataset (hint: the error is in your code",)),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_model_or_in_data_is_told_in_one_line(cli: Cli, own_model: Own, mistake: str) -> None:
-    source, words = MISTAKES[mistake]
+def test_a_mistake_in_a_model_or_in_data_is_one_line(cli: Cli, own_model: Own, mistake: str) -> None:
+    source, messages = MISTAKES[mistake]
     path = own_model(source, data=FIELDS) if "def data" in source else own_model(source)
     result = cli("run", path, "--set", "parallel.dp=1")
     assert result.code in (1, 3), result.err
     (line,) = [line for line in result.err.splitlines() if "error[" in line]
     assert "bug in Sley" not in line
-    assert all(each in line for each in words), line
+    assert all(message in line for message in messages), line
 
 
-def test_a_step_that_is_too_long_to_check(cli: Cli, plan: Path) -> None:
-    many = ("parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}')
-    for more in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
-        result = cli("check", plan, changes=(*many, *more))
+def test_a_step_with_too_many_actions_is_refused(cli: Cli, plan: Path) -> None:
+    pipeline = ("parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.one_f_one_b"}')
+    for change in (("batch.global_size=1000000",), ("parallel.pp=1000000",)):
+        result = cli("check", plan, changes=(*pipeline, *change))
         assert result.code == 3
         assert "error[schedule-too-long]: a step must have at most" in result.err
 
 
-WANT = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+ALLOCATION_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+    "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+)
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RuntimeError(WANT), "out-of-memory"),
+        (RuntimeError(ALLOCATION_ERROR), "out-of-memory"),
         (MemoryError(), "out-of-memory"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch-broken"),
         (ImportError("libcudart.so.12: cannot open shared object file", name="torch._C"), "torch-broken"),
@@ -115,6 +117,6 @@ WANT = "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocat
         (KeyError("ours"), "internal-error"),
     ],
 )
-def test_the_worlds_faults_are_told_as_what_they_are(error: Exception, code: str) -> None:
-    (found,) = Fault.of(error).diagnostics
-    assert found.code == code
+def test_errors_of_the_machine_have_codes(error: Exception, code: str) -> None:
+    (diagnostic,) = Fault.of(error).diagnostics
+    assert diagnostic.code == code

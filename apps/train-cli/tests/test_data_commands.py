@@ -1,0 +1,143 @@
+"""`data show`, `data prepare` and `data export`; and a run folder keeps the plan's chat template."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_folder import TEMPLATE, write_chats
+
+from sley_core.attempt import PLAN
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.plan.load import load_plan
+from sley_data.chat_template import text_ids
+from train_cli.main import main
+from train_cli.saved import copy_run_files, load_run_plan
+
+CHAT = "name='chats', use='data.chat', files=['chats.jsonl'], tokenizer='tokenizer'"
+MIXTURE = (
+    "data={use='data.mixture', sequence=160, sources=[{name='texts', use='data.text', files=['words.txt'], "
+    f"separator='\\n\\n', tokenizer='tokenizer', held_out=0.0, weight=1}}, {{{CHAT}, held_out=0.1, weight=2}}]}}"
+)
+WORDS = 'data={use="data.text", files=["words.txt"], sequence=16, separator="\\n\\n", held_out=0.2, documents="cut"}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations, a byte tokenizer, texts, and a plan."""
+    folder = tmp_path_factory.mktemp("chats")
+    write_chats(folder)
+    (folder / "words.txt").write_text("\n\n".join(f"word {number} of many" for number in range(90)), "utf-8")
+    return folder
+
+
+def show(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    """Returns the JSON output of `data show`."""
+    capsys.readouterr()
+    assert main(["data", "show", str(folder / "plan.toml"), "--format", "json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_show_prints_samples_and_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = show(folder, capsys, "--sample", "1")
+    assert output["documents"] + show(folder, capsys, "--split", "held_out")["documents"] == 120
+    assert output["trained"] < output["tokens"]
+    assert output["packing"] == 1 - output["padding"] / (160 * output["samples"])
+    assert output["dropped"] == {}
+    assert {name: len(output["sample"][name]) for name in ("tokens", "labels")} == {"tokens": 160, "labels": 160}
+    path = str(folder / "plan.toml")
+    assert main(["data", "show", path, "--sample", "1"]) == 0
+    text = capsys.readouterr().out
+    answers = [part.partition("]\n")[0] for part in text.split("<|im_start|>assistant\n[")[1:]]
+    assert answers
+    assert all(answer.endswith("<|im_end|>") for answer in answers)
+    assert "-- positions 0 to" in text
+    assert main(["data", "show", path, "--sample", "99999"]) == 2
+    assert main(["data", "show", path, "--split", "test"]) == 2
+
+
+def test_show_counts_each_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = show(folder, capsys, "--sample", "0", "--set", MIXTURE)
+    texts, chats = (output["sources"][name] for name in ("texts", "chats"))
+    assert texts["samples"] + chats["samples"] == output["samples"]
+    assert texts["samples"] == pytest.approx(output["samples"] / 3, abs=1)
+    assert texts["tokens"] == 160 * texts["samples"]
+    assert chats["trained"] / chats["tokens"] < 0.6 < texts["trained"] / texts["tokens"]
+    assert output["trained"] == texts["trained"] + chats["trained"]
+    dataset: Any = open_dataset(load_plan(folder / "plan.toml", [MIXTURE]).data, DataContext())
+    assert output["samples"] == len(dataset)
+    assert output["sample"] == {name: value.reshape(-1).tolist() for name, value in dataset[0].items()}
+    sets = "evaluation={every=1, sets={fresh={use='data.text', files=['words.txt'], sequence=16}}}"
+    assert show(folder, capsys, "--set", sets, "--split", "fresh")["split"] == "fresh"
+    assert main(["data", "show", str(folder / "plan.toml"), "--set", MIXTURE, "--split", "held_out"]) == 0
+    assert "  chats: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.template='own.jinja'",
+        f"data={{use='data.mixture', sequence=160, sources=[{{{CHAT}, template='own.jinja', weight=1}}]}}",
+    ],
+)
+def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: str) -> None:
+    """When the file is gone, a turn still ends with the end of the plan's template, not of the tokenizer's."""
+    template = folder / "own.jinja"
+    template.write_text(TEMPLATE.replace("<|im_end|>", "<|im_start|>"), "utf-8")
+    resolved = load_plan(folder / "plan.toml", [change])
+    (tmp_path / PLAN).write_text(resolved.to_toml(), "utf-8")
+    copy_run_files(resolved, tmp_path)
+    template.unlink()
+    config: Any = load_run_plan(tmp_path).data.config
+    ids = text_ids(config.sources[0].component.config if "mixture" in change else config, None)
+    assert "".join(ids.decode([ids.end])) == "<|im_start|>"
+
+
+def test_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "evaluation={every=1}", "--set", "data.too_long='drop'", "--set", "data.sequence=60"]
+    assert main(["data", "prepare", str(folder / "plan.toml"), *options]) == 0
+    messages = capsys.readouterr().err
+    assert all(words in messages for words in ("train: ", "held_out: ", "samples are dropped"))
+
+
+def test_export_writes_files_for_data_tokens(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, out = str(folder / "plan.toml"), tmp_path / "out"
+    assert main(["data", "export", path, "--out", str(out), "--set", WORDS]) == 0
+    assert "vocab_size = 256" in capsys.readouterr().err
+    files = f'files=["{out}/train.bin"], held_out_files=["{out}/val.bin"]'
+    tokens = f'data={{use="data.tokens", {files}, vocab_size=256, sequence=16}}'
+    for split in ("train", "held_out"):
+        expected, actual = (show(folder, capsys, "--split", split, "--sample", "1", "--set", data) for data in (WORDS, tokens))
+        assert expected["sample"] == actual["sample"]
+        assert expected["samples"] == actual["samples"]
+    assert main(["data", "export", path, "--out", str(out)]) == 2, "chats have no stream"
+
+
+DATA = (
+    'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
+    'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
+    'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
+    'use="data.mixture", sources=[{name="chats", use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer", weight=1}]',
+)
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from train_cli.main import main
+plan, *changes = sys.argv[1:]
+sys.exit(any([main(["data", "show", plan, "--sample", "0", "--set", change]) for change in changes]))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_show_needs_no_torch(folder: Path) -> None:
+    (folder / "tokens.bin").write_bytes(b"tokens" * 100)
+    changes = [f"data={{{data}, sequence=160}}" for data in DATA]
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(folder / "plan.toml"), *changes]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("trained") >= len(DATA)

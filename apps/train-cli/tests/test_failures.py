@@ -1,0 +1,197 @@
+"""How a run ends after a signal, a killed or hanging rank, a full disk or a closed pipe. No process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acting_model import FIRST_LINE, doing
+
+from sley_core.metrics.jsonl import rows
+from sley_core.weight_files.read import WeightFiles
+from sley_testing.processes import assert_none_left, processes_with
+from train_cli import rank
+from train_cli.local_launch import _SignalForwarder
+from train_cli.stopping import exit_codes
+
+pytestmark = pytest.mark.timeout(180)
+
+Cli = Callable[..., Any]
+Start = Callable[..., Any]
+Own = Callable[[str], Path]
+
+LONG = ("run.steps=1000000", "run.log_every=1")
+
+
+def error_line(text: str) -> str:
+    """Returns the only line with an error."""
+    (line,) = [line for line in text.splitlines() if "error[" in line]
+    return line
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
+    return content
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("dp", "number", "code"),
+    [(2, signal.SIGINT, 130), (1, signal.SIGTERM, 143), (1, signal.SIGHUP, 129), (2, signal.SIGHUP, 129)],
+)
+def test_a_signal_stops_a_run_after_its_step(
+    start: Start, cli: Any, plan: Path, folder: Path, dp: int, number: int, code: int
+) -> None:
+    program = start("run", plan, changes=[*LONG, f"parallel.dp={dp}"])
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, number)
+    result = program.finish(40)
+    assert result.code == code, result.err
+    assert result.err.count("stopping after this step") == 1
+    assert "interrupted: " in result.err
+    assert "error" not in result.err
+    steps = summary(folder)["steps"]
+    assert summary(folder)["outcome"] == "interrupted"
+    assert "  weights        runs/small/weights\n" in result.err
+    assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
+    assert [row["step"] for row in rows(folder / "runs" / "small")] == list(range(1, steps + 1))
+    exported = cli("export", "runs/small", "--format", "huggingface", "--out", folder / "out")
+    assert f"the weights of step {steps} in" in exported.err
+    assert "transformers computes the run's logits" in exported.err
+
+
+def test_a_second_interrupt_ends_a_run_at_once(start: Start, own_model: Own) -> None:
+    program = start("run", own_model(doing("os.write(2, b'in a step\\n'); time.sleep(3600)")))
+    program.wait_for("in a step")
+    os.kill(program.process.pid, signal.SIGINT)
+    program.wait_for("stopping after this step")
+    os.kill(program.process.pid, signal.SIGINT)
+    assert program.finish(30).code == 130
+
+
+def test_ranks_end_with_a_killed_launcher(start: Start, plan: Path) -> None:
+    program = start("run", plan, changes=LONG)
+    program.wait_for("step 3/")
+    os.kill(program.process.pid, signal.SIGKILL)
+    assert program.finish(40).code == -signal.SIGKILL  # `finish` fails if a process is left
+
+
+def test_a_signal_in_a_factory_is_no_error_of_the_factory(start: Start, own_model: Own) -> None:
+    wait = r"""
+    if "RANK" in os.environ:
+        os.write(2, b"in the factory\n")
+        time.sleep(3600)"""
+    program = start("run", own_model(doing("pass").replace("def layers():", f"def layers():{wait}")))
+    program.wait_for("in the factory")
+    os.kill(program.process.pid, signal.SIGTERM)
+    result = program.finish(40)
+    assert result.code == 143
+    assert "error[" not in result.err
+
+
+def test_a_launcher_prints_reminders_while_a_step_has_not_ended() -> None:
+    lines: list[str] = []
+    signals = _SignalForwarder(lines.append, exit_codes())
+    signals.remind()
+    assert lines == [], "there was no signal"
+    signals.first = signal.SIGINT
+    signals._first_signal_s = signals._last_reminder_s = time.monotonic() - 11
+    signals.remind()
+    signals.remind()
+    assert lines == ["still in this step after 11 s; Ctrl-C again stops at once"]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("action", "killed", "name"), [("os.abort()", 1, "SIGABRT"), ("os.kill(os.getpid(), 9)", 0, "SIGKILL")]
+)
+def test_a_killed_rank_is_named_and_leaves_no_child(
+    start: Start, own_model: Own, folder: Path, action: str, killed: int, name: str
+) -> None:
+    action = f"self.calls == 3 and rank == {killed} and (subprocess.Popen(['sleep', '600']), {action})"
+    result = start("run", own_model(doing(action))).finish()  # fails if a process is left
+    assert result.code == 1
+    assert f"error[rank-died]: rank {killed} of 2 was killed by {name}" in error_line(result.err)
+    assert (folder / "runs" / "small" / "summary.json").exists() == (killed != 0), "rank 0 writes it"
+
+
+def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_model: Own, folder: Path) -> None:
+    action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
+    three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
+    result = start("run", own_model(doing(action)), changes=three).finish(90)
+    assert result.code == 1
+    line = error_line(result.err)
+    assert "error[rank-hung]: rank 1 of 3 did not respond: it is stopped" in line
+    assert f"rank 2 of 3 did not respond: it was at {folder / 'own.py'}:{FIRST_LINE}" in line
+    assert "rank 0 waited for it: " in line
+
+
+def test_torchrun_names_the_rank_that_failed_first(start: Start, own_model: Own) -> None:
+    result = start("run", own_model(doing("rank == 1 and self.calls == 3 and [][1]")), torchrun=()).finish()
+    assert result.code == 1
+    root_cause = result.err[result.err.index("Root Cause") :]
+    assert re.search(r"rank +: 1 ", root_cause), root_cause
+    assert "IndexError: list index out of range" in root_cause, root_cause
+
+
+# -- streams and disks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("shell", "num_notes"), [("2>&1 | head -n 1", 1), ("2>&- | head -n 1", 0)])
+def test_a_run_continues_if_nobody_reads_its_output(plan: Path, folder: Path, shell: str, num_notes: int) -> None:
+    command = f"{sys.executable} -m train_cli run plan.toml --set parallel.dp=1 --set run.steps=30 {shell}"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SLEY_TEST_PROGRAM": str(folder)}
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environ, capture_output=True, timeout=60)
+    assert_none_left(lambda: processes_with("SLEY_TEST_PROGRAM", str(folder)), within_s=5)
+    assert result.returncode == 0, result
+    content = summary(folder)
+    assert (content["outcome"], content["steps"]) == ("finished", 30)
+    assert len(content["notes"]) == num_notes, content["notes"]
+    assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").startswith('{"step": 1,')
+
+
+def test_the_error_of_a_full_disk_names_the_file(cli: Cli, own_model: Own, folder: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    action = "self.calls == 9 and resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))"
+    try:
+        result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "error[metrics-file]: cannot write to `runs/small/metrics.jsonl`: File too large" in error_line(result.err)
+
+
+def test_a_summary_that_cannot_be_written_is_an_error(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(rank, "write_json", write)
+    result = cli("run", plan, "--set", "parallel.dp=1")
+    assert result.code == 1
+    line = error_line(result.err)
+    assert "error[cannot-write]: cannot write `runs/small/summary.json`: No space left on device" in line
+    assert "bug" not in line
+
+
+def test_a_deleted_run_folder_is_an_error_of_the_next_step(cli: Cli, own_model: Own, folder: Path) -> None:
+    action = "self.calls == 9 and __import__('shutil').rmtree('runs')"
+    result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1")
+    assert result.code == 1
+    expected = "error[metrics-file]: `runs/small/metrics.jsonl` was deleted while the run wrote to it"
+    assert expected in error_line(result.err)
