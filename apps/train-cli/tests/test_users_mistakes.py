@@ -101,8 +101,6 @@ def test_a_step_with_too_many_actions_is_refused(cli: Cli, plan: Path) -> None:
 
 
 ALLOCATION_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-    "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-)
 
 
 @pytest.mark.parametrize(
