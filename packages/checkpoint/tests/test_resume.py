@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was never stopped."""
+"""A resumed run equals a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import tables as with_dropout
 from sley_testing.checkpointer_contract import CheckpointerContract, assert_same_stretch, save_at, stretch
-from sley_testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan, write_texts
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
@@ -45,19 +45,19 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_layout_goes_on_bit_for_bit(texts, tmp_path, kind):
+def test_a_resumed_run_has_the_same_bits(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
-    whole = stretch(tables, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
-    assert_same_stretch([whole], [stretch(tables, 3, folder=texts, load=tmp_path / "saved")])
+    uninterrupted = stretch(tables, 5, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
+    assert_same_stretch([uninterrupted], [stretch(tables, 2, folder=texts, load=tmp_path / "saved")])
 
 
 def put(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def swapped(folder: Path) -> None:
+def swap_names(folder: Path) -> None:
     one, other = (folder / "text" / name for name in ("a.txt", "b.txt"))
     put(one, lambda text: text + other.read_bytes())
     put(other, lambda text: one.read_bytes()[: -len(text)])
@@ -67,7 +67,7 @@ def swapped(folder: Path) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "every letter": (lambda to: put(to / "text/b.txt", lambda text: text.replace(b"home", b"away")), True),
     "one letter": (lambda to: put(to / "text/a.txt", lambda text: text[:-1] + b"!"), True),
-    "names": (swapped, True),
+    "names": (swap_names, True),
     "the order of documents": (lambda to: put(to / "text/a.txt", lambda text: b"\n\n".join(text.split(b"\n\n")[::-1])), True),
     "a boundary": (lambda to: put(to / "text/a.txt", lambda text: text.replace(b"\n\n", b"\n ", 1)), True),
     "the clock": (lambda to: os.utime(to / "text/a.txt", (1, 1)), False),
@@ -88,30 +88,41 @@ def loaded(tables: dict[str, Any], folders: list[Path], path: Path) -> str:
     return ""
 
 
+TOKENS = {"use": "data.tokens", "files": ["ids.bin"], "vocab_size": 256, "sequence": 24}
+
+
+@pytest.fixture(scope="module")
+def saved_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with data, and with a checkpoint of a run on the texts and of one on the tokens."""
+    folder = tmp_path_factory.mktemp("data")
+    write_texts(folder)
+    random = Random(0)
+    (folder / "ids.bin").write_bytes(array("H", [random.randrange(200) for _ in range(4000)]).tobytes())
+    stretch(plan(), 1, folder=folder, save=folder / "saved-text")
+    stretch(plan(data=TOKENS), 1, folder=folder, save=folder / "saved-tokens")
+    return folder
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_data_than_those_of_the_checkpoint_are_refused(texts, tmp_path, change):
-    make, is_refused = CHANGES[change]
-    before, now = tmp_path / "before", tmp_path / "now"
-    copytree(texts, before)
-    drawn = Random(0)
-    (before / "ids.bin").write_bytes(array("H", [drawn.randrange(200) for _ in range(4000)]).tobytes())
-    copytree(before, now)
-    tables = plan()
-    if "token" in change:
-        data = {"use": "data.tokens", "files": ["ids.bin"], "vocab_size": 256, "sequence": 24}
-        tables = plan(data=data)
-    stretch(tables, 1, folder=before, save=tmp_path / "saved")
-    make(now)
-    assert loaded(tables, [now], tmp_path / "saved") == ("data-changed" if is_refused else "")
+def test_other_data_than_those_of_the_checkpoint_are_refused(saved_data, tmp_path, change):
+    make_change, is_refused = CHANGES[change]
+    copytree(saved_data, tmp_path / "changed")
+    make_change(tmp_path / "changed")
+    tables, saved = (plan(data=TOKENS), "saved-tokens") if "token" in change else (plan(), "saved-text")
+    assert loaded(tables, [tmp_path / "changed"], saved_data / saved) == ("data-changed" if is_refused else "")
 
 
-def test_all_ranks_refuse_data_that_have_changed_or_that_differ_between_them(texts, tmp_path, ranks):
-    now = tmp_path / "now"
-    copytree(texts, now)
-    put(now / "text/a.txt", lambda text: text[:-1] + b"!")
-    stretch(plan(), 1, folder=texts, save=tmp_path / "saved")
-    assert ranks(2, init=False)(loaded, plan(**DP), [now, now], tmp_path / "saved") == ["data-changed"] * 2
-    assert ranks(2, init=False)(loaded, plan(**DP), [texts, now], tmp_path / "saved") == ["ranks-disagree"] * 2
+def test_all_ranks_refuse_data_that_have_changed_or_that_differ_between_them(saved_data, tmp_path, ranks):
+    changed_data = tmp_path / "changed"
+    copytree(saved_data, changed_data)
+    put(changed_data / "text/a.txt", lambda text: text[:-1] + b"!")
+    folders = [[changed_data, changed_data], [saved_data, changed_data]]
+    codes = ranks(2, init=False)(load_each, plan(**DP), folders, saved_data / "saved-text")
+    assert codes == [["data-changed", "ranks-disagree"]] * 2
+
+
+def load_each(tables: dict[str, Any], folders: list[list[Path]], path: Path) -> list[str]:
+    return [loaded(tables, rank_folders, path) for rank_folders in folders]
 
 
 class Samples:
@@ -138,72 +149,78 @@ def test_other_samples_of_a_programs_own_are_said(tmp_path, monkeypatch):
     assert "the length of the dataset, or samples" in note
 
 
-# -- what resumed runs of others got wrong without a word, each with a loss that looks right ------------------------------
+# -- mistakes that a loss does not show ------------------------------------------------------------------------------------
 
 
 @dataclass
-class Seen:
-    """Of each step of one rank. masks: sums of what the first dropout let through."""
+class Steps:
+    """Holds the steps of one rank. masks: the numbers of values that the first dropout kept."""
 
     samples: list[tuple[int, ...]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     masks: list[float] = field(default_factory=list)
 
 
-def seen(
+def take_steps(
     tables: dict[str, Any], num_steps: int, folder: Path | None, load: Path | None = None, save: Path | None = None
-) -> Seen:
-    """Takes `num_steps` steps, from a checkpoint and to another if they are given."""
-    found = Seen()
+) -> Steps:
+    """Takes `num_steps` steps, from the checkpoint `load` and to the checkpoint `save`."""
+    steps = Steps()
     with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         if load is not None:
             run.load_checkpoint(load)
         for layer in run.layers:
             for module in layer.module.modules():
                 if isinstance(module, torch.nn.Dropout):
-                    module.register_forward_hook(lambda _, given, out: found.masks.append(float((out != 0).sum())))
+                    module.register_forward_hook(lambda _, __, output: steps.masks.append(float((output != 0).sum())))
         for _ in range(num_steps):
-            found.losses.append(float(run.step()["loss"]))
+            steps.losses.append(float(run.step()["loss"]))
             assert run.feed is not None
-            found.samples.append(run.feed.samples)
+            steps.samples.append(run.feed.samples)
         if save is not None:
             run.save_checkpoint(save)
-    return found
+    return steps
 
 
-def test_data_goes_on_and_no_row_is_skipped_or_taken_twice(texts, tmp_path):
-    """Also the batch that was read ahead when the run was saved, and over the end of an epoch."""
-    tables = small_plan(run__steps=12, batch={"global_size": 32, "micro_size": 16})
-    whole = seen(tables, 12, texts)
-    first = seen(tables, 5, texts, save=tmp_path / "at")
-    rest = seen(tables, 7, texts, load=tmp_path / "at")
-    assert first.samples + rest.samples == whole.samples
-    every = list(chain(*whole.samples))
-    assert len(set(every)) < len(every), "an epoch has ended"
+def test_no_sample_is_skipped_or_repeated(texts, tmp_path):
+    """Neither the batch that was read ahead when the run was saved, nor at the end of an epoch."""
+    tables = small_plan(run__steps=7, batch={"global_size": 64, "micro_size": 64}, model__num_layers=1)
+    uninterrupted = take_steps(tables, 7, texts)
+    first = take_steps(tables, 3, texts, save=tmp_path / "saved")
+    second = take_steps(tables, 4, texts, load=tmp_path / "saved")
+    assert first.samples + second.samples == uninterrupted.samples
+    samples = list(chain(*uninterrupted.samples))
+    assert len(set(samples)) < len(samples), "an epoch has ended"
 
 
-def test_the_position_of_every_rank_is_kept_by_fewer_and_by_more(texts, tmp_path, ranks):
-    tables = small_plan(run__steps=6, batch__micro_size=4)
-    whole = seen(tables, 6, texts)
-    two = changed(tables, **DP)
-    of_two = ranks(2, init=False)(seen, two, 3, texts, None, tmp_path / "of two")
-    assert [one + other for one, other in zip(*(rank.samples for rank in of_two), strict=True)] == whole.samples[:3]
-    assert seen(tables, 3, texts, load=tmp_path / "of two").samples == whole.samples[3:]
-    seen(tables, 3, texts, save=tmp_path / "of one")
-    again = ranks(2, init=False)(seen, two, 3, texts, tmp_path / "of one")
-    assert [one + other for one, other in zip(*(rank.samples for rank in again), strict=True)] == whole.samples[3:]
+def resume_in_turn(tables: dict[str, Any], folder: Path, path: Path) -> list[Steps]:
+    """Takes two steps and saves, then resumes the checkpoint of one process."""
+    first = take_steps(tables, 2, folder, save=path / "two ranks")
+    return [first, take_steps(tables, 2, folder, load=path / "one rank")]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_draws_are_those_of_a_run_in_one_go_and_differ_between_ranks(tmp_path, ranks, size):
-    tables = changed(with_dropout(None, dropout=0.3), run__steps=6, **(DP if size == 2 else {}))
-    whole = ranks(size, init=False)(seen, tables, 6, None)
-    ranks(size, init=False)(seen, tables, 3, None, None, tmp_path / "at")
-    rest = ranks(size, init=False)(seen, tables, 3, None, tmp_path / "at")
-    for one, other in zip(whole, rest, strict=True):
-        assert other.losses == one.losses[3:]
-        assert other.masks == one.masks[-len(other.masks) :]
-    assert len({tuple(rank.masks) for rank in rest}) == size, "ranks that draw alike"
+def test_the_position_in_the_data_is_resumed_by_fewer_and_by_more_ranks(texts, tmp_path, ranks):
+    tables = small_plan(run__steps=4, batch__micro_size=4)
+    first = take_steps(tables, 2, texts, save=tmp_path / "one rank")
+    two_ranks = ranks(2, init=False)(resume_in_turn, changed(tables, **DP), texts, tmp_path)
+    second = take_steps(tables, 2, texts, load=tmp_path / "two ranks")
+    for number, steps in enumerate((first, second)):
+        assert [one + two for one, two in zip(*(rank[number].samples for rank in two_ranks), strict=True)] == steps.samples
+
+
+def take_steps_with_a_resume(tables: dict[str, Any], path: Path) -> list[Steps]:
+    uninterrupted = take_steps(tables, 4, None)
+    take_steps(tables, 2, None, save=path)
+    return [uninterrupted, take_steps(tables, 2, None, load=path)]
+
+
+def test_random_numbers_continue_and_differ_between_ranks(tmp_path, ranks):
+    tables = changed(with_dropout(None, dropout=0.3), run__steps=4, **DP)
+    results = ranks(2, init=False)(take_steps_with_a_resume, tables, tmp_path / "saved")
+    for uninterrupted, resumed in results:
+        assert resumed.losses == uninterrupted.losses[2:]
+        assert resumed.masks == uninterrupted.masks[-len(resumed.masks) :]
+    assert results[0][1].masks != results[1][1].masks
 
 
 class TestAnyLayout(CheckpointerContract):

@@ -8,18 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sley_checkpoint.folders import (
-    DELETED,
-    STAGING_PREFIX,
-    Folder,
-    LocalFolder,
-    ReadableFolder,
-    StalledError,
-    TimedFolder,
-    TimedReads,
-    open_folder,
-)
-from sley_checkpoint.format import INDEX, CheckpointIndex
+from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, LocalFolder, open_folder
+from sley_checkpoint.format import INDEX
 from sley_checkpoint.reader import Checkpoint, Damage, complete_checkpoints, examine, index_or_none
 from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
@@ -222,20 +212,18 @@ class AnyLayout(Checkpointer):
         if is_auto := str(path) == AUTO:
             self._run_folder()
         load_path = None if is_auto else absolute_path(path)
-        # Half the limit, so that a rank names the file that it cannot read before the others stop waiting for the rank.
-        with TimedReads(self.state.plan.limits.collective_timeout_s / 2) as reads:
-            checkpoint, damaged_checkpoints, origin, notes = choose_checkpoint(
-                self.state, load_path, reads, allow_fresh_start=allow_fresh_start
-            )
-            if checkpoint is None:
-                return None
-            # A run folder knows the run's checkpoints; without one, the run name must match.
-            saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
-            if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and saved_run != this_run:
-                message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
-                hint = "pass the path of the checkpoint to continue from another run"
-                raise RunError("checkpoint-mismatch", message, hint=hint)
-            notes += self.state.restore(checkpoint)
+        checkpoint, damaged_checkpoints, origin, notes = choose_checkpoint(
+            self.state, load_path, allow_fresh_start=allow_fresh_start
+        )
+        if checkpoint is None:
+            return None
+        # A run folder knows the run's checkpoints; without one, the run name must match.
+        saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
+        if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and saved_run != this_run:
+            message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
+            hint = "pass the path of the checkpoint to continue from another run"
+            raise RunError("checkpoint-mismatch", message, hint=hint)
+        notes += self.state.restore(checkpoint)
         self._saved_step, self._is_written, self._save_time = checkpoint.step, True, time.monotonic()
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
@@ -288,19 +276,19 @@ class Selection(NamedTuple):
     notes: list[str]
 
 
-def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads, *, allow_fresh_start: bool) -> Selection:
-    """Returns the checkpoint to load. All ranks call it, and each verifies a share of the files through `reads`.
+def choose_checkpoint(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> Selection:
+    """Returns the checkpoint to load. All ranks call it, and each verifies a share of the files.
 
     path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
     whether a run without a checkpoint may repeat its steps. Only the arguments of rank 0 count.
 
     Raises the same error on all ranks. UsageError `never-anew`: the run would repeat its own work. RunError
     `checkpoint-damaged`: all checkpoints are damaged. RunError `no-checkpoint`: there is none at `path`. RunError
-    `checkpoint-load`: a folder cannot be read or does not answer.
+    `checkpoint-load`: a folder cannot be read.
     """
     world, control = state.parts.world, state.parts.groups["control"]
     # All ranks join; rank 0 lists the checkpoints.
-    candidates = _list_candidates(state, path, reads, allow_fresh_start=allow_fresh_start) if world.rank == 0 else {}
+    candidates = _list_candidates(state, path, allow_fresh_start=allow_fresh_start) if world.rank == 0 else {}
     candidates = control.gather_objects(candidates, label="the list of checkpoints")[0]
     if candidates["problem"]:
         code, message, hint = candidates["problem"]
@@ -309,18 +297,14 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
     origin, notes = candidates["origin"], candidates["notes"]
     damaged_checkpoints: list[DamagedCheckpoint] = []
     for candidate in candidates["paths"]:
-        folder = TimedFolder(open_folder(candidate), reads)
-        index, report = _examine_share(folder, world.rank, world.size)
+        folder = open_folder(candidate)
+        index, rank_damages = examine(folder, world.rank, world.size)
         # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
         # delete it.
-        reports = control.gather_objects(report, label="the damages of a checkpoint")
-        rank_damages, tokens, stalls = zip(*reports, strict=True)
-        for rank, stall in zip(control.ranks, stalls, strict=True):
-            if stall:
-                raise RunError("checkpoint-load", f"rank {rank} could not load the checkpoint: {stall}")
-        damages = list(dict.fromkeys(Damage(*fields) for damages in rank_damages for fields in damages))
+        reports = control.gather_objects([rank_damages, index and index.token], label="the damages of a checkpoint")
+        damages = list(dict.fromkeys(Damage(*fields) for rank_damages, _ in reports for fields in rank_damages))
         if index is not None and not damages:
-            if len(set(tokens)) > 1:
+            if len({token for _, token in reports}) > 1:
                 message = f"ranks see different checkpoints in {folder.text}"
                 raise RunError("checkpoint-load", message, hint="use a folder that all ranks share")
             return Selection(Checkpoint(folder, index), damaged_checkpoints, origin, notes)
@@ -334,30 +318,16 @@ def choose_checkpoint(state: TrainingState, path: str | None, reads: TimedReads,
     return Selection(None, [], origin, notes)
 
 
-def _examine_share(folder: TimedFolder, rank: int, num_ranks: int) -> tuple[CheckpointIndex | None, list[Any]]:
-    """Examines this rank's share of a checkpoint. Returns the index, and a report for the other ranks: the damages, the index's
-    token, and the message of a stalled read or "".
-    """
-    try:
-        index, damages = examine(folder, rank, num_ranks)
-        return index, [damages, None if index is None else index.token, ""]
-    except StalledError as error:
-        return None, [[], None, error.diagnostics[0].message]
-
-
-def _list_candidates(state: TrainingState, path: str | None, reads: TimedReads, *, allow_fresh_start: bool) -> dict[str, Any]:
+def _list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> dict[str, Any]:
     """Returns the paths of the candidates in the order in which to try them, notes, the attempt's origin, and the code, message
     and hint of an error, as `_candidate_message` does.
     """
-    folder = TimedFolder(open_folder(state.folder or "" if path is None else path), reads)
+    folder = open_folder(state.folder or "" if path is None else path)
     try:
         if path is None:
             return _resumable_checkpoints(state, folder, allow_fresh_start=allow_fresh_start)
         paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, complete_checkpoints(folder))
         return _candidate_message(paths)
-    except StalledError as error:
-        message = f"rank 0 could not load the checkpoint: {error.diagnostics[0].message}"
-        return _candidate_message(problem=("checkpoint-load", message, None))
     except SleyError as error:
         diagnostic = error.diagnostics[0]
         return _candidate_message(problem=(diagnostic.code, diagnostic.message, diagnostic.hint))
@@ -371,7 +341,7 @@ def _candidate_message(
     return {"paths": list(paths), "origin": origin, "notes": list(notes), "problem": problem}
 
 
-def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, allow_fresh_start: bool) -> dict[str, Any]:
+def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> dict[str, Any]:
     """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
 
     Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
@@ -398,5 +368,5 @@ def _resumable_checkpoints(state: TrainingState, folder: TimedFolder, *, allow_f
     return _candidate_message(paths, origin, [message] if foreign_names else [])
 
 
-def _child_paths(folder: ReadableFolder, names: list[str]) -> list[str]:
+def _child_paths(folder: Folder, names: list[str]) -> list[str]:
     return [folder.child(name).text for name in names]

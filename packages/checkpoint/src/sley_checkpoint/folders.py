@@ -1,26 +1,17 @@
-"""Checkpoint folders, on a disk or at a URL. A file is complete once it has its name, and a folder appears all at once.
-
-Reads may have a time limit (`TimedReads`): if a disk stalls on one rank, the other ranks must not wait silently.
-
-    main thread    | call ── waits ──────────── limit: StalledError, with the file
-    reader thread         └── the system's read, which cannot be interrupted
-"""
+"""Checkpoint folders, on a disk or at a URL. A file is complete once it has its name, and a folder appears all at once."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
-from functools import partial
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 from sley_core.api.files import replace_atomically, sync_names
-from sley_core.errors import RunError, UsageError, format_cause
+from sley_core.errors import UsageError, format_cause
 
 
 class FileDigest(NamedTuple):
@@ -30,15 +21,15 @@ class FileDigest(NamedTuple):
     crc: int
 
 
-class ReadableFolder(Protocol):
-    """Reads the folder at a path or URL. All methods raise OSError if the file system reports an error."""
+class Folder(Protocol):
+    """Reads and writes the folder at a path or URL. All methods raise OSError if the file system reports an error."""
 
     @property
     def text(self) -> str:
         """The path or URL of the folder."""
         ...
 
-    def child(self, name: str) -> ReadableFolder: ...
+    def child(self, name: str) -> Folder: ...
 
     def names(self) -> list[str]:
         """Returns the sorted names of the folder's entries; [] if the folder does not exist."""
@@ -57,18 +48,16 @@ class ReadableFolder(Protocol):
         ...
 
     def crc(self, name: str) -> int:
-        """Reads a file and returns its CRC-32."""
-        ...
+        """Reads a file through one buffer and returns its CRC-32."""
+        memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
+        while num_read := self.read_into(name, position, memory):
+            crc = crc32(memory[:num_read], crc)
+            position += num_read
+        return crc
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
         """Returns whether the subfolder `name` is an unfinished checkpoint, without the file `last_file`."""
         ...
-
-
-class Folder(ReadableFolder, Protocol):
-    """Reads and writes a folder."""
-
-    def child(self, name: str) -> Folder: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         """Writes a file to the disk. If this raises, the file does not exist."""
@@ -100,7 +89,7 @@ DELETED = "gone"
 _READ_BYTES = 16 << 20
 
 
-class LocalFolder:
+class LocalFolder(Folder):
     """A folder in a mounted file system. The first written file creates the folder."""
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +139,7 @@ class LocalFolder:
         if fadvise := getattr(os, "posix_fadvise", None):  # to check the disk and not the page cache
             with (self.path / name).open("rb") as file:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return file_crc(self, name)
+        return super().crc(name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
@@ -175,7 +164,7 @@ class LocalFolder:
             shutil.rmtree(trash, ignore_errors=True)
 
 
-class RemoteFolder:
+class RemoteFolder(Folder):
     """A folder of an object store at `url`, opened by fsspec. A store cannot rename folders, so files have their final names
     from the start, and the index is written last.
     """
@@ -233,9 +222,6 @@ class RemoteFolder:
         info: dict[str, Any] = self._system.info(self._child_path(name))
         return int(info["size"])
 
-    def crc(self, name: str) -> int:
-        return file_crc(self, name)
-
     def delete(self, name: str) -> None:
         self._system.rm_file(self._child_path(name))
 
@@ -264,104 +250,3 @@ def open_folder(path: str | Path) -> Folder:
     if "://" in str(path):
         return RemoteFolder(str(path))
     return LocalFolder(Path(path).absolute())
-
-
-def file_crc(folder: ReadableFolder, name: str) -> int:
-    """Reads a file through one buffer and returns its CRC-32."""
-    memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
-    while num_read := folder.read_into(name, position, memory):
-        crc = crc32(memory[:num_read], crc)
-        position += num_read
-    return crc
-
-
-class StalledError(RunError):
-    """Raised if a read does not return within its time limit."""
-
-
-class TimedReads(AbstractContextManager["TimedReads"]):
-    """A context manager that reads files in a separate thread. limit_s: the time limit of one read of at most 16 MiB.
-
-    A stalled read keeps its buffer, since the read may still complete at any time.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._tasks: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._stall_message = ""
-
-    def __enter__(self) -> TimedReads:
-        Thread(target=self._run, name="sley-checkpoint-reads", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tasks.put(None)
-
-    def call(self, file: str, read: Callable[[], Any]) -> Any:
-        """Returns `read()`. Raises the errors of `read`, and StalledError if it does not return within the limit.
-
-        After a stall, each call raises StalledError at once.
-        """
-        if not self._stall_message:
-            self._tasks.put(read)
-            try:
-                result, error = self._results.get(timeout=self.limit_s)
-            except Empty:
-                self._stall_message = f"reading {file} made no progress for {self.limit_s:g} s"
-            else:
-                if error is not None:
-                    raise error
-                return result
-        raise StalledError(
-            "checkpoint-load", self._stall_message, hint="check the file system on this rank: it does not answer"
-        )
-
-    def _run(self) -> None:
-        """Runs in the thread: calls each task and queues its result or its error."""
-        while (read := self._tasks.get()) is not None:
-            try:
-                self._results.put((read(), None))
-            except BaseException as error:  # any file system error is raised in the main thread
-                self._results.put((None, error))
-
-
-class TimedFolder:
-    """A view of `folder` that reads with the time limit of `reads`."""
-
-    def __init__(self, folder: ReadableFolder, reads: TimedReads) -> None:
-        self.folder = folder
-        self.reads = reads
-
-    @property
-    def text(self) -> str:
-        return self.folder.text
-
-    def child(self, name: str) -> TimedFolder:
-        return TimedFolder(self.folder.child(name), self.reads)
-
-    def names(self) -> list[str]:
-        return list(self._call("", self.folder.names))
-
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
-        return bytearray(self._call(name, partial(self.folder.read, name, start, end)))
-
-    def read_into(self, name: str, start: int, memory: memoryview) -> int:
-        for position in range(0, len(memory), _READ_BYTES):
-            chunk = memory[position : position + _READ_BYTES]
-            num_read = int(self._call(name, partial(self.folder.read_into, name, start + position, chunk)))
-            if num_read < len(chunk):
-                return position + num_read
-        return len(memory)
-
-    def num_bytes(self, name: str) -> int:
-        return int(self._call(name, partial(self.folder.num_bytes, name)))
-
-    def crc(self, name: str) -> int:
-        return file_crc(self, name)
-
-    def is_unfinished(self, name: str, last_file: str) -> bool:
-        return bool(self._call(name, partial(self.folder.is_unfinished, name, last_file)))
-
-    def _call(self, name: str, read: Callable[[], Any]) -> Any:
-        return self.reads.call(f"{self.text}/{name}" if name else self.text, read)

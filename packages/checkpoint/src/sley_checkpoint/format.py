@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_checkpoint.folders import ReadableFolder
+from sley_checkpoint.folders import Folder
 from sley_core.api.state import BY_NAME, Rectangle, SavedRun, Spec, TensorPiece, build_header, bytes_of
 from sley_core.errors import RunError
 
@@ -72,7 +72,7 @@ class CheckpointIndex(SavedRun):
         return cls(**fields)
 
 
-def read_index(folder: ReadableFolder) -> CheckpointIndex:
+def read_index(folder: Folder) -> CheckpointIndex:
     """Returns the index of the checkpoint in `folder`.
 
     Raises RunError `no-checkpoint` if the folder has no index, and `checkpoint-damaged` if the index cannot be parsed.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sley_checkpoint.folders import STAGING_PREFIX, ReadableFolder, StalledError, open_folder
+from sley_checkpoint.folders import STAGING_PREFIX, Folder, open_folder
 from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, StoredTensor, header_size, parse_header, read_index
 from sley_core.api.files import TensorKind
 from sley_core.api.state import BY_NAME, WEIGHTS, CheckpointReader, Rectangle, bytes_of
@@ -35,7 +35,7 @@ class Checkpoint(Mapping[str, Tensor]):
     Reading a checkpoint cannot run code. Reads do not verify the files; `verify` does.
     """
 
-    def __init__(self, folder: ReadableFolder, index: CheckpointIndex) -> None:
+    def __init__(self, folder: Folder, index: CheckpointIndex) -> None:
         self.folder = folder
         self.index = index
         self._headers: dict[str, dict[str, StoredTensor]] = {}
@@ -163,19 +163,15 @@ def read(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, read_index(folder))
 
 
-def index_or_none(folder: ReadableFolder) -> CheckpointIndex | None:
-    """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing. Raises StalledError if a read
-    stalls.
-    """
+def index_or_none(folder: Folder) -> CheckpointIndex | None:
+    """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing."""
     try:
         return read_index(folder)
-    except StalledError:
-        raise
     except Exception:  # any file system error
         return None
 
 
-def read_header(folder: ReadableFolder, file: str) -> tuple[dict[str, StoredTensor], dict[str, object]]:
+def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dict[str, object]]:
     """Returns the tensors of a file by name, and the JSON data about the file.
 
     Raises RunError `checkpoint-damaged` if the header cannot be parsed, and OSError if the file does not exist.
@@ -229,7 +225,7 @@ def newest(path: str | Path) -> NewestCheckpoint:
     return NewestCheckpoint(None, damaged_checkpoints)
 
 
-def complete_checkpoints(folder: ReadableFolder) -> list[str]:
+def complete_checkpoints(folder: Folder) -> list[str]:
     """Returns the names of the complete checkpoints in a folder of checkpoints, from new to old."""
     names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
     return sorted(names, key=_sort_key, reverse=True)
@@ -251,22 +247,20 @@ def step_name(step: int, used_names: Iterable[str]) -> str:
     return f"step-{step:08}-{num_rewinds}" if num_rewinds else f"step-{step:08}"
 
 
-def find_damages(folder: ReadableFolder) -> list[Damage]:
+def find_damages(folder: Folder) -> list[Damage]:
     """Reads all files of the checkpoint in `folder` and returns the damages."""
     return examine(folder)[1]
 
 
-def examine(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
+def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
     """Reads the index and this rank's share of the files. Returns the index, or None if it cannot be read, and the damages.
 
-    Each of the `num_ranks` ranks reads different files. Raises StalledError if a read stalls.
+    Each of the `num_ranks` ranks reads different files.
     """
     try:
         if INDEX not in folder.names():
             return None, [Damage(INDEX, "is missing")]
         index = read_index(folder)
-    except StalledError:
-        raise
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # any file system error
@@ -275,7 +269,7 @@ def examine(folder: ReadableFolder, rank: int = 0, num_ranks: int = 1) -> tuple[
     return index, [damage for damage in damages if damage is not None]
 
 
-def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> Damage | None:
+def _file_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
     """Reads a checkpoint file and returns its damage; None if the file is intact."""
     info = index.files[name]
     try:
@@ -285,8 +279,6 @@ def _file_damage(folder: ReadableFolder, name: str, index: CheckpointIndex) -> D
         return Damage(name, _describe_owner(folder, name, index) or _describe_difference(num_bytes, info))
     except FileNotFoundError:
         return Damage(name, "is missing")
-    except StalledError:
-        raise
     except Exception as error:  # any file system error
         return Damage(name, f"cannot be read: {format_cause(error)}")
 
@@ -300,12 +292,10 @@ def _describe_difference(num_bytes: int, info: FileInfo) -> str:
     return "does not match its checksum"
 
 
-def _describe_owner(folder: ReadableFolder, name: str, index: CheckpointIndex) -> str:
+def _describe_owner(folder: Folder, name: str, index: CheckpointIndex) -> str:
     """Describes the other checkpoint or rank that the header of a file names; returns "" if the header names the right ones."""
     try:
         _, header = read_header(folder, name)
-    except StalledError:
-        raise
     except RunError:
         return ""
     if (header.get("run"), header.get("step")) != (index.run, index.step):
