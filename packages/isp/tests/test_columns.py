@@ -216,23 +216,6 @@ def test_no_table_and_no_logits_exist_in_full(ranks, sharded, texts, tied, attac
         assert counts["demand_gathers_per_step"] == 0
 
 
-def exchanges(plans: list[dict[str, Any]], folder: Path) -> list[float]:
-    found = []
-    for tables in plans:
-        with running(tables, folder) as run:
-            run.step()
-            found.append(run.stepper.executor.weights.counts()["embedding_exchanges_per_step"])
-    return found
-
-
-def test_exchanges_of_recomputed_and_of_frozen_tables(ranks, sharded, texts):
-    """One of four lookups is in a block, and one uses a frozen table, which needs no gradient."""
-    frozen = {"optimizer__groups": [{"match": "*positions*", "freeze": True}]}
-    plans = [sharded(2, weights=HIDDEN, factory="tables", **change) for change in (RECOMPUTED, frozen)]
-    for recomputed, of_frozen in ranks(2)(exchanges, plans, texts):
-        assert (recomputed, of_frozen) == (2 * (4 + 1 + 4), 2 * (4 + 3))
-
-
 def first_error_codes(plans: list[dict[str, Any]], folder: Path) -> list[str]:
     found = []
     for tables in plans:

@@ -157,12 +157,7 @@ def test_an_input_of_another_dtype_raises_torchs_error(ranks, own, sharded):
 # -- closed runs and failed assemblies ---------------------------------------------------------------------------------
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"unit": "module", "reduce": "step"},
-    {"launch": "attention"},
-    {"head": "vocabulary", "embedding": "hidden"},
-]
+VARIANTS: list[dict[str, Any]] = [{"unit": "module", "reduce": "step"}, {"head": "vocabulary", "embedding": "hidden"}]
 SPLIT: dict[str, Any] = {"dp": 1, "parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 
 
@@ -203,7 +198,7 @@ def code_of(module: nn.Module) -> str:
 
 def test_a_closed_run(ranks, sharded, texts):
     """Also uses slices. The contract tests runs without failures."""
-    plans = [sharded(2, weights=way) for way in WAYS] + [sharded(2, weights=WAYS[-1], **SPLIT)]
+    plans = [sharded(2, weights={"launch": "attention"}), *(sharded(2, weights=options, **SPLIT) for options in VARIANTS)]
     assert ranks(2, 120)(codes_after, plans, texts) == [{"weights-sharded"}] * 2
 
 
@@ -231,6 +226,6 @@ def test_failed_assemblies(ranks, texts, sharded):
         (sharded(2, **SPLIT), "sley_core.assemble.build_samples", "the test's failure"),
     ]
     for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
-        cases.append((sharded(2, weights=WAYS[-1]), f"sley_isp.{place}", "the test's failure"))
+        cases.append((sharded(2, weights=VARIANTS[-1]), f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
     assert ranks(2, 120)(assembly_errors, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]

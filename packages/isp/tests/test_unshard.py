@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_cma import offers
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.run import Run
 from sley_isp.sharded_module import ShardedModule
-from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives
+from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.live_bytes import memory_profile
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, running, weights
@@ -63,28 +60,27 @@ def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("unit", ["layer", "module"])
-def test_counts_of_one_micro_batch(ranks, sharded, texts, unit):
+def test_counts_of_one_micro_batch(ranks, sharded, texts):
     """Each group is gathered twice, however much is recomputed. The table, and groups that are still unsharded when their
     backward starts, are gathered once. An evaluation gathers each group once.
     """
-    fractions = [0.0, 0.5, 1.0]
+    cases = [(unit, fraction) for unit in ("layer", "module") for fraction in (0.0, 1.0)]
     plans = [
         sharded(2, weights={"unit": unit}, activations={"use": "core.recompute", "fraction": fraction}, **DEEP)
-        for fraction in fractions
+        for unit, fraction in cases
     ]
-    last = f"blocks.{BLOCKS - 1}" if unit == "layer" else f"blocks.{BLOCKS - 1}.feed_forward.down"
-    for fraction, one, other in zip(fractions, *ranks(2, 120)(counted, plans, texts), strict=True):
-        assert_same_sequence([one.pop("calls"), other.pop("calls")])
-        assert one == other
-        for name, number in one["training"].items():
+    for (unit, fraction), first, second in zip(cases, *ranks(2, 120)(counted, plans, texts), strict=True):
+        last = f"blocks.{BLOCKS - 1}" if unit == "layer" else f"blocks.{BLOCKS - 1}.feed_forward.down"
+        assert_same_sequence([first.pop("calls"), second.pop("calls")])
+        assert first == second
+        for name, number in first["training"].items():
             is_last = name == last and not (unit == "module" and fraction == 1.0)
             assert number == (1 if name.startswith(("embed", "head")) or is_last else 2), name
-        assert set(one["evaluating"].values()) == {1}
-        assert one["counts"]["demand_gathers_per_step"] == 1
-        assert one["counts"]["most_unsharded_groups"] <= (2 if unit == "layer" else 2 * 7 + 1)
-        assert one["counts"]["allocations_after_step_2"] == 0
-        assert one["rest"] == (0, 0)
+        assert set(first["evaluating"].values()) == {1}
+        assert first["counts"]["demand_gathers_per_step"] == 1
+        assert first["counts"]["most_unsharded_groups"] <= (2 if unit == "layer" else 2 * 7 + 1)
+        assert first["counts"]["allocations_after_step_2"] == 0
+        assert first["rest"] == (0, 0)
 
 
 def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
@@ -143,64 +139,6 @@ def test_a_write_within_a_step_takes_effect_at_the_next_use(ranks, sharded, text
     for number, found in ranks(2)(write_within_step, sharded(2, **DEEP), texts):
         assert_close_gradients(reference, found, 1e-10)
         assert number == 3
-
-
-Offered = tuple[list[int], int, dict[str, Tensor]]
-
-
-def offered(tables: dict[str, Any], folder: Path, kinds: list[str]) -> list[Offered]:
-    """Returns the offers of weights per step, the number of waits, and the weights after four steps, for each type of wait.
-
-    never: no wait is due. block: one layer's shards are invalid after each step until its wait.
-    """
-    found = []
-    offer = offers.Offers.offer
-    for kind in kinds:
-        with running(tables, folder) as run:
-            steps, calls, kept = [], [0], {}
-
-            def count(ring: Any, tensors: Any, mark: Any, *more: Any, steps: Any = steps) -> int:
-                steps[-1] += "weights" in mark.label
-                return offer(ring, tensors, mark, *more)
-
-            @torch.no_grad()
-            def bring(kept: Any = kept, calls: Any = calls) -> None:
-                calls[0] += 1
-                for param, value in kept.items():
-                    param.parameter.data.copy_(value)  # as a collective writes: no version tells of it
-                kept.clear()
-
-            for layer in run.layers if kind != "none" else ():
-                is_due = partial(bool, kept if kind == "block" and layer.name == "blocks.1" else {})
-                run.parts.waits.before_layer(layer.name, bring, None if kind == "always" else is_due)
-            offers.Offers.offer = count
-            try:
-                for _ in range(4):
-                    steps.append(0)
-                    run.step()
-                    if kind == "block":
-                        own = [param for param in run.registry if param.name.startswith("blocks.1.")]
-                        kept |= {param: param.parameter.detach().clone() for param in own}
-                        for param in own:
-                            param.parameter.data.fill_(torch.nan)
-                bring()
-            finally:
-                offers.Offers.offer = offer
-            found.append((steps, calls[0] - 1, weights(run)))
-    return found
-
-
-@pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
-def test_shards_are_published_once_per_step_unless_a_wait_is_due(ranks, sharded, texts):
-    kinds = ["none", "never", "block", "always"]
-    for none, never, block, always in ranks(2, 120)(offered, sharded(2, **SHORT, model__num_layers=3), texts, kinds):
-        assert none[0] == never[0] == [1] * 4
-        assert never[1] == 0, "no wait is called for weights that are there"
-        assert block[0][0] == 1
-        assert 2 <= block[0][1] < always[0][1], "those of the other layers stay one offer"
-        assert block[1] == 3, "once in each step after the first"
-        for other in (never, block, always):
-            assert_same_bits(none[2], other[2])
 
 
 def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
@@ -298,21 +236,14 @@ BATCH = {"batch": {"global_size": 12, "micro_size": 2}, "evaluation": {"every": 
 
 
 def count_reductions(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Returns the counters, the names of count_reductions weights, and the bytes of gradients and weights for each plan."""
+    """Returns the counters and the bytes of gradients and weights for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
-            communicator, names = run.stepper.executor.weights, set()
-            add = communicator.reducer.add
-
-            def spy(group: Any, param: Any, write: Any, names: Any = names, add: Callable[..., None] = add) -> None:
-                names.add(param.name)
-                add(group, param, write)
-
-            communicator.reducer.add = spy
+            communicator = run.stepper.executor.weights
             for _ in range(3):
                 run.step()
-            numbers = {"names": names, "lent": communicator.pool.num_lent, "gradients": run.store.num_bytes}
+            numbers = {"lent": communicator.pool.num_lent, "gradients": run.store.num_bytes}
             shards = sum(param.parameter.nbytes for param in run.registry)
             seen.append(communicator.counts() | numbers | {"shards": shards})
     return seen
@@ -328,14 +259,6 @@ def test_each_gradient_is_reduced_once(ranks, sharded, texts):
             assert one["most_full_gradients"] == (2 * 7 if reduce == "micro_batch" else 2 * 7 + 2 - tied)
             assert (one["allocations_after_step_2"], one["lent"]) == (0, 0)
             assert one["gradients"] <= 1.2 * one["shards"], "a gradient of a shard's size each, and alignment"
-
-
-def test_nothing_is_reduced_for_frozen_weights(ranks, sharded, texts):
-    """These are frozen weights of adapters, and a frozen weight with a trainable bias."""
-    trained = {"base": [], "down": ["weight"], "up": ["weight"], "shifted": ["bias"]}
-    names = {f"block{at}.{name}.{one}" for at in (0, 1) for name, attributes in trained.items() for one in attributes}
-    for (found,) in ranks(2)(count_reductions, [sharded(2, factory="adapted")], texts):
-        assert found["names"] == {"embed.table.weight", "head.weight", "head.bias", *names}
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -401,43 +324,8 @@ def test_steps_of_different_sizes_and_a_failed_step(ranks, sharded, texts):
             assert_close_gradients(reference, one, 1e-10)
 
 
-class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest result of operations, except `known`."""
-
-    def __init__(self, known: Tensor) -> None:
-        super().__init__()
-        self.known = known
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result is not self.known:
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
 def write(module: nn.Module, rows: Tensor, tokens: Tensor, full: Tensor, adds: bool) -> None:
     ShardedModule.write_gradient(SimpleNamespace(module=module), None, rows, tokens, full, adds)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_gradient_of_a_table(dtype, padding):
-    """Many tokens share few rows. Sums have torch's order, without a second tensor of the table's size."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(11, (40,), generator=generator)
-    rows = torch.randn(40, 4, generator=generator, dtype=torch.float64).to(dtype)
-    before = rows.clone()
-    table = nn.Embedding(300, 4, padding_idx=padding)
-    expected = torch.ops.aten.embedding_dense_backward(rows, tokens, 300, -1 if padding is None else padding, False)
-    full = torch.full((300, 4), torch.nan, dtype=dtype)
-    with Largest(full) as largest:
-        write(table, rows, tokens, full, False)
-        assert torch.equal(full, expected)
-        write(table, rows, tokens, full, True)
-    torch.testing.assert_close(full, 2 * expected)
-    assert torch.equal(rows, before), "the output's gradient is autograd's"
-    assert largest.numel <= max(rows.numel(), 300)
 
 
 def test_bf16_gradients_of_a_table_are_summed_in_fp32():

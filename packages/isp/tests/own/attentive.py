@@ -100,10 +100,7 @@ class Mixer(nn.Module):
             "features": nn.Conv1d(1, 1, 3, padding=1),
             "transposed": nn.ConvTranspose1d(hidden, hidden, 3, padding=1),
             "batch": nn.BatchNorm1d(hidden, track_running_stats=False),
-            "group": nn.GroupNorm(2, hidden),
-            "instance": nn.InstanceNorm1d(hidden),
             "pool": nn.AvgPool1d(3, 1, 1),
-            "most": nn.AdaptiveMaxPool1d(1),
         }[kind]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -113,19 +110,14 @@ class Mixer(nn.Module):
 
 
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
-    "shifted": lambda h: h + F.pad(h, (0, 0, 1, -1)),
-    "shifted back": lambda h: h + F.pad(h, (0, 0, -1, 1)),
     "rolled": lambda h: h + h.roll(1, 1),
     "summed": lambda h: h + h.cumsum(1) / 8,
     "meant": lambda h: h - h.mean(1, keepdim=True),
-    "soft": lambda h: h * h.softmax(1),
-    "sorted": lambda h: h + h.sort(1).values,
     "of the batch": lambda h: h / h.std((0, 1), keepdim=True),
     "in place": lambda h: h.add_(h.flip(1)) * 1.0,
 }
-APART: dict[str, Callable[[Tensor], Tensor]] = {
+SEPARATE: dict[str, Callable[[Tensor], Tensor]] = {
     "dropped": lambda h: F.dropout(h, 0.3),
-    "normed": lambda h: F.layer_norm(h, h.shape[-1:]),
     "chosen": lambda h: torch.where(h.argmax(-1, keepdim=True) % 2 == 0, h, -h),
     "written": lambda h: h.mul_(2.0) * 1.0,
 }
@@ -140,7 +132,7 @@ class Beside(nn.Module):
         self.block = Block(8, SequenceAttention(Attend()), HEADS) if within else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        mixed = (MIXED | APART)[self.kind](hidden.clone())
+        mixed = (MIXED | SEPARATE)[self.kind](hidden.clone())
         return mixed if self.block is None else hidden + self.block(mixed)
 
 
@@ -236,13 +228,6 @@ class Shifted(Sum):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output[:, :-1], {"labels": batch["labels"][:, 1:]})
-
-
-class Pooled(Sum):
-    """Uses the mean over the sequence."""
-
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        return super().loss(output, batch) + output.mean(1).square().sum() * output.shape[1]
 
 
 class Drawn(Sum):

@@ -315,22 +315,6 @@ def scaled() -> Layers:
     return between("scaled", Scaled())
 
 
-class BySize(Embed):
-    """Scales by the shapes of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.table(tokens % self.table.weight.shape[0]) * self.table.weight.shape[1] ** 0.5
-        return self.linear(hidden) * (self.linear.weight.numel() ** -0.5 + 1 / len(self.linear.bias))
-
-
-def by_size() -> Layers:
-    return [("embed", BySize()), ("head", nn.Linear(WIDTH, WIDTH))]
-
-
 class Replaced(nn.Module):
     """Has a linear with weight norm, one with a replaced forward, and one that `functional_call` calls with other tensors."""
 
