@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -147,16 +146,6 @@ def test_receive_buffers_do_not_grow_with_micro_batches(schedule, stages):
         assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
 
 
-@pytest.mark.sample(18)
-@schedules
-@pytest.mark.parametrize(("stages", "micros"), [(2, 8), (4, 8), (4, 3), (8, 16)])
-@pytest.mark.parametrize("link", [0.5, 1.0, 2.0])
-def test_posting_all_receives_at_the_start_would_gain_no_time(schedule, stages, micros, link, monkeypatch):
-    usual = simulated(schedule, stages, micros, link=link).timeline.makespan_s
-    monkeypatch.setattr("sley_core.actions.lower.AHEAD", 10**6)
-    assert simulated(schedule, stages, micros, link=link).timeline.makespan_s == usual
-
-
 # -- what the pages show -----------------------------------------------------------------------------------------------
 
 
@@ -261,18 +250,7 @@ def test_a_file_is_refused_for_other_sizes(tmp_path):
             schedule.lists(stages, micros)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(PlanError, match=r"missing\.csv cannot be read"):
-        build_csv(CsvConfig(file=tmp_path / "missing.csv"))
-    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(PlanError, match=r"bytes\.csv cannot be read"):
-        build_csv(CsvConfig(file=tmp_path / "bytes.csv"))
-
-
 # -- partitions --------------------------------------------------------------------------------------------------------
-
-
-COSTS = st.lists(st.one_of(st.just(0), st.integers(0, 6), st.floats(0, 10)), min_size=1, max_size=12)
 
 
 def loads(boundaries, costs) -> list[float]:
@@ -289,16 +267,6 @@ def all_cuts(num_layers, num_positions):
         yield (0, *inner, num_layers)
 
 
-@given(COSTS, st.data())
-@settings(max_examples=200, deadline=None)
-def test_the_heaviest_position_is_that_of_the_best_cut(costs, data):
-    num_positions = data.draw(st.integers(1, len(costs)))
-    found = balanced_boundaries(costs, num_positions)
-    assert is_cut(found, len(costs), num_positions)
-    best = min(max(loads(cut, costs)) for cut in all_cuts(len(costs), num_positions))
-    assert max(loads(found, costs)) == pytest.approx(best, rel=1e-12, abs=1e-12)
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_cut_is_the_most_even_of_the_best(costs, data):
@@ -307,13 +275,6 @@ def test_the_cut_is_the_most_even_of_the_best(costs, data):
     cuts = [loads(cut, costs) for cut in all_cuts(len(costs), num_positions)]
     best = min((max(cut), sum(load * load for load in cut)) for cut in cuts)
     assert (max(found), sum(load * load for load in found)) == best
-
-
-def test_a_thousand_layers_are_cut_fast():
-    costs = [1 + (layer * 7919) % 13 for layer in range(1000)]
-    start_s = time.process_time()
-    assert is_cut(balanced_boundaries(costs, 64), 1000, 64)
-    assert time.process_time() - start_s < 5
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sley_core.actions.action import Kind
-from sley_core.comm.device import Device
 from sley_core.comm.group import Group, Pending
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
@@ -61,8 +60,8 @@ def sends_and_waits(tables, folder):
         return events
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.gpipe", "pp.zero_bubble_h1"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("schedule", ["pp.zero_bubble_h1", "pp.one_f_one_b", "pp.gpipe"])
 def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small, own, schedule):
     """A slow reduction delays no other stage, and no device is synchronised."""
     tables = small(schedule, 2, 2, batch={"global_size": 8, "micro_size": 1})
@@ -71,43 +70,6 @@ def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small,
     for events in (one, other):
         assert events[:4] == [f"send {micro}" for micro in range(4)]
         assert set(events[4:]) == {"wait"}
-
-
-# -- what is moved -----------------------------------------------------------------------------------------------------
-
-
-class RecordingDevice(Device):
-    """Records the tensors that are moved to it."""
-
-    def move(self, tensor):
-        moved.append((str(tensor.dtype), tuple(tensor.shape)))
-        return super().move(tensor)
-
-
-moved: list[tuple[str, tuple[int, ...]]] = []
-
-
-def moves(tables, folder):
-    with running(tables, folder) as run:
-        executor = run.stepper.executor
-        executor.device = RecordingDevice(executor.device.torch_device)
-        read = sorted(executor._reads)
-        found = []
-        for work in (run.step, run.evaluate):
-            moved.clear()
-            work()
-            found.append(list(moved))
-    return read, found
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
-def test_a_stage_moves_only_the_fields_that_it_reads(ranks, small, own, schedule):
-    """Tokens go to the first stage and labels to the last, once per microbatch."""
-    tables = small(schedule, 3, evaluation={"every": 9, "steps": 1})
-    micro = [("torch.int64", (2, 6))] * 4
-    expected = [(["tokens"], [micro, micro]), ([], [[], []]), (["labels"], [micro, micro])]
-    assert ranks(3)(moves, tables, own) == expected
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -125,10 +87,9 @@ def forward_only(tables, folder):
         return saved, gradients, taken, loss, run.step(run.held_out.next())["loss"]
 
 
-@pytest.mark.parametrize("schedule", ["pp.interleaved", "pp.zero_bubble_v"])
-def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own, schedule):
+def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own):
     """The loss is that of the batch that the step then trains on."""
-    tables = small(schedule, 2, evaluation={"every": 9, "steps": 1})
+    tables = small("pp.zero_bubble_v", 2, evaluation={"every": 9, "steps": 1})
     for saved, gradients, taken, loss, trained in ranks(2)(forward_only, tables, own):
         assert saved == []
         assert gradients == []
@@ -272,15 +233,13 @@ def _around(label, place, phase):
     return [(f"{when}_{label}", *place, phase, "") for when in ("before", "after")]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_hooks_get_every_action_in_the_order_of_the_schedule(ranks, small, own, fraction):
+def test_hooks_get_every_action_in_the_order_of_the_schedule(ranks, small, own):
     """They get forward, loss, backward and separate weight gradients, and each recomputed layer once, in its backward."""
     changes = {"batch": {"global_size": 6, "micro_size": 2}, "evaluation": {"every": 9, "steps": 1}}
-    changes |= {"activations": {"use": "core.recompute", "fraction": fraction}}
+    changes |= {"activations": {"use": "core.recompute", "fraction": 0.5}}
     plans = [small(schedule, 2, **changes) for schedule in SCHEDULES]
     for name, stages in zip(SCHEDULES, zip(*ranks(2)(record_all_calls, plans, own), strict=True), strict=True):
-        check_order(name, stages, {f"blocks.{at}" for at in range(round(4 * fraction))})
+        check_order(name, stages, {"blocks.0", "blocks.1"})
 
 
 def check_order(schedule, stages, again):

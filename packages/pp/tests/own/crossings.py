@@ -106,7 +106,7 @@ class Sum(nn.Linear):
 
 
 def many(data: DataInfo, number: int) -> list[tuple[str, nn.Module]]:
-    return [("first", Many(number)), ("last", Sum())]
+    return [("first", Many(number)), ("middle", Sum()), ("last", Plain())]
 
 
 class Begins(nn.Module):

@@ -153,30 +153,24 @@ def computed(data: DataInfo) -> Named:
 
 
 class Marks(Embed):
-    """Marks labels that are ignored."""
+    """Embeds tokens and returns a view of the labels."""
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        labels.masked_fill_(tokens % 3 != 0, -100)
-        return super().forward(tokens)
-
-
-class Passes(Embed):
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(tokens), labels[:, :2]
 
 
 class MarksLater(nn.Module):
-    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
-        hidden, view = given
+    """Writes to the view of the labels, so that they are ignored."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, view = inputs
         view.fill_(-100)
         return hidden
 
 
-def writes_fields(data: DataInfo, how: str, hidden: int = 8) -> Named:
-    """Returns a model whose first layer writes to a field of the batch, directly or through a view that it returns."""
+def writes_fields(data: DataInfo, hidden: int = 8) -> Named:
+    """Returns a model that writes to a field of the batch through a view."""
     assert data.vocab_size is not None
-    blocks = [(f"blocks.{at}", nn.Linear(hidden, hidden)) for at in range(4)]
+    blocks = [(f"blocks.{index}", nn.Linear(hidden, hidden)) for index in range(4)]
     head = ("head", nn.Linear(hidden, data.vocab_size))
-    if how == "passed on":
-        return [("embed", Passes(data.vocab_size, hidden)), ("marks", MarksLater()), *blocks, head]
-    return [("embed", Marks(data.vocab_size, hidden)), *blocks, head]
+    return [("embed", Marks(data.vocab_size, hidden)), ("marks", MarksLater()), *blocks, head]
