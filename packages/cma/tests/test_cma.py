@@ -155,7 +155,8 @@ def error_without_the_peer(sums: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sums", [True, False])
 def test_a_wait_for_a_missing_peer_ends_in_time(ranks, sums):
     message, _ = ranks(2)(error_without_the_peer, sums)
     assert "the weights of block.3" in message
@@ -192,6 +193,7 @@ def transports_without(missing: str) -> list[str]:
     return [type(transport).__name__ for transport in wp().transports.values()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("missing", ["nothing", "the right to read", "the boot's number", "descriptors of processes"])
 def test_all_ranks_choose_the_same_transport(ranks, missing):
     """Ranks may lack the right to read, the boot ID in /proc, or process descriptors."""

@@ -8,21 +8,17 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-import sley_dp.bucketed
-from sley_core.assemble import assemble
 from sley_core.comm.backends import MessageTransport
 from sley_core.comm.groups import make_groups
 from sley_core.comm.progress import SentBytes
-from sley_core.comm.world import World
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_dp.sums import Bf16Sums
 from sley_testing.collectives import can_read_peers
-from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import assert_equal_replicas, assert_parity, record
+from sley_testing.parity import assert_close_gradients
+from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 
 EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 """Samples without and with the flag."""
@@ -30,21 +26,27 @@ EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 SMALL_BUCKETS = {"bucket_mb": 0.0005}
 
 
-@pytest.mark.parametrize("handler", [{"use": "core.each"}, SMALL_BUCKETS, {"reduction": "bf16"}])
-def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches, handler):
+def record_plans(plans, num_steps, folder, batches=None):
+    """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
+    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]
+
+
+def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches):
     """`never` is used on no rank, and `flagged` on one rank, the other, both or none. No rank waits."""
-    tables = small(handler, model__factory="dp_parts:sometimes", batch__global_size=8, batch__micro_size=2)
-    numbers = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
-    given = batches(*numbers)
-    reference = record(tables, 5, folder=own, batches=given)
-    results = ranks(2, timeout_s=30)(record, tables, 5, folder=own, batches=given)
-    assert_equal_replicas(results)
-    tolerance = 2**-7 if "reduction" in handler else 1e-5
-    for rank in results:
-        for number, (expected, gradients) in enumerate(zip(reference.gradients, rank.gradients, strict=True)):
-            assert_close_gradients(expected, gradients, tolerance if number else min(tolerance, 2**-8))
-            assert not gradients["some.never.weight"].any()
-            assert bool(gradients["some.flagged.weight"].any()) == any(sample % 2 for sample in numbers[number])
+    handlers = [{"use": "core.each"}, SMALL_BUCKETS, {"reduction": "bf16"}]
+    changes = {"model__factory": "dp_parts:sometimes", "batch__global_size": 8, "batch__micro_size": 2}
+    plans = [small(handler, **changes) for handler in handlers]
+    indices = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
+    reference = record(plans[0], 5, folder=own, batches=batches(*indices))
+    by_plan = zip(*ranks(2, timeout_s=60)(record_plans, plans, 5, own, batches(*indices)), strict=True)
+    for handler, results in zip(handlers, by_plan, strict=True):
+        assert_equal_replicas(results)
+        tolerance = 2**-7 if "reduction" in handler else 1e-5
+        for rank in results:
+            for step, (expected, gradients) in enumerate(zip(reference.gradients, rank.gradients, strict=True)):
+                assert_close_gradients(expected, gradients, tolerance if step else min(tolerance, 2**-8))
+                assert not gradients["some.never.weight"].any()
+                assert bool(gradients["some.flagged.weight"].any()) == any(index % 2 for index in indices[step])
 
 
 def test_a_rank_without_gradients(ranks, small, own, batches):
@@ -57,14 +59,13 @@ def test_a_rank_without_gradients(ranks, small, own, batches):
             assert_close_gradients(expected, gradients, 1e-10)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_module_used_twice_under_recomputation(ranks, small, own, reentrant):
+def test_a_module_used_twice_under_recomputation(ranks, small, own):
     """Both uses count, in the first step and in overlapped steps, with both types of torch's checkpoint."""
-    tables = small(SMALL_BUCKETS, model={"factory": "dp_parts:twice", "options": {"reentrant": reentrant}})
-    tables |= {"precision": {"compute": "fp64"}}
-    results = ranks(2)(record, tables, 3, folder=own)
-    assert_parity(record(tables, 3, folder=own), results, "fp64")
-    assert_equal_replicas(results)
+    models = [{"factory": "dp_parts:twice", "options": {"reentrant": reentrant}} for reentrant in (True, False)]
+    plans = [small(SMALL_BUCKETS, model=model, precision__compute="fp64") for model in models]
+    for tables, results in zip(plans, zip(*ranks(2)(record_plans, plans, 3, own), strict=True), strict=True):
+        assert_parity(record(tables, 3, folder=own), results, "fp64")
+        assert_equal_replicas(results)
 
 
 def steps_with_frozen(tables, folder):
@@ -73,7 +74,7 @@ def steps_with_frozen(tables, folder):
     The steps have all parameters trainable, `layer1` frozen, `layer1` unfrozen, all except a bias frozen, and all trainable.
     """
     results = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         for changes in ({}, {"layer1": False}, {"layer1": True}, {"": False, "first.bias": True}, {"": True}, {}):
             for prefix, trainable in changes.items():
                 for param in run.registry:
@@ -84,10 +85,9 @@ def steps_with_frozen(tables, folder):
         return results, {param.name: param.parameter.detach().clone() for param in run.registry}
 
 
-@pytest.mark.parametrize("bucket_mb", [0.0005, 25.0])
-def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
+def test_freezing_and_unfreezing_between_steps(ranks, small, own):
     """Unfrozen parameters are reduced. Frozen parameters have no gradient and are in no bucket."""
-    tables = small({"bucket_mb": bucket_mb}, precision__compute="fp64")
+    tables = small(SMALL_BUCKETS, precision__compute="fp64")
     reference, weights = steps_with_frozen(tables, own)
     assert [len(gradients) for gradients in reference] == [8, 6, 8, 1, 8, 8]
     for results, after in ranks(2)(steps_with_frozen, tables, own):
@@ -96,32 +96,33 @@ def test_freezing_and_unfreezing_between_steps(ranks, small, own, bucket_mb):
         assert_close_gradients(weights, after, 1e-10)
 
 
-def record_without_collectives(tables, folder):
-    """Runs three steps in which a collective over a bucket raises an error."""
+def record_transports(handlers, small_plan, folder):
+    """Records three steps of each handler over sockets, and over memory of peers, without messages of buckets."""
 
     def refuse(*args, label, contents):
         raise AssertionError(label)
 
+    plans = [small_plan | {"gradient_handlers": [handler]} for handler in handlers]
+    sockets = record_plans([tables | {"parallel": {"cross_memory_attach": False}} for tables in plans], 3, folder)
     MessageTransport.all_reduce = MessageTransport.reduce_scatter = refuse
-    return record(tables, 3, folder=folder)
+    return list(zip(sockets, record_plans(plans, 3, folder), strict=True))
 
 
 @pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
-@pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
-def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own, use):
+def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own):
     """Uses two ranks, whose sums have only one order, and more buckets than may be in flight."""
-    handler = {"use": use, "bucket_mb": 0.0001}
-    sockets = ranks(2)(record, small(handler, parallel__cross_memory_attach=False), 3, folder=own)
-    memory = ranks(2)(record_without_collectives, small(handler), own)
-    assert_equal_replicas([*sockets, *memory])
+    handlers = [{"use": use, "bucket_mb": 0.0001} for use in ("dp.bucketed", "dp.sharded")]
+    for pairs in zip(*ranks(2)(record_transports, handlers, small(), own), strict=True):
+        assert_equal_replicas([result for pair in pairs for result in pair])
 
 
 def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
-    tables = [small({"reduction": "bf16", "bucket_mb": size}, batch__global_size=12) for size in (0.0003, 25.0)]
-    reference = record(tables[0], 3, folder=own)
-    few, many = (ranks(4)(record, each, 3, folder=own) for each in tables)
-    assert_equal_replicas([*few, *many])
-    assert any(not torch.equal(value, few[0].gradients[0][name]) for name, value in reference.gradients[0].items()), "exact"
+    plans = [small({"reduction": "bf16", "bucket_mb": size}, batch__global_size=12) for size in (0.0003, 25.0)]
+    reference = record(plans[0], 3, folder=own)
+    results = [result for rank in ranks(4)(record_plans, plans, 3, own) for result in rank]
+    assert_equal_replicas(results)
+    gradients = results[0].gradients[0]
+    assert any(not torch.equal(value, gradients[name]) for name, value in reference.gradients[0].items()), "exact"
 
 
 def sum_of_ones(num_terms):
@@ -144,28 +145,6 @@ def test_terms_are_added_in_fp32(ranks):
     """The sum is 256 + 1 + 1 + 1. In bf16, whose numbers above 256 differ by 2, each addition of 1 would be lost."""
     for results in ranks(4)(sum_of_ones, 256.0):
         assert results == [[260.0]] * 3, "259, rounded once"
-
-
-def record_with_small_chunks(tables, folder):
-    """Records a step after initial values were broadcast in small chunks."""
-    sley_dp.bucketed.CHUNK_BYTES = 100
-    return record(tables, 1, folder=folder)
-
-
-@pytest.mark.parametrize("use", ["dp.bucketed", "dp.sharded"])
-def test_replicas_with_different_initial_values(ranks, small, own, use):
-    """They are refused by name, or overwritten with the first replica's values, including buffers of any dtype."""
-    tables = small({"use": use}, model__factory="dp_parts:own_values")
-    with pytest.raises(RunError) as caught:
-        ranks(2)(record, tables, 1, folder=own)
-    (problem,) = caught.value.diagnostics
-    assert problem.code == "ranks-differ"
-    assert "first.bias" in problem.message
-    first = record(tables, 0, folder=own).first
-    tables["gradient_handlers"] = [{"use": use, "start": "broadcast"}]
-    for rank in ranks(2)(record_with_small_chunks, tables, own):
-        assert len(rank.first) == 8
-        assert_same_bits(first, rank.first)
 
 
 # -- steps that fail ---------------------------------------------------------------------------------------------------
@@ -235,7 +214,7 @@ def fail_in_backward(run, micro, layer):
 def steps_with_failures(tables, folder, late):
     """Returns the gradients of four steps, each after a step that fails in another microbatch or layer."""
     results = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.caller.hooks.append(SlowTransport(resolve_name(late)))
         for micro, layer in ((0, "layer2"), (1, "first"), (1, "layer1"), (0, "first")):
             fail_in_backward(run, micro, layer)
@@ -244,9 +223,10 @@ def steps_with_failures(tables, folder, late):
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("handler", "owner"),
-    [({"bucket_mb": 0.0005}, "sley_core.comm.backends:MessageTransport"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
+    [(SMALL_BUCKETS, "sley_core.comm.backends:MessageTransport"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
 )
 def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small, own, handler, owner):
     """Otherwise its result would be written while the next step accumulates in the same memory."""
@@ -260,10 +240,10 @@ def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small
 def steps_with_nan(tables, folder):
     """Returns the error code of the third step, in which the second rank has a NaN gradient, and the numbers of later steps."""
     numbers = iter(range(9))
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
 
         def spoil(param):
-            if param.name == "layer1.bias" and next(numbers) == 2 and world.rank == 1:
+            if param.name == "layer1.bias" and next(numbers) == 2 and run.world.rank == 1:
                 run.store.gradient(param).fill_(float("nan"))
 
         run.store.on_ready.insert(0, spoil)
@@ -274,26 +254,26 @@ def steps_with_nan(tables, folder):
         return caught.value.diagnostics[0].code, [run.step()["step"] for _ in range(2)]
 
 
-@pytest.mark.parametrize("handler", [{}, {"reduction": "bf16"}])
-def test_a_nan_on_one_rank_ends_all_in_the_same_step(ranks, small, own, handler):
+def test_a_nan_on_one_rank_ends_all_in_the_same_step(ranks, small, own):
     """All ranks get the same norm, even from an inexact sum. The step counts, and later steps run."""
-    assert ranks(2)(steps_with_nan, small(handler), own) == [("not-finite", [4, 5])] * 2
+    assert ranks(2)(steps_with_nan, small({"reduction": "bf16"}), own) == [("not-finite", [4, 5])] * 2
 
 
 def fail_on_one_rank(tables, folder):
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         run.step()
-        if world.rank == 1:
+        if run.world.rank == 1:
             fail_in_backward(run, 1, "layer2")
         else:
             run.step()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attaches", [True, False])
 def test_the_error_names_the_bucket_that_a_peer_does_not_reduce(ranks, small, own, attaches):
     """The other rank waits at most for the time limit, and its error names the bucket and the group."""
-    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, limits__collective_timeout_s=2.0)
+    tables = small({"bucket_mb": 0.0005}, batch__global_size=4, limits__collective_timeout_s=1.0)
     tables["parallel"] = {"cross_memory_attach": attaches}
     message = r"of the bucket of layer2\.\w+ over stage\[0, 1\] (with rank 1 )?failed on rank 0"
     with pytest.raises(RunError, match=message):

@@ -26,11 +26,6 @@ class TestBucketed(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed"}
 
 
-@pytest.mark.campaign
-class TestOneBucketPerParameter(GradientHandlerContract):
-    handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5}
-
-
 class TestBf16(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "dp.bucketed", "bucket_mb": 1e-5, "reduction": "bf16"}
 
@@ -55,7 +50,6 @@ def test_plans_name_their_reducer_and_its_tolerance(small):
     [
         ({"bucket_mb": 0.0}, "out-of-range"),
         ({"reduction": "fp16"}, "wrong-value"),
-        ({"start": "hope"}, "wrong-value"),
         ({"use": "dp.powersgd"}, "unknown-record"),
         ({"use": "dp.sharded", "shards": 1}, "out-of-range"),
     ],

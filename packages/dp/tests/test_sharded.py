@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.update import states_of
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.checkpointer_contract import assert_resumed_parity, assert_same_stretch, stretch
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import WEIGHTS, assert_equal_replicas, assert_parity, record, weights
+from sley_testing.runs import WEIGHTS, assert_equal_replicas, assert_parity, record, running, weights
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -59,7 +56,7 @@ def test_sharded_updates_equal_full_updates(ranks, small, own, size, shards):
 def change_weights_between_steps(tables, folder):
     """Returns the weights after each change between two steps, and the held-out losses."""
     results, losses = [], []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         results.append(weights(run))
         losses.append(run.evaluate())
@@ -82,6 +79,7 @@ def change_weights_between_steps(tables, folder):
     return results, losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("size", "handler", "compute"), [(2, {}, "bf16"), (4, {"shards": 2}, "fp64")])
 def test_a_program_reads_and_writes_between_steps(ranks, small, own, size, handler, compute):
     """Evaluates, loads weights, writes in place and replaces `.data`. In bf16 the master weights follow."""
@@ -116,10 +114,14 @@ class LateWork:
         self.work.wait_sent()
 
 
+def run_in_all_modes(tables, folder):
+    return [run_six_steps(tables, folder, mode) for mode in ("single", "listener", "failure")]
+
+
 def run_six_steps(tables, folder, mode):
     """Returns weights after six steps: single steps, `train` with a listener on one rank, or `train` with a failure."""
     results, due = [], []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         gathers = run.stepper.handlers[0].gathers
         transports = run.groups["dp.shards.stage"].transports
         transports["weights"] = LateTransport(transports["weights"])
@@ -130,7 +132,7 @@ def run_six_steps(tables, folder, mode):
                 raise ValueError("as asked")
 
         run.layers[1].module.register_forward_pre_hook(before_layer)
-        if mode == "listener" and world.rank == 0:
+        if mode == "listener" and run.world.rank == 0:
             run.listeners.append(lambda row: results.append(weights(run)))
         if mode == "failure":  # in the second step of `train`, when weights of the first are still under way
             states = []
@@ -150,7 +152,7 @@ def run_six_steps(tables, folder, mode):
 def test_weights_are_gathered_during_the_next_step_and_complete_when_read(ranks, small, own):
     """In `train` layers wait for their weights. A listener and a program that catches an error read full weights."""
     tables = small(SHARDED, optimizer=ADAMW, precision__compute="fp64", run__steps=6, **ODD)
-    single, listened, failed = (ranks(2, 120)(run_six_steps, tables, own, mode) for mode in ("single", "listener", "failure"))
+    single, listened, failed = zip(*ranks(2, 120)(run_in_all_modes, tables, own), strict=True)
     assert [late for _, late in (*single, *failed)] == [False, False, True, True]
     for results in (listened, failed):
         for (expected, _), (other, _) in zip(single, results, strict=True):
@@ -162,22 +164,23 @@ def test_weights_are_gathered_during_the_next_step_and_complete_when_read(ranks,
 
 def skip_a_step(tables, folder):
     """Returns whether a skipped step left the weights unchanged, its row or error, and the weights after the next step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         before = weights(run)
-        if world.rank == 0:  # one rank's gradient, of which the other has a part
+        if run.world.rank == 0:  # one rank's gradient, of which the other has a part
             hook = run.registry["b.down.weight"].parameter.register_hook(lambda gradient: gradient * float("inf"))
         try:
             outcome = run.step()["skipped"]
         except RunError as error:
             outcome = error.diagnostics[0].message
-        if world.rank == 0:
+        if run.world.rank == 0:
             hook.remove()
         same = all(torch.equal(before[name], value) for name, value in weights(run).items())
         run.step()
         return same, outcome, weights(run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["fp16", "fp32"])
 def test_a_skipped_step_changes_nothing(ranks, small, own, compute):
     """An overflow in one rank's shard skips the step on all ranks. Without a loss scale all raise an error with the name."""
@@ -191,7 +194,7 @@ def test_a_skipped_step_changes_nothing(ranks, small, own, compute):
 
 def measure_states(tables, folder):
     """Returns the bytes, states, bucket sizes, this rank's spans, and the shapes of parameters after a step."""
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         run.step()
         results = [(one.name, one.elements, one.state, one.tensor.shape) for one in states_of(run.stepper.update)]
         padded = [(buffer.data.numel(), buffer.num_shards) for buffer in run.store.buffers]
@@ -230,17 +233,17 @@ def test_master_weights_and_states_cover_only_the_rank_s_shard(ranks, small, own
 def collect_error_codes(tables, folder):
     """Returns the error codes of a read of a reduced gradient, a freeze and an unfreeze."""
     results = []
-    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
+    with running(tables, folder) as run:
         param = run.registry["layer1.weight"]
         run.step()
         before = run.feed.state()
         try:
-            if world.rank == 1:
+            if run.world.rank == 1:
                 run.store.gradient(param)
         except RunError as error:
             results.append(error.diagnostics[0].code)
         for trained in (False, True):
-            if world.rank == 0:
+            if run.world.rank == 0:
                 param.parameter.requires_grad_(trained)
             try:
                 run.step()
@@ -258,7 +261,8 @@ def test_reads_of_full_gradients_and_freezes_are_refused(ranks, small, own):
     ]
 
 
-@pytest.mark.parametrize("handler", ["dp.bucketed", "dp.sharded"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
 def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_path, small, handler):
     """The model has a scalar, a parameter without elements, and one of seven. Parameters that no rank updates are saved too."""
     tables = small({"use": handler, "bucket_mb": 0.001}, parallel={"dp": 2}, **ODD)

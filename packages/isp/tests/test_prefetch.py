@@ -85,25 +85,6 @@ def test_an_order_that_changes_is_learned_again():
     assert rank.gathers == ["a", "c", "b"]
 
 
-def test_chunks_have_separate_orders():
-    rank = Rank(1)
-    step = (("F0", "ab"), ("F1", "cd"), ("B1", "dc"), ("B0", "ba"))
-    rank.step(*step)
-    assert rank.step(*step) == ["a", "b", "c", "d", "b", "a"]
-    assert rank.num_demands == 1, "the next chunk's first group is prefetched"
-
-
-def test_a_step_begins_with_sharded_weights():
-    """This also holds after a pass that an error ended."""
-    rank = Rank(2)
-    rank.step(("F", FORWARD))
-    rank.policy.begin(["F"])
-    rank.policy.begin_pass()
-    rank.use("embed")
-    assert rank.unsharded
-    assert rank.step(("F", FORWARD)) == FORWARD
-
-
 GROUPS = st.sampled_from("abcde")
 KEYS, USES = st.sampled_from(["F", "B", "E"]), st.lists(GROUPS, max_size=12)
 PASSES = st.lists(st.tuples(KEYS, USES), max_size=6)
@@ -154,13 +135,3 @@ def test_prefetches_wait_for_their_launch():
         policy.end_pass()
         if number:
             assert found == [["a"], ["b"], [], [], [], []]
-
-
-def test_stale_weights_are_gathered_again():
-    """A group that was marked as sharded is gathered again."""
-    policy = PrefetchPolicy(1)
-    policy.begin(["F"])
-    policy.begin_pass()
-    policy.use("a")
-    policy.mark_sharded("a")
-    assert policy.use("a").unshard == ["a"]

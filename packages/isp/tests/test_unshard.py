@@ -18,7 +18,6 @@ from sley_core.errors import RunError
 from sley_core.run import Run
 from sley_isp.sharded_module import ShardedModule
 from sley_testing.collectives import assert_same_sequence, collectives
-from sley_testing.live_bytes import memory_profile
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import record, running, weights
 
@@ -139,23 +138,6 @@ def test_a_write_within_a_step_takes_effect_at_the_next_use(ranks, sharded, text
     for number, found in ranks(2)(write_within_step, sharded(2, **DEEP), texts):
         assert_close_gradients(reference, found, 1e-10)
         assert number == 3
-
-
-def allocated(tables: dict[str, Any], folder: Path) -> list[int]:
-    """Returns the allocations of the third step that are at least as large as a shard."""
-    with running(tables, folder) as run:
-        run.step()
-        run.step()
-        with memory_profile() as profile:
-            run.step()
-        own = run.registry["experts.0.weight"].parameter.nbytes
-    return [one.num_bytes for one in profile if one.num_bytes >= own]
-
-
-def test_a_step_allocates_nothing_as_large_as_a_shard(ranks, sharded, texts):
-    """Four microbatches allocate no placeholder, no product outside of the buffers, and no second sum."""
-    plan = sharded(2, factory="experts", options={"number": 3, "width": 50}, **SHORT)
-    assert ranks(2, 60)(allocated, plan, texts) == [[], []]
 
 
 def output(run: Run) -> Tensor:

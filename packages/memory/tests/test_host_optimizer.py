@@ -16,7 +16,7 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record, record_reference, weights
 
-STEPS = 10
+STEPS = 5
 
 SMALL_BUCKETS = [{"use": "memory.host_optimizer", "bucket_mb": 0.004}]
 ONE_BUCKET = [{"use": "memory.host_optimizer"}]

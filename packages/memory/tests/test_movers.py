@@ -172,10 +172,6 @@ def test_500_small_parameters_have_few_copies_in_each_direction(monkeypatch):
     found, copies = counted(monkeypatch, STATES, around)
     assert found == plain
     assert copies == 2 * (1 + 2)
-    small = [{**STATES[0], "bucket_mb": 0.1}]  # of the states' 256 KB, in places of 256 bytes
-    found, copies = counted(monkeypatch, small, around)
-    assert found == plain
-    assert copies == 2 * (3 + 2)
     found, copies = counted(monkeypatch, [{**BETWEEN[0], "bucket_mb": 64.0}], lambda run: None)
     assert found == plain
     assert copies == 2 * (1 + 2)

@@ -10,9 +10,9 @@ from parking import BETWEEN, EVERYTHING, cycle, running, sha
 pytestmark = pytest.mark.timeout(120)
 
 
-def trained(compute, offload, moves, num_steps=4):
+def trained(offload, moves, num_steps=4):
     """The digest of a run in which one weight is trained from the third step on, and what its parameters are at its end."""
-    with running({**PLAN, "precision": {"compute": compute}, "offload": offload}) as run:
+    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
         for step in range(num_steps):
             if step == 2:
                 run.layers[0].module.late.requires_grad_(True)
@@ -30,12 +30,11 @@ def trained(compute, offload, moves, num_steps=4):
         return sha(run), shapes
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_parameters_and_buffers_of_every_kind(compute):
+def test_parameters_and_buffers_of_every_kind():
     """Tied, frozen, unfrozen in step 3, without elements, scalars, of other strides; buffers, integers and shared ones too."""
-    plain = trained(compute, [], moves=False)
-    assert trained(compute, EVERYTHING, moves=True) == plain
-    assert trained(compute, BETWEEN, moves=False) == plain
+    plain = trained([], moves=False)
+    assert trained(EVERYTHING, moves=True) == plain
+    assert trained(BETWEEN, moves=False) == plain
 
 
 def test_hooks_of_a_program_fire_once_per_backward():
@@ -103,49 +102,3 @@ def test_states_that_a_program_replaces_while_they_are_away():
         cycle(run)
         assert (state["exp_avg"] == 0.25).all()
         assert state["exp_avg_sq"].isfinite().all()
-
-
-def test_states_that_weights_share_stay_while_they_are_stepped_in_buckets():
-    """Two parameters' states in one storage: it cannot be away while one of them is stepped."""
-
-    def steps(offload):
-        with running({**PLAN, "offload": offload}) as run:
-            run.step()
-            values = dict(run.memory.host("optimizer_states"))
-            first, second = states(run, "first.linear.weight", "second.across")
-            both = torch.stack([values["first.linear.weight.exp_avg"], values["second.across.exp_avg"]])
-            first["exp_avg"], second["exp_avg"] = both
-            run.step()
-            run.step()
-            return sha(run), both.untyped_storage().nbytes()
-
-    assert steps([{**BETWEEN[0], "bucket_mb": 0.0001}]) == steps([])
-
-
-def with_an_odd_optimizer(offload, moves):
-    """The digest after five steps, where each state is, what moved of them, and what is away between steps."""
-    optimizer = {"factory": "odd_optimizer:Odd", "lr": 0.01, "scope": "elementwise"}
-    tables = {**PLAN, "run": {**PLAN["run"], "steps": 5}, "precision": {"compute": "bf16"}, "optimizer": optimizer}
-    with running({**tables, "offload": offload}) as run:
-        for _ in range(5):
-            if moves:
-                cycle(run)
-            run.step()
-        report, rest = run.memory.report.get("optimizer_states"), run.memory.bytes["optimizer_states"]
-        values = dict(run.memory.host("optimizer_states"))
-        kinds = {name: (value.device, value.dtype, value.shape) for name, value in values.items()}
-        return sha(run), kinds, report, rest
-
-
-def test_an_optimizer_of_a_users_own_with_states_of_every_kind():
-    """Nested, of two dtypes, replaced in each step, new in a later step, of no parameter; and none before the first step."""
-    plain, kinds, _, size = with_an_odd_optimizer([], moves=False)
-    assert kinds["second.across.step"] == (torch.device("cpu"), torch.float32, ())
-    assert {"second.across.sums.0", "second.across.sums.1.0", "second.across.late", "optimizer.of everybody"} <= {*kinds}
-    found, found_kinds, moved, _ = with_an_odd_optimizer(EVERYTHING, moves=True)
-    assert (found, found_kinds) == (plain, kinds)
-    assert moved.copied_out == moved.copied_in > 0
-    found, found_kinds, moved, rest = with_an_odd_optimizer(BETWEEN, moves=False)
-    assert (found, found_kinds) == (plain, kinds)
-    assert moved.copied_out > 0
-    assert rest == 1200 < size, "all but the state of no parameter are away"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parking import sha, three_ways
+from parking import three_ways
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -61,54 +60,6 @@ def test_no_second_copy_is_made_on_the_device(run):
         assert torch.cuda.max_memory_allocated() <= before + 32 * MIB
         run.memory.onload().wait()
         assert torch.cuda.max_memory_allocated() <= before + 32 * MIB
-
-
-def test_what_came_back_lies_in_few_pieces_of_memory(run):
-    """The driver takes some 40 microseconds for each, and no copy can hide the time in which it takes them back."""
-
-    def num_pieces():
-        return torch.cuda.memory_stats()["segment.large_pool.current"]
-
-    num_states = sum(tensor.nbytes > MIB for _, tensor in run.memory.inventory.everything("optimizer_states"))
-    run.memory.offload().wait()
-    left = num_pieces()
-    run.memory.onload().wait()
-    assert num_states > 20
-    assert num_pieces() - left <= len(run.memory.report)
-    free = torch.cuda.mem_get_info()[0]
-    run.memory.offload().wait()
-    assert torch.cuda.mem_get_info()[0] > free
-
-
-def test_calls_may_come_from_any_stream(run):
-    """The run works on its own stream: what a caller's has been given comes before, and what it is given later after."""
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for _ in range(3):
-        for stream, call in zip(streams, (run.memory.offload, run.memory.onload, run.step), strict=True):
-            with torch.cuda.stream(stream):
-                call()
-    found = sha(run)
-    plan = plan_from_dict({**LARGE, "offload": []})
-    with World.join("cuda") as world, assemble(plan, world) as plain:
-        for _ in range(4):
-            plain.step()
-        assert sha(plain) == found
-
-
-def in_queues(count):
-    """The digest of a run that moves everything between steps, in a process whose driver has `count` queues."""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(count)
-    plan = plan_from_dict({**LARGE, "activations": {"use": "memory.host"}})
-    with World.join("cuda") as world, assemble(plan, world) as made:
-        for _ in range(3):
-            made.step()
-            made.memory.offload()
-            made.memory.onload()
-        return sha(made)
-
-
-def test_the_number_of_queues_changes_no_bit(ranks):
-    assert len({ranks(1, 200)(in_queues, count)[0] for count in (1, 8, 32)}) == 1
 
 
 PLAN = small_plan(

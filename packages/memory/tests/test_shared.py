@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from parking import cycle, running, sha, steps
+from parking import cycle, running, sha
 
 from sley_core.errors import RunError, StateError
 from sley_core.plan.check import check_plan
@@ -134,19 +134,6 @@ def test_a_rank_that_goes_its_own_way_is_named_before_anything_is_freed(ranks, t
     assert all(0.5 < value < 1.5 for value in weight)
 
 
-def waits_alone(folder):
-    """What a rank gets whose peer takes a step where it offloads."""
-    with running({**REPLICAS, "offload": SHARED, "limits": {"collective_timeout_s": 3}}, folder) as run:
-        run.step()
-        with pytest.raises(RunError) as error:
-            run.step() if run.world.rank else run.memory.offload("weights")
-        return error.value.diagnostics[0].code
-
-
-def test_a_rank_whose_peers_do_something_else_does_not_wait_for_ever(ranks, texts):
-    assert set(ranks(2, 60)(waits_alone, texts)) <= {"ranks-differ", "collective-failed"}
-
-
 def closes_alone(folder, to):
     """Rank 1 is killed while everything is away; what rank 0 is told as it closes, what its weights are, and after how long."""
     tables = {**REPLICAS, "offload": SHARED, "limits": {"collective_timeout_s": 10}}
@@ -181,8 +168,3 @@ def test_states_that_come_and_go_in_every_step_are_not_shared(texts):
     between = [{"use": "memory.optimizer_states", "when": "between_steps", "shared": True}]
     codes = {problem.code for problem in check_plan(plan_from_dict({**REPLICAS, "offload": between}, texts), 2)}
     assert "shared-between-steps" in codes
-
-
-def test_one_rank_has_nobody_to_share_with(texts):
-    tables = small_plan(precision__compute="bf16")
-    assert steps({**tables, "offload": SHARED}, texts, 3, moves=True)[:2] == steps(tables, texts, 3)[:2]

@@ -19,25 +19,12 @@ BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}
 """Four blocks on four stages, the embedding and the head at the ends."""
 
 TIES = {
-    "stages 1 and 2": {"ties": [["one", [1, 2]]]},
-    "stages 2 and 3": {"ties": [["one", [2, 3]]]},
-    "two pairs with a stage in common": {"ties": [["one", [1, 2]], ["two", [2, 3]]]},
-    "three-way": {"ties": [["one", [0, 1, 3]]]},
     "three-way and a pair of the same stages": {"ties": [["one", [0, 1, 3]], ["two.weight", [1, 3]]]},
-    "a single parameter": {"ties": [["gain", [1, 3]]]},
     "one matrix without its bias": {"ties": [["one.weight", [0, 2]]]},
     "declared in opposite order": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "reverse": [2]},
     "a copy that may have no gradient": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "sometimes": [2]},
-    "the ends": {"ends": True},
     "the ends and two more": {"ends": True, "ties": [["one", [1, 2]], ["gain", [0, 3]]]},
 }
-UNLIKE = (
-    "three-way and a pair of the same stages",
-    "one matrix without its bias",
-    "declared in opposite order",
-    "a copy that may have no gradient",
-    "the ends and two more",
-)
 
 
 def even_then_odd():
@@ -51,13 +38,10 @@ def even_then_odd():
     return made
 
 
-def plans(small, schedule, pp, dp=1, names=tuple(TIES), **changes):
+def plans(small, schedule, pp, dp=1):
     partition = BY_STAGE if pp == 4 else {"use": "pp.uniform"}
-    model = "pp_parts:tied"
-    return [
-        small(schedule, pp, dp, model={"factory": model, "options": TIES[name]}, partition=partition, **changes)
-        for name in names
-    ]
+    models = [{"factory": "pp_parts:tied", "options": options} for options in TIES.values()]
+    return [small(schedule, pp, dp, model=model, partition=partition) for model in models]
 
 
 def assert_equal_bits(values, layouts):
@@ -69,19 +53,14 @@ def assert_equal_bits(values, layouts):
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "schedule", "names"),
-    [
-        (2, 2, "pp.zero_bubble_h1", UNLIKE),
-        pytest.param(2, 2, "pp.zero_bubble_h1", tuple(TIES), marks=pytest.mark.campaign),
-        pytest.param(4, 1, "pp.one_f_one_b", tuple(TIES), marks=pytest.mark.campaign),
-    ],
+    ("pp", "dp", "schedule"), [(2, 2, "pp.zero_bubble_h1"), pytest.param(4, 1, "pp.one_f_one_b", marks=pytest.mark.campaign)]
 )
-def test_copies_have_equal_bits(compared, small, pp, dp, schedule, names):
+def test_copies_have_equal_bits(compared, small, pp, dp, schedule):
     """Gradients and weights of all copies are equal bit for bit, and the norm counts them once.
 
     In the second step no microbatch uses one copy. Its gradient counts as zero, and no rank waits.
     """
-    every = compared(pp * dp, plans(small, schedule, pp, dp, names), batches=even_then_odd())
+    every = compared(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
     for layouts in every:
         for step in range(3):
             assert_equal_bits(lambda layout, at=step: layout.gradients[at], layouts)
@@ -122,9 +101,6 @@ def test_a_tie_within_a_rank_has_no_collective(ranks, small, own):
     assert ranks(2)(sums_of_ties, small("pp.zero_bubble_v", 2, model=model), own) == [([], Counter())] * 2
 
 
-# -- set-up ------------------------------------------------------------------------------------------------------------
-
-
 def test_copies_cannot_have_other_options(small, own):
     """A tie has only its first name on every stage."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
@@ -134,30 +110,6 @@ def test_copies_cannot_have_other_options(small, own):
     (problem,) = caught.value.diagnostics
     assert problem.code == "group-unmatched"
     assert "`head.weight`, which is tied to `embed.weight` and has that name in groups" in problem.message
-
-
-def decays(tables, folder):
-    with running(tables, folder) as run:
-        return {param.name: param.decays for param in run.registry if len(param.stages) > 1}
-
-
-def test_the_first_module_of_a_tie_decides_its_decay(ranks, small, own):
-    """The type of its module on another stage does not matter."""
-    tables = small("pp.gpipe", 2, model={"factory": "pp_parts:in_a_norm_too"})
-    first, last = ranks(2)(decays, tables, own)
-    assert first == last == {"embed.weight": True}
-
-
-@pytest.mark.parametrize("memory", [True, False])
-def test_copies_with_different_initial_values_are_refused(ranks, small, own, memory):
-    """They are refused before the first step. Parameters of a single stage may have any initial values."""
-    tables = small("pp.gpipe", 2, model={"factory": "pp_parts:drawn_apart"})
-    tables["parallel"]["cross_memory_attach"] = memory
-    with pytest.raises(RunError) as caught:
-        ranks(2)(record, tables, 2, folder=own)
-    (told,) = caught.value.diagnostics
-    assert told.code == "ranks-differ"
-    assert told.message.endswith("first values differ between rank 0 and rank 1: embed.weight")
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------

@@ -77,13 +77,18 @@ def test_noise_scale_matches_paper(ranks: Callable[..., Any]) -> None:
     assert scales == pytest.approx(expected_noise_scales([torch.stack(pair) for pair in zip(first, second, strict=True)]))
 
 
+def run_and_resume(path: Path) -> tuple[list[float], list[float]]:
+    """Returns the last two noise scales of an uninterrupted run, and those of a run that was resumed after two steps."""
+    whole = stretch(PLAN, 4, folder=TESTS)
+    stretch(PLAN, 2, folder=TESTS, save=path)
+    resumed = stretch(PLAN, 2, folder=TESTS, load=path)
+    first, second = ([row["watch/noise_scale"] for row in rows] for rows in (whole.rows[2:], resumed.rows))
+    return first, second
+
+
 def test_averages_are_restored(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    path = tmp_path / "saved"
-    uninterrupted = ranks(RANKS)(stretch, PLAN, 4, folder=TESTS)
-    ranks(RANKS)(stretch, PLAN, 2, folder=TESTS, save=path)
-    resumed = ranks(RANKS)(stretch, PLAN, 2, folder=TESTS, load=path)
-    expected = [row["watch/noise_scale"] for row in uninterrupted[0].rows[2:]]
-    assert [row["watch/noise_scale"] for row in resumed[0].rows] == expected
+    for expected, actual in ranks(RANKS)(run_and_resume, tmp_path / "saved"):
+        assert actual == expected
 
 
 @pytest.mark.parametrize(

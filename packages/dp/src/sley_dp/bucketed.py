@@ -12,8 +12,7 @@ The design follows PyTorch's DistributedDataParallel (Li et al., 2020, section 3
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,20 +25,35 @@ from sley_dp.sums import Bf16Sums, ExactSums
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.api.comm import Group, Pending
+    from sley_core.api.comm import Group
     from sley_core.api.parts import GradientBuffer, Param, Parts, StepState
     from sley_dp.config import BucketedConfig
 
-CHUNK_BYTES = 64 << 20
-"""The size in bytes of initial values in flight, beyond which the rank waits for their broadcasts."""
 
+class BucketCounts:
+    """Counts the gradients of each of `buffers` that are still missing in this step."""
 
-@dataclass(eq=False)
-class Bucket:
-    """A buffer of the store, and the number of its gradients that are still incomplete in this step."""
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self.buffers = buffers
+        self._index_of_param = {param: index for index, buffer in enumerate(buffers) for param in buffer.params}
+        self._num_missing: list[int] = []
 
-    buffer: GradientBuffer
-    num_missing: int = 0
+    def reset(self) -> None:
+        """Counts all gradients as missing."""
+        self._num_missing = [len(buffer.params) for buffer in self.buffers]
+
+    def add(self, param: Param) -> GradientBuffer | None:
+        """Counts the gradient of `param` as complete. Returns its buffer if that has no missing gradient anymore."""
+        index = self._index_of_param.get(param)
+        if index is None:
+            return None
+        self._num_missing[index] -= 1
+        return None if self._num_missing[index] else self.buffers[index]
+
+    def assert_complete(self) -> None:
+        """Asserts that every gradient of the step was complete."""
+        for buffer, num_missing in zip(self.buffers, self._num_missing, strict=True):
+            assert num_missing == 0, f"{num_missing} gradients of {buffer.params} are missing"
 
 
 class BucketedReducer(GradientHandler):
@@ -51,26 +65,20 @@ class BucketedReducer(GradientHandler):
     def __init__(self, config: BucketedConfig) -> None:
         self._config = config
         self._sent = SentBytes()
-        self.buckets: list[Bucket] = []
+        self._counts = BucketCounts([])
         self._order: list[Param] | None = None
         self._restored_order: list[Param] = []
-        self._bucket_of_param: dict[Param, Bucket] = {}
         self._num_layouts = -1
         self._has_finished_step = False
 
     def attach(self, parts: Parts) -> None:
-        """Lays the store out in buckets.
-
-        With `start = "broadcast"`, a collective copies the first replica's values to all ranks.
-        """
+        """Lays the store out in buckets."""
         self._parts = parts
         self._store = parts.store
         self.sums: Sums = Bf16Sums(self._sent)
         if self._config.reduction != "bf16":
             self.sums = parts.store.reduction.sums(parts.store, self._sent) or ExactSums(self._sent)
         self._store.lay_out(self._plan_layout)
-        if self._config.start == "broadcast":
-            broadcast_values(parts)
 
     def begin_step(self, step: StepState) -> None:
         """Resets the counts of missing gradients. Before the second step, also lays the buckets out in their final order.
@@ -84,26 +92,20 @@ class BucketedReducer(GradientHandler):
             self._store.lay_out(self._plan_layout)
         if self._num_layouts != self._store.num_layouts:
             self._num_layouts = self._store.num_layouts
-            self.buckets = [Bucket(buffer) for buffer in self._store.buffers]
-            self._bucket_of_param = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
-        for bucket in self.buckets:
-            bucket.num_missing = len(bucket.buffer.params)
+            self._counts = BucketCounts(self._store.buffers)
+        self._counts.reset()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         """Counts the gradient of `param` as complete. If it is the last of its bucket, starts the bucket's sum.
 
         All ranks of a reduce group call this in the same order.
         """
-        bucket = self._bucket_of_param.get(param)
-        if bucket is None:
-            return
-        bucket.num_missing -= 1
-        if bucket.num_missing == 0:
-            self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.reduce_group])
+        if (buffer := self._counts.add(param)) is not None:
+            self.sums.start(buffer, self._parts.groups[buffer.reduce_group])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until every bucket holds its sum."""
-        assert_complete(self.buckets)
+        self._counts.assert_complete()
         self.sums.finish()
         self._sent.end_step()
         self._has_finished_step = True
@@ -149,7 +151,7 @@ class BucketedReducer(GradientHandler):
 
         Drops the old buckets first, so that their memory is free when the store allocates the new ones.
         """
-        self.buckets, self._bucket_of_param = [], {}
+        self._counts = BucketCounts([])
         if self._order is not None:
             rank_of_param = {param: index for index, param in enumerate(self._order)}
             params = sorted(params, key=lambda param: rank_of_param.get(param, len(rank_of_param)))
@@ -172,12 +174,6 @@ class BucketedReducer(GradientHandler):
         return [self._parts.registry.params[index] for index in indices.tolist()]
 
 
-def assert_complete(buckets: Iterable[Bucket]) -> None:
-    """Asserts that every gradient of the step was complete."""
-    for bucket in buckets:
-        assert bucket.num_missing == 0, f"{bucket.num_missing} gradients of {bucket.buffer.params} are missing"
-
-
 def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
     """Returns `params` by family, since those of a family may share buckets, and the params whose reduce group has one rank."""
     families: dict[tuple[object, ...], list[Param]] = {}
@@ -186,51 +182,3 @@ def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tup
         is_reduced = groups[param.reduce_group].size > 1
         (families.setdefault(param.family, []) if is_reduced else unreduced).append(param)
     return list(families.values()), unreduced
-
-
-def broadcast_values(parts: Parts) -> None:
-    """Overwrites weights and buffers with those of the first rank of each group, so that replicas start equal.
-
-    A collective over all ranks, which blocks. Sends values as bytes, since gloo does not support all dtypes of parameters.
-    """
-    broadcasts: list[tuple[Tensor, Tensor, Pending]] = []
-    num_bytes = 0
-    for name, value, group in _replicated_values(parts):
-        copy = value.contiguous()
-        # Over the group that holds copies of this value, whose ranks iterate over the registry in the same order.
-        broadcasts.append((value, copy, group.broadcast(_view_bytes(copy), label=name)))
-        num_bytes += value.nbytes
-        if num_bytes > CHUNK_BYTES:
-            _finish_broadcasts(broadcasts)
-            num_bytes = 0
-    _finish_broadcasts(broadcasts)
-
-
-def _replicated_values(parts: Parts) -> Iterator[tuple[str, Tensor, Group]]:
-    """Yields the name, value and reduce group of each parameter, and then the name, value and stage of each buffer."""
-    for param in parts.registry:
-        group = parts.groups[param.reduce_group]
-        if group.has_peers and param.numel:
-            yield param.name, param.parameter.detach(), group
-    stage = parts.groups["stage"]
-    for layer in parts.layers if stage.has_peers else ():
-        for name, buffer in layer.module.named_buffers(layer.name):
-            if buffer.numel():
-                yield name, buffer, stage
-
-
-def _finish_broadcasts(broadcasts: list[tuple[Tensor, Tensor, Pending]]) -> None:
-    """Waits for all (value, contiguous copy, broadcast), copies the results to the values, and clears the list.
-
-    Writes only values that change, since expanded tensors cannot be written.
-    """
-    for value, copy, pending in broadcasts:
-        pending.wait()
-        if copy.data_ptr() != value.data_ptr() and not torch.equal(_view_bytes(copy), _view_bytes(value.contiguous())):
-            value.copy_(copy)
-    broadcasts.clear()
-
-
-def _view_bytes(value: Tensor) -> Tensor:
-    """Returns the contiguous `value` as a uint8 view."""
-    return value.reshape(-1).view(torch.uint8)

@@ -18,11 +18,6 @@ class ReducerConfig(Table):
     bucket_mb: PositiveFloat = 25.0
     """The size of a bucket of gradients in MiB. A larger parameter gets its own bucket."""
 
-    start: Literal["check", "broadcast"] = "check"
-    """The treatment of replicas whose values differ at the start: `check` refuses them before the first step, and `broadcast`
-    overwrites their weights and buffers with those of the first replica.
-    """
-
     @property
     def bucket_bytes(self) -> float:
         """The size limit of a bucket of gradients, in bytes. Only a bucket of a single parameter may exceed it."""

@@ -18,7 +18,7 @@ from sley_core.api.comm import SentBytes
 from sley_core.api.parts import BufferShard, Layout, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.bucketed import Bucket, assert_complete, broadcast_values, split_by_family
+from sley_dp.bucketed import BucketCounts, split_by_family
 from sley_dp.config import SUMS, WEIGHTS, shards_axis
 from sley_dp.sums import ShardSums
 
@@ -84,24 +84,16 @@ class ShardedReducer(GradientHandler):
 
     def __init__(self, config: ShardedConfig) -> None:
         self._config = config
-        self.buckets: list[Bucket] = []
-        self._bucket_of_param: dict[Param, Bucket] = {}
 
     def attach(self, parts: Parts) -> None:
-        """Lays out gradients and weights in the same buckets, and makes layers wait for their weights.
-
-        With `start = "broadcast"`, a collective copies the first replica's values to all ranks.
-        """
+        """Lays out gradients and weights in the same buckets, and makes layers wait for their weights."""
         self._parts = parts
         parts.store.lay_out(self._plan_layout)
-        if self._config.start == "broadcast":
-            broadcast_values(parts)
-        self.buckets = [Bucket(buffer) for buffer in parts.store.buffers]
-        self._bucket_of_param = {param: bucket for bucket in self.buckets for param in bucket.buffer.params}
+        self._counts = BucketCounts(parts.store.buffers)
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
         # Buckets are in backward order, gathers in forward order.
-        self.gathers = WeightGathers(parts, [bucket.buffer for bucket in self.buckets][::-1])
+        self.gathers = WeightGathers(parts, parts.store.buffers[::-1])
         parts.weights.add_completion(self.gathers)
         index_of_param = {param: index for index, (buffer, _) in enumerate(self.gathers.buffers) for param in buffer.params}
         for layer in parts.layers:
@@ -115,26 +107,21 @@ class ShardedReducer(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         """Discards the sums of a failed step, and resets the counts of missing gradients."""
         self.sums.forget()
-        for bucket in self.buckets:
-            bucket.num_missing = len(bucket.buffer.params)
+        self._counts.reset()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         """Counts the gradient of `param` as complete. If it is the last of its bucket, starts the bucket's sum.
 
         All ranks of a reduce group call this in the same order.
         """
-        bucket = self._bucket_of_param.get(param)
-        if bucket is None:
-            return
-        bucket.num_missing -= 1
-        if bucket.num_missing == 0:
-            assert bucket.buffer.shard is not None, "a bucket of `dp.sharded` has no shard"
-            bucket.buffer.is_whole = False
-            self.sums.start(bucket.buffer, self._parts.groups[bucket.buffer.shard.axis])
+        if (buffer := self._counts.add(param)) is not None:
+            assert buffer.shard is not None, "a bucket of `dp.sharded` has no shard"
+            buffer.is_whole = False
+            self.sums.start(buffer, self._parts.groups[buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until this rank's shards hold their sums and no peer reads its weights."""
-        assert_complete(self.buckets)
+        self._counts.assert_complete()
         self.sums.finish()
         self.gathers.finish()  # includes layers that were not called in this step
 

@@ -110,18 +110,6 @@ class Branches(nn.Module):
         return self.left(hidden) - right
 
 
-class Buffered(nn.Linear):
-    """Has buffers of several dtypes, one not saved and one not contiguous, with different values on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        shift = int(os.environ.get("RANK", 0))
-        self.register_buffer("scale", torch.full((3,), 1.0 + shift))
-        self.register_buffer("small", torch.full((2,), shift, dtype=torch.int16))
-        self.register_buffer("turn", torch.full((2,), 1j + shift), persistent=False)
-        self.register_buffer("turned", (torch.arange(6.0) + shift).view(2, 3).t())
-
-
 class Odd(nn.Module):
     """Has parameters of unusual sizes: a scalar, an empty one, seven numbers, a wide matrix. One is frozen, and one is tied."""
 
@@ -159,19 +147,6 @@ def sometimes() -> list[tuple[str, nn.Module]]:
 
 def branches() -> list[nn.Module]:
     return [Inputs(WIDTH, WIDTH), Branches(), Branches()]
-
-
-def own_values() -> object:
-    """Returns layers with different weights and buffers on every rank."""
-    from sley_core.model.layers import Model
-
-    def draw(module: nn.Module, name: str) -> None:
-        module.reset_parameters()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(float(os.environ.get("RANK", 0)))
-
-    return Model([("first", Inputs(WIDTH, WIDTH)), ("last", Buffered())], init_weights=draw)
 
 
 class OnlyFlagged(nn.Linear):

@@ -169,18 +169,6 @@ def padded_tokens() -> Layers:
     return [("embed", Embed(padding_idx=3)), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
-class Experts(nn.ModuleList):
-    """Many linears of one layer, all of which are used."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.repeat(1, 1, self[0].in_features // WIDTH)
-        return hidden + sum(expert(wide).unflatten(-1, (-1, WIDTH)).sum(-2) for expert in self)
-
-
-def experts(number: int, width: int = 1) -> Layers:
-    return between("experts", Experts([nn.Linear(width * WIDTH, width * WIDTH) for _ in range(number)]))
-
-
 class Autocast(nn.Module):
     """Computes in bf16, whatever the dtype of its weights."""
 
@@ -247,23 +235,6 @@ class Decoder(nn.Module):
 def half_sharded() -> Layers:
     embed = EmbedDoubled()
     return [("embed", embed), ("middle", nn.Linear(WIDTH, WIDTH)), ("head", Decoder(embed.table.weight))]
-
-
-class Branch(nn.Module):
-    """Calls one of two linears, depending on its data."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        chosen = self.first if float(hidden.detach().sum()) > 0 else self.second
-        return hidden + chosen(hidden).tanh()[..., :WIDTH]
-
-
-def branches(width: int = WIDTH) -> Layers:
-    return [("embed", Embed()), ("branch", Branch(width)), ("head", nn.Linear(WIDTH, WIDTH))]
 
 
 class Encoder(nn.Module):
@@ -406,23 +377,21 @@ def classifier(frozen: str = "") -> Layers:
 
 
 class Changed(nn.Module):
-    """Changes the input or the logits of its linear by `change`."""
+    """Changes the logits of its linear by `change`."""
 
-    def __init__(self, change: str, classes: int = CLASSES) -> None:
+    def __init__(self, change: str) -> None:
         super().__init__()
-        self.output = nn.Linear(WIDTH, classes)
+        self.output = nn.Linear(WIDTH, CLASSES)
         self.change = change
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.output(hidden.float() if self.change == "narrow" else hidden)
+        logits = self.output(hidden)
         changes = {"times": lambda: logits * 0.5, "tanh": lambda: torch.tanh(logits), "mean": lambda: logits - logits.mean()}
-        return changes.get(self.change, lambda: logits)()
+        return changes[self.change]()
 
 
-def changed(change: str, place: str = "head") -> Layers:
-    if place == "head":
-        return [("embed", Embed(CLASSES)), ("head", Changed(change))]
-    return [("embed", Embed(CLASSES)), ("middle", Changed(change, WIDTH)), ("head", nn.Linear(WIDTH, CLASSES))]
+def changed(change: str) -> Layers:
+    return [("embed", Embed(CLASSES)), ("head", Changed(change))]
 
 
 def two_linears() -> Layers:

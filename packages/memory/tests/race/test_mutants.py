@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 import sley_memory
-from sley_core.engine.step_state import MicroStep
 from sley_core.errors import RunError
-from sley_core.run import Run
 from sley_testing.drawn_copies import Site, skip_wait, wait_sites
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -111,6 +107,7 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
     assert not missed - caught
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("race", OTHERS_RACES)
 def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
     """In the first order, by what the manager does and not by its bits."""
@@ -118,44 +115,3 @@ def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> Non
     (site,) = (site for site, name in named(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
     with skip_wait(site), pytest.raises(AssertionError, match="is missing"):
         training(0)
-
-
-class Loses:
-    """Makes a run lose gradients between its microbatches, as an offload does that keeps one of them."""
-
-    def __init__(self, run: Run, micro: int, lose: Callable[[Tensor, Tensor], None]) -> None:
-        self._store = run.store
-        self._micro = micro
-        self._lose = lose
-        self._kept: list[Tensor] = []
-        executor = run.stepper.executor
-        executor.hooks = [*executor.hooks, self]  # type: ignore[list-item]  # it has what a training calls
-        run.store.on_chunk_done.append(self._complete)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-    def before_backward(self, micro: MicroStep, _gradient: object) -> None:
-        """Keeps what was summed before one microbatch."""
-        if micro.micro == self._micro:
-            self._kept = [self._store.gradient(param).clone() for param in self._store.params]
-
-    def _complete(self, _chunk: int) -> None:
-        for param, kept in zip(self._store.params, self._kept, strict=True):
-            self._lose(self._store.gradient(param), kept)
-
-
-LOSES: dict[str, tuple[int, Callable[[Tensor, Tensor], Any]]] = {
-    "all but the last backward (DeepSpeed's pull request 7981)": (3, lambda gradient, kept: gradient.sub_(kept)),
-    "all but the first microbatch (7967)": (1, lambda gradient, kept: gradient.copy_(kept)),
-}
-
-
-@pytest.mark.parametrize("label", LOSES)
-def test_gradients_that_vanish_are_seen_in_the_bits(label: str, train: Train, texts: Path) -> None:
-    """No rule is broken and no error raised: the sums are wrong, and so is the digest."""
-    tables = changed(PLAN, **CASES["optimizer on the host"])
-    micro, lose = LOSES[label]
-    plain = train(PLAN, texts)
-    assert train(tables, texts, 0) == plain
-    assert train(tables, texts, 0, lambda run: Loses(run, micro, lose)) != plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataContext, DataInfo, Field
-from sley_core.model.layers import Model
 from sley_testing.habits import Embed
 
 VOCAB = 16
@@ -114,34 +112,6 @@ def tied(
     if ends:
         head.weight = embed.weight
     return [("embed", embed), *((f"blocks.{at}", block) for at, block in enumerate(blocks)), ("head", head)]
-
-
-def drawn_apart(data: DataInfo) -> Model:
-    """Returns a model with tied ends, whose initial values come from a separate generator in every process."""
-    generator = torch.Generator().manual_seed(os.getpid())
-
-    def draw(module: nn.Module, name: str) -> None:
-        for parameter in module.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.1, generator=generator)
-
-    return Model(tied(data, ends=True), draw)
-
-
-class ScaledNorm(nn.Module):
-    """Normalises and multiplies by a matrix. Its name is that of a norm, whose weights do not decay."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(F.layer_norm(hidden, hidden.shape[-1:]), self.weight)
-
-
-def in_a_norm_too(data: DataInfo) -> Named:
-    """Returns a model that also holds the embedding's matrix in a module that the optimizer treats as a norm."""
-    embed = Embed(VOCAB, 4)
-    return [("embed", embed), ("block", Widen(4, 4)), ("head", nn.Sequential(ScaledNorm(embed.weight)))]
 
 
 def computed(data: DataInfo) -> Named:

@@ -66,8 +66,7 @@ class CopyComparison:
         everyone = parts.groups["control"].gather_objects(faults, label="initial values that differ")
         if fault := next((fault for faults in everyone for fault in faults if fault), ""):
             hint = (
-                "draw the model's random numbers only from torch's generator, `random` or numpy, and load weights on every "
-                'rank, or set `start = "broadcast"` in `dp.bucketed` to use the values of the first rank'
+                "draw the model's random numbers only from torch's generator, `random` or numpy, and load weights on every rank"
                 if is_first
                 else "write the same values to weights and buffers on all ranks, and draw an optimizer's random "
                 "numbers from torch's generator"
