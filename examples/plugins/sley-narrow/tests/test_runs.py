@@ -12,7 +12,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
-from sley_testing.runs import assert_parity, record, running
+from sley_testing.runs import assert_parity, record
 
 
 def two_rank_plan(min_numel: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_two_ranks_match_one_process(ranks: Callable[..., Any], texts: Path) -> 
 
 def second_step_collectives(tables: dict[str, Any], folder: Path) -> list[Collective]:
     """Returns the collectives of the second step over the group of the gradients."""
-    with running(tables, folder) as run:
+    with World.join("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
         run.step()  # also compares the initial weights of ranks
         with collectives() as calls:
             run.step()

@@ -142,11 +142,11 @@ def accumulate_totals(cases):
     results = []
     for error_feedback, num_steps in cases:
         sums, buffer = LowRankSums(2, error_feedback, seed=7, sent=SentBytes()), make_buffer(SHAPES)
-        exact, summed = (torch.zeros_like(buffer.data) for _ in range(2))
+        exact = summed = torch.zeros(())
         for step in range(num_steps):
             values = gradients(step)
-            exact += torch.cat([value.flatten() for value in values])
-            summed += torch.cat([value.flatten() for value in run_sums(sums, buffer, group, values)])
+            exact = exact + torch.cat([value.flatten() for value in values])
+            summed = summed + torch.cat([value.flatten() for value in run_sums(sums, buffer, group, values)])
         errors = [torch.zeros_like(value) for value in values]
         for param, error in zip(buffer.params, errors, strict=True):
             if error_feedback and param in sums.states:

@@ -124,6 +124,10 @@ def test_a_fingerprint_sees_values_and_places():
     changed[-1] = -changed[-1]
     assert fingerprint(values) == fingerprint(values.clone())
     assert len({int(fingerprint(value)) for value in (values, swapped, changed)}) == 3
+    rows = torch.eye(4, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    assert fingerprint(rows) != fingerprint(rows.flip(0)), "rows of equal sums"
+    assert fingerprint(signs) != fingerprint(-signs)
     assert fingerprint(values[:-1].view(-1, 4)[:, :2]) == fingerprint(values[:-1].view(-1, 4)[:, :2].clone())
     assert fingerprint(values[1:8]) == fingerprint(values[1:8].clone()), "wherever it begins"
     assert fingerprint(torch.ones(3, dtype=torch.bool)) != fingerprint(torch.ones(4, dtype=torch.bool))

@@ -75,13 +75,19 @@ class _GatherHeads(torch.autograd.Function):
 
 
 def _scatter(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
+    """Exchanges tensors [b, s/n, ..., h, d], whose h are multiples of n, for [b, s, ..., h/n, d]."""
     shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
-    return unpack_positions(_all_to_all(pack_heads(tensors, group.size), group, label, contents), shapes)
+    buffer = _concatenate([torch.unflatten(tensor, -2, (group.size, -1)).movedim(-3, 0) for tensor in tensors])
+    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
+    return [part.movedim(0, 1).flatten(1, 2) for part in parts]  # views of the buffer if b = 1
 
 
 def _gather(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
+    """Exchanges tensors [b, s, ..., h/n, d], whose s is a multiple of n, for [b, s/n, ..., h, d]."""
     shapes = [tensor.shape[2:] for tensor in tensors]
-    return unpack_heads(_all_to_all(pack_positions(tensors, group.size), group, label, contents), shapes)
+    buffer = _concatenate([torch.unflatten(tensor, 1, (group.size, -1)).movedim(1, 0) for tensor in tensors])
+    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
+    return [part.movedim(0, -3).flatten(-3, -2) for part in parts]
 
 
 def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tensor:
@@ -89,29 +95,6 @@ def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tens
     # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
     group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
     return output
-
-
-def pack_heads(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Packs tensors [b, s/n, ..., h, d], whose h are multiples of n, into a buffer [n, b, s/n, w]."""
-    return _concatenate([torch.unflatten(tensor, -2, (num_ranks, -1)).movedim(-3, 0) for tensor in tensors])
-
-
-def pack_positions(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Packs tensors [b, s, ..., h/n, d], whose s is a multiple of n, into a buffer [n, b, s/n, w]."""
-    return _concatenate([torch.unflatten(tensor, 1, (num_ranks, -1)).movedim(1, 0) for tensor in tensors])
-
-
-def unpack_positions(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Unpacks tensors [b, s, ..., h/n, d] from a buffer with a row for each slice of a sequence. shapes: [(..., h/n, d), ...].
-
-    For b = 1 the results are views of the buffer.
-    """
-    return [part.movedim(0, 1).flatten(1, 2) for part in _split(buffer, shapes)]
-
-
-def unpack_heads(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Unpacks tensors [b, s/n, ..., h, d] from a buffer with a row for the heads of each rank. shapes: [(..., h/n, d), ...]."""
-    return [part.movedim(0, -3).flatten(-3, -2) for part in _split(buffer, shapes)]
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:

@@ -44,11 +44,6 @@ class OffloadConfig(Table):
         return self.MOVES
 
     @property
-    def is_shared(self) -> bool:
-        """Returns whether ranks with equal memory share host copies of it."""
-        return False
-
-    @property
     def steps_in_buckets(self) -> bool:
         """Returns whether optimizer states are on the device only while their weights are updated."""
         return False
@@ -61,10 +56,6 @@ class CopiedConfig(OffloadConfig):
     """Whether each rank of `wdp` keeps only a part of the memory that is equal on all of them, and gathers the other parts when
     it is onloaded. All ranks of the run must then offload and onload the same parts in the same order.
     """
-
-    @property
-    def is_shared(self) -> bool:
-        return self.shared
 
 
 class WeightsConfig(CopiedConfig):

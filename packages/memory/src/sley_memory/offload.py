@@ -12,7 +12,7 @@ from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, S
 from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
 from sley_memory.arena import HostArena
-from sley_memory.config import OffloadConfig
+from sley_memory.config import CopiedConfig, OffloadConfig
 from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
 from sley_memory.shared import SharedCopies
 
@@ -168,8 +168,7 @@ class Manager(OffloadManager):
         self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
         for layer in parts.layers:
             # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations the gate is
-            # open
-            # on all ranks.
+            # open on all ranks.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._gate.hooks))
         for part in self.parts:
@@ -188,11 +187,10 @@ class Manager(OffloadManager):
         if part == "optimizer_states":
             pieces = lambda: pack_small(inventory.pieces(part), bucket_bytes)  # noqa: E731
         copies = HostCopy(pieces, self._streams, arena, bucket_bytes, counters)
-        if not self.config.is_shared or parts.groups["wdp"].size == 1:
+        if not isinstance(self.config, CopiedConfig) or not self.config.shared or parts.groups["wdp"].size == 1:
             return copies
-        return SharedCopies(
-            part, pieces, parts.groups["wdp"], parts.groups["control"], self._streams, arena, bucket_bytes, counters
-        )
+        groups = parts.groups["wdp"], parts.groups["control"]
+        return SharedCopies(part, pieces, *groups, self._streams, arena, bucket_bytes, counters)
 
     def offload(self, part: Part) -> Callable[[], None]:
         """Starts to offload `part`; returns a function that waits for it. Layers refuse calls while weights or buffers are

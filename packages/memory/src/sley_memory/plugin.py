@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ActivationPolicyRecord, MemoryPoolRecord, OffloadManagerRecord, Problem, Record, Scope
 from sley_memory.config import (
+    CopiedConfig,
     EverythingConfig,
     GradientsConfig,
     HostConfig,
@@ -39,7 +40,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
         yield Problem(("activations", "use"), message, hint, "selective-compiled")
     for number, manager in enumerate(plan.offload):
         config = manager.config
-        if isinstance(config, OffloadConfig) and config.is_shared and config.steps_in_buckets:
+        if isinstance(config, CopiedConfig) and config.shared and config.steps_in_buckets:
             message = "optimizer states that move within each step cannot be shared between ranks"
             hint = 'set `when = "idle"`, or use `dp.sharded`, which splits the states between ranks'
             yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")

@@ -120,17 +120,6 @@ class AttentionStats:
         self.num_kept += 1
         return True
 
-    def counts(self) -> Mapping[str, float]:
-        """Returns totals by name: kept bytes, kept and recomputed attentions, the host's seconds in recomputations."""
-        return {
-            "kept_bytes": self.total_bytes,
-            "max_kept_bytes": self.max_bytes,
-            "kept_attentions": self.num_kept,
-            "recomputed_attentions": self.num_recomputed,
-            "recomputed_attention_bytes": self.recomputed_bytes,
-            "recompute_host_s": self.seconds,
-        }
-
 
 def _detach(tensor: Tensor) -> Tensor:
     """Returns the tensor without its autograd history. Within a dispatch mode, only the guard preserves its version counter."""
@@ -254,7 +243,15 @@ class SelectiveRecompute(Recompute):
 
     def counts(self) -> Mapping[str, float]:
         """Returns counts of kept and recomputed attentions, and the host's seconds in recomputations."""
-        return self.stats.counts()
+        stats = self.stats
+        return {
+            "kept_bytes": stats.total_bytes,
+            "max_kept_bytes": stats.max_bytes,
+            "kept_attentions": stats.num_kept,
+            "recomputed_attentions": stats.num_recomputed,
+            "recomputed_attention_bytes": stats.recomputed_bytes,
+            "recompute_host_s": stats.seconds,
+        }
 
 
 def build(config: SelectiveConfig, layer_names: Sequence[str]) -> SelectiveRecompute:

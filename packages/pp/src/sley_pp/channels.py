@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group, Pending
+
+
+Operation = Literal["send", "receive"]
 
 
 def has_separate_header(device: Device) -> bool:
@@ -82,44 +85,37 @@ class Channels:
         label: the message's description for errors. An empty body is not sent. The caller must not write to `pieces` before the
         handles are done.
         """
-        *headers, body = pieces
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
-        pending = [self.send_host(header, peer, label) for header in headers]
-        if body.numel():
-            group, channel, coord = self._tensor_route(self.stage, peer, peer)
-            pending.append(group.send(body, channel, coord, label=label))
-        return pending
+        return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
         """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes."""
-        *headers, body = pieces
-        pending = [self.receive_host(header, peer, label) for header in headers]
-        if body.numel():
-            group, channel, coord = self._tensor_route(peer, self.stage, peer)
-            pending.append(group.receive(body, channel, coord, label=label))
-        return pending
+        return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
-        group, channel, coord = self._host_route(self.stage, peer, peer)
-        return group.send(tensor, channel, coord, label=label)
+        return self._start("send", tensor, peer, label, on_host=True)
 
     def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
-        group, channel, coord = self._host_route(peer, self.stage, peer)
-        return group.receive(tensor, channel, coord, label=label)
+        return self._start("receive", tensor, peer, label, on_host=True)
 
-    def _tensor_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns the group, the channel and the peer's index in the group for tensors from stage `sender` to `receiver`."""
-        if self.uses_host:
-            return self._host_route(sender, receiver, peer)
-        return self.group, direction_of(sender, receiver), peer
+    def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+        *headers, body = pieces
+        pending = [self._start(operation, header, peer, label, on_host=True) for header in headers]
+        if body.numel():
+            pending.append(self._start(operation, body, peer, label, on_host=self.uses_host))
+        return pending
 
-    def _host_route(self, sender: int, receiver: int, peer: int) -> tuple[Group, str, int]:
-        """Returns what `_tensor_route` returns, but for host tensors."""
-        if not self.separate_header:
-            return self.group, direction_of(sender, receiver), peer
-        return self._control, "main", self._control.ranks.index(self.group.ranks[peer])
+    def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Pending:
+        """Starts to send or receive `tensor`. on_host: whether it is a host tensor, or is sent through the host."""
+        sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
+        if on_host and self.separate_header:
+            group, channel, coord = self._control, "main", self._control.ranks.index(self.group.ranks[peer])
+        else:
+            group, channel, coord = self.group, str(direction_of(sender, receiver)), peer
+        start = group.send if operation == "send" else group.receive
+        return start(tensor, channel, coord, label=label)
 
 
 RECORD_BYTES = 512

@@ -167,20 +167,6 @@ class Message:
         return walk, micro, bytes(self._header[HEADER_BYTES : HEADER_BYTES + Leaf.FLAG_BYTES * len(self.layout)]), fault
 
 
-def encode_description(description: Description) -> Tensor:
-    """Returns `description` as JSON for an announcement: uint8 [bytes] on the host."""
-    leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
-    text = json.dumps({"leaves": leaves, "structure": description.structure})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def decode_description(data: Tensor) -> Description:
-    """Returns the description that `encode_description` encoded."""
-    content = json.loads(data.numpy().tobytes())
-    leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in content["leaves"])
-    return Description(leaves, content["structure"])
-
-
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Returns the number of owners of the memory (tensors, arrays and capsules) and the number of references to `storage`.
 
@@ -207,8 +193,10 @@ class Announcements:
         self._sends: list[Pending] = []
 
     def send(self, description: Description, peer: int, label: str) -> None:
-        """Starts to send `description` to the stage `peer`."""
-        text = encode_description(description)
+        """Starts to send `description` to the stage `peer`, as JSON."""
+        leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
+        content = json.dumps({"leaves": leaves, "structure": description.structure})
+        text = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
         size = torch.tensor([text.numel()])
         self._sends += [self._channels.send_host(tensor, peer, label) for tensor in (size, text)]
 
@@ -218,7 +206,9 @@ class Announcements:
         self._channels.receive_host(size, peer, label).wait()
         text = torch.empty(int(size), dtype=torch.uint8)
         self._channels.receive_host(text, peer, label).wait()
-        return decode_description(text)
+        content = json.loads(text.numpy().tobytes())
+        leaves = tuple(Leaf(getattr(torch, name), tuple(shape), gradient) for name, shape, gradient in content["leaves"])
+        return Description(leaves, content["structure"])
 
     def finish(self) -> None:
         """Blocks until all announcements have been received."""

@@ -9,6 +9,7 @@ from sley_core.memory.state import Moved as Moved
 from sley_core.memory.state import OffloadManager as OffloadManager
 from sley_core.memory.state import Part as Part
 from sley_core.memory.state import Where as Where
+from sley_core.model.tensors import fingerprint as fingerprint
 from sley_core.model.tensors import is_plain as is_plain
 from sley_core.model.tensors import sum_of_bits as sum_of_bits
 from sley_core.model.tensors import version_of as version_of

@@ -29,7 +29,8 @@ from sley_core.errors import PlanError
 CHUNK_WORDS = 1 << 20
 """The number of 8-byte words that are hashed at a time. The scratch memory is a few times as large."""
 
-_ODD = 2654435761
+_FACTORS = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D)
+_LOW_BITS = 0xFFFFFFFF
 
 
 def version_of(tensor: Tensor) -> int:
@@ -50,8 +51,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
 
 
 def fingerprint(value: Tensor) -> Tensor:
-    """Returns a hash of the bytes and their positions, int64 [] on the device, which differs for almost all different
-    values.
+    """Returns a hash of the bytes and their positions, int64 [] on the device. Different values have equal hashes with a
+    probability of about 2^-32.
     """
     data = value.contiguous().reshape(-1).view(torch.uint8)
     num_word_bytes = data.numel() // 8 * 8
@@ -59,10 +60,19 @@ def fingerprint(value: Tensor) -> Tensor:
     words = word_data.clone().view(torch.int64) if data.data_ptr() % 8 else word_data.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, words.numel(), CHUNK_WORDS):
-        chunk = words[start : start + CHUNK_WORDS]
-        positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=value.device)
-        total += ((chunk + 1) * (positions * _ODD | 1)).sum()
-    return total + ((tail + 1) * (torch.arange(1, 1 + tail.numel(), device=value.device) * _ODD | 1)).sum()
+        total += _weighted_sum(words[start : start + CHUNK_WORDS], start)
+    return total + _weighted_sum(tail, 0)
+
+
+def _weighted_sum(words: Tensor, start: int) -> Tensor:
+    """Returns the sum of `words`, int64 [n], each multiplied by an odd pseudorandom factor of its position from `start` on.
+
+    The upper half of a word also changes its lower half. Otherwise two words that differ only in their highest bit, such as a
+    sign, could swap positions undetected.
+    """
+    factors = torch.arange(start + 1, start + 1 + words.numel(), device=words.device) * _FACTORS[0]
+    factors = (factors ^ (factors >> 29)) * _FACTORS[1] | 1
+    return (((words ^ (words >> 32 & _LOW_BITS)) + 1) * factors).sum()
 
 
 def checksum(value: Tensor) -> int:
