@@ -174,6 +174,7 @@ def test_other_text_or_settings_are_kept_apart(table: TextConfig, encoded: list[
     assert len(list((tmp_path / "mine").iterdir())) == 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["00001.tokens", "00001.lengths", "offsets", "complete.json"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "short", "odd"])
 def test_a_damaged_part_is_made_again(table: TextConfig, encoded: list[int], tmp_path: Path, name: str, damage: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, pack_best_fit
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, encode_conversations, pack_best_fit
 from sley_data.chat_template import ChatTemplate
 from sley_data.check import check_chat
 from sley_data.config import ChatConfig
@@ -203,13 +205,9 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     check(num_parts)
     (folder / "00000.tokens").write_bytes(b"")
     check(num_parts + 1)
-    (folder / "complete.json").unlink()
-    (folder / "00001.tokens").write_bytes(b"")
-    monkeypatch.undo()
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(cache, "PART_BYTES", 1500)
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
-    check(num_parts + 1)  # none in this process
+    conversations = [conversation for conversation, _ in read_conversations(config, "train")]
+    function = partial(encode_conversations, wanted.template, config)
+    assert pickle.loads(pickle.dumps(function))(conversations)[0] == function(conversations)[0], "workers receive it"
     ChatRows(config.model_copy(update={"too_long": "cut"}), DataContext())
     ChatRows(config.model_copy(update={"train_on": "last"}), DataContext())
     assert len(list((tmp_path / "kept").iterdir())) == 3

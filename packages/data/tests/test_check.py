@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models
@@ -133,6 +133,7 @@ def test_a_model_with_fewer_rows_than_the_data_has_ids_is_found(folder: Path) ->
             assert [problem.code for problem in problems if problem.path[0] == "model"] == codes, (count, rows)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.binary(min_size=1, max_size=8), min_size=1, max_size=6),
     st.integers(1, 8),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
@@ -90,6 +90,7 @@ def test_documents_end_at_their_token(tmp_path: Path) -> None:
     assert labels_of(padded) == [2, 3, 0, 5, 0, 7]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
 def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, ids: list[int]) -> None:
     path = write(tmp_path_factory.mktemp("tokens") / "a.bin", ids)

@@ -80,29 +80,24 @@ def read(folder: Path, port: int, *files: str, **env: str) -> str:
 
 def test_files_are_downloaded_once(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     name, port = "hf://datasets/org/name/data/*.jsonl", server.server_port
-    wanted = "['data/a-0.jsonl', 'data/a-1.jsonl']"
-    assert read(tmp_path, port, name) == wanted
-    asked = len(_Hub.requests)
+    assert read(tmp_path, port, name) == "['data/a-0.jsonl', 'data/a-1.jsonl']"
+    num_requests = len(_Hub.requests)
     assert not any("old" in path for path in _Hub.requests)
-    assert read(tmp_path, port, name) == wanted
-    assert len(_Hub.requests) == asked, "the second time no server is asked"
-    assert "data/old/a-2.jsonl" in read(tmp_path, port, "hf://datasets/org/name@v1/**/*.jsonl")
+    assert "data/old/a-2.jsonl" in read(tmp_path, port, name, "hf://datasets/org/name@v1/**/*.jsonl")
+    assert not any(path.endswith("/datasets/org/name") for path in _Hub.requests[num_requests:]), "known without a server"
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("hf://datasets/org/name/data/*.parquet", "matches `data/*.parquet`"),
-        ("hf://datasets/org/none/data/*.parquet", "`org/none` cannot be downloaded: "),
-        ("hf://org/name", "must have the form hf://"),
-    ],
-)
-def test_what_is_not_there_is_named(tmp_path: Path, server: ThreadingHTTPServer, name: str, why: str) -> None:
-    output = read(tmp_path, server.server_port, name)
-    assert why in output
-    assert "data-hub" in output
-    assert "('data', 'files', 0)" in output
+def test_missing_files_are_named(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+    messages = {
+        "hf://datasets/org/name/data/*.parquet": "matches `data/*.parquet`",
+        "hf://datasets/org/none/data/*.parquet": "`org/none` cannot be downloaded: ",
+        "hf://org/name": "must have the form hf://",
+    }
+    output = read(tmp_path, server.server_port, *messages)
+    for number, message in enumerate(messages.values()):
+        assert message in output
+        assert f"('data', 'files', {number})" in output
+    assert output.count("code='data-hub'") == 3
 
 
 def test_without_a_network_or_the_package_it_is_said(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def test_two_ranks_that_differ_are_not_told_apart() -> None:
     assert (told.kind, told.ranks) == ("left out", ())
     assert [one.label for one in told.exchanges] == ["b", "c"]
     assert "the 2nd exchange of that queue" in told.cause
-    assert "one rank has skipped it, or the other rank makes it once too often" in told.cause
+    assert told.cause.endswith(
+        "one rank has skipped the all-reduce of b over stage[0, 1], or the other rank makes it once too often"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,13 +83,6 @@ def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, label: s
     others = [report(rank, *earlier, *here, wait=here[1]) for rank in (0, 2, 3)]
     told = found(*others, report(1, *earlier, here[0], total, wait=total))
     assert (told.kind, told.ranks, told.exchanges[0].label) == (kind, (1,), label)
-
-
-def test_a_rank_in_another_group_is_named() -> None:
-    wrong = exchange(1, "b", (0, 2), axis="pp")
-    told = found(report(0, A, wrong, wait=wrong), report(1, A, B, wait=B), report(2, A, wait=A))
-    assert (told.kind, told.ranks) == ("group", (0,))
-    assert {one.group for one in told.exchanges} == {"stage[0, 1]", "pp[0, 2]"}
 
 
 def message(number: int, micro: int, operation: str, **more: Any) -> ExchangeRecord:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -43,25 +42,6 @@ def written(folder: Path, numbers: range) -> Path:
     file.close()
     assert notes == []
     return path
-
-
-def test_a_run_that_fails_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the reason, which is told after this."""
-    may_close, is_closed = Event(), Event()
-
-    def hangs(*_: Any) -> None:
-        assert may_close.wait(20)
-        is_closed.set()
-
-    file = WorkFile(tmp_path / "work" / "rank-0.jsonl", START, [])
-    file.add(format_line(window(0)))
-    with monkeypatch.context() as patched:
-        patched.setattr(work_file, "CLOSE_TIMEOUT_S", 0.1)
-        patched.setattr(work_file.os, "close", hangs)
-        file.abandon()
-        assert not is_closed.is_set()
-        may_close.set()
-        assert is_closed.wait(20)
 
 
 def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:

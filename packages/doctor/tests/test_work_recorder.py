@@ -118,6 +118,7 @@ def seconds_by_layer(windows: Sequence[Window], place: str) -> list[dict[str, fl
     return [{layer: round(spent.median, 3) for layer, spent in window.layers[place].items()} for window in windows]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("slow", ["forward", "backward"])
 @pytest.mark.parametrize("layer", ["embed", "blocks.1"])
 def test_what_takes_long_stands_at_its_action_and_layer(
@@ -174,13 +175,13 @@ def test_the_number_of_a_step_says_whether_layers_are_noted(
 
 
 def test_an_evaluation_is_told_apart_from_what_comes_between_steps(clock: Clock, texts: Path, tmp_path: Path) -> None:
-    plan = small_plan(run__steps=4, data__held_out=0.5, evaluation={"every": 1})
+    plan = small_plan(run__steps=3, data__held_out=0.5, evaluation={"every": 1, "steps": 1})
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
         assert run.held_out is not None
         run.layers[0].module.register_forward_pre_hook(lambda module, _: None if module.training else clock.sleep())
         with record_work(run.parts, run.feed, tmp_path, run.notes):
             run.train()
-            assert run.parts.groups.progress.step_progress.step == 4, "an evaluation's batches are no steps"
+            assert run.parts.groups.progress.step_progress.step == 3, "an evaluation's batches are no steps"
     (record,) = read_records(tmp_path)
     for window in record.windows[1:]:
         assert window.work[EVALUATION].median >= SLOW_S

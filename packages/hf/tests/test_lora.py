@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sley_core.errors import PlanError, RunError
 from sley_hf.decoder import layer_name
 from sley_hf.structure import find_structure
-from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
+from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, stretch
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
@@ -75,6 +75,7 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"tokens": i[:, :-1], "labels": i[:, 1:], "positions": positions, "cu_seqlens": bounds} for i in ids]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("table", "options"),
     [
@@ -122,38 +123,40 @@ def record_all(plans: list[Tables], folder: Path) -> list[Recorded]:
 
 def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any) -> None:
     tables = plan(base)
+    reference = record_reference(tables, 2, folder=texts)
     recorded = ranks(2, 400)(record_all, [changed(tables, **layout) for layout in LAYOUTS.values()], texts)
     for layout, results in zip(LAYOUTS, zip(*recorded, strict=True), strict=True):
         print(layout)
-        assert_parity_of_parts(record_reference(tables, 2, folder=texts), results, "fp64")
+        assert_parity_of_parts(reference, results, "fp64")
 
 
 def test_stages_without_trainable_parameters(base: Path, texts: Path, ranks: Any) -> None:
     tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
     layout = {"parallel": {"pp": 4, "dp": 1}}
     plans = [changed(tables, **layout, pipeline={"use": use}) for use in ("pp.one_f_one_b", "pp.zero_bubble_h1")]
+    reference = record_reference(tables, 2, folder=texts)
     for results in zip(*ranks(4, 400)(record_all, plans, texts), strict=True):
         assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
-        assert_parity_of_parts(record_reference(tables, 2, folder=texts), results, "fp64")
-
-
-def test_a_tied_head_may_have_adapters_or_be_trained(base: Path, texts: Path, ranks: Any) -> None:
-    for table, count in (({"targets": ["lm_head", "q_proj"]}, 6), ({"train": ["head.*"]}, 2 * 7 * 2 + 2)):
-        tables = plan(base, adapters=LORA | table)
-        reference = record_reference(tables, 2, folder=texts)
-        assert len(reference.gradients[0]) == count
-        plans = [changed(tables, **LAYOUTS[layout]) for layout in ("1f1b", "wp")]
-        for results in zip(*ranks(2, 400)(record_all, plans, texts), strict=True):
-            assert_parity_of_parts(reference, results, "fp64")
-
-
-def test_models_llama_takes_adapters(texts: Path, ranks: Any) -> None:
-    tables = small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]})
-    reference = record_reference(tables, 2, folder=texts)
-    assert len(reference.gradients[0]) == 2 * 2 * 2 + 1
-    plans = [changed(tables, **LAYOUTS[layout]) for layout in ("dp sharded", "1f1b")]
-    for results in zip(*ranks(2, 400)(record_all, plans, texts), strict=True):
         assert_parity_of_parts(reference, results, "fp64")
+
+
+def test_a_tied_head_may_have_adapters_or_be_trained_and_models_llama_takes_adapters(
+    base: Path, texts: Path, ranks: Any
+) -> None:
+    variants = [
+        (plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]}), 6, ("1f1b", "wp")),
+        (plan(base, adapters=LORA | {"train": ["head.*"]}), 2 * 7 * 2 + 2, ("1f1b", "wp")),
+        (
+            small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]}),
+            2 * 2 * 2 + 1,
+            ("dp sharded", "1f1b"),
+        ),
+    ]
+    references = [record_reference(tables, 2, folder=texts) for tables, _, _ in variants]
+    plans = [changed(tables, **LAYOUTS[layout]) for tables, _, layouts in variants for layout in layouts]
+    assert [len(reference.gradients[0]) for reference in references] == [count for _, count, _ in variants]
+    for number, results in enumerate(zip(*ranks(2, 400)(record_all, plans, texts), strict=True)):
+        assert_parity_of_parts(references[number // 2], results, "fp64")
 
 
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
@@ -170,9 +173,13 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     of_adapters = 3 * sum(value.nbytes for value in weights.values())  # with both moments of AdamW
     print(num_bytes, of_adapters)
     assert of_adapters < num_bytes < of_adapters + 100_000, "headers, index and states of random generators"
-    for layout in ("dp sharded", "wp"):
-        resumed = ranks(2, 180)(stretch, changed(tables, **LAYOUTS[layout]), 2, folder=texts, load=tmp_path / "saved")
+    plans = [changed(tables, **LAYOUTS[layout]) for layout in ("dp sharded", "wp")]
+    for resumed in zip(*ranks(2, 180)(resume_all, plans, texts, tmp_path / "saved"), strict=True):
         assert_resumed_parity(uninterrupted, resumed, "fp64")
+
+
+def resume_all(plans: list[Tables], folder: Path, load: Path) -> list[Stretch]:
+    return [stretch(tables, 2, folder=folder, load=load) for tables in plans]
 
 
 def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:

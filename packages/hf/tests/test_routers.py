@@ -38,7 +38,7 @@ def plan(model: Path, router_loss: float | None = None, **changes: Any) -> Table
     table: dict[str, Any] = {"use": "hf.decoder", "weights": str(model), "experts": "eager"}
     if router_loss is not None:
         table["router_loss"] = router_loss
-    return changed(small_plan(model=table, evaluation={"every": 5}), **changes)
+    return changed(small_plan(model=table, evaluation={"every": 5, "steps": 2}), **changes)
 
 
 def test_a_row_has_the_loss_and_an_evaluation_leaves_it_out(model: Path, texts: Path) -> None:

@@ -111,6 +111,7 @@ def no_service() -> Iterator[None]:
     import_module("wandb").teardown()
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("no_children", "no_service")
 def test_offline_rows_are_in_its_files_under_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,12 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
+def write_config(folder: Path, kind: str) -> None:
+    """Writes the `config.json` of a model, without weights."""
+    config_class, changes = KINDS[kind]
+    config_class(**{**SIZES, **changes}).save_pretrained(folder)  # type: ignore[attr-defined]
+
+
 def saved(folder: Path, kind: str, max_shard_size: str = "40KB") -> Any:
     """Writes a transformers model with random weights to several files, and returns it."""
     made, changes = KINDS[kind]
@@ -130,7 +136,7 @@ def test_files_of_another_dtype_are_converted(tmp_path: Path, dtype: torch.dtype
     ],
 )
 def test_unsupported_options_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    saved(tmp_path, "llama")
+    write_config(tmp_path, "llama")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValidationError, match=says):
@@ -152,7 +158,7 @@ def test_unsupported_options_are_refused_by_name(tmp_path: Path, change: dict[st
     ],
 )
 def test_sizes_must_equal_those_of_the_weights(tmp_path: Path, key: str, value: Any, says: str) -> None:
-    saved(tmp_path, "llama")
+    write_config(tmp_path, "llama")
     if isinstance(value, dict):
         value = {name: number for name, number in value.items() if number is not None}
     with pytest.raises(ValidationError, match=says) as raised:
@@ -161,7 +167,7 @@ def test_sizes_must_equal_those_of_the_weights(tmp_path: Path, key: str, value: 
 
 
 def test_equal_sizes_are_allowed_and_sufficient_without_the_folder(tmp_path: Path) -> None:
-    saved(tmp_path, "llama3")
+    write_config(tmp_path, "llama3")
     config = LlamaConfig(weights=tmp_path, hidden=32, heads=4)  # type: ignore[call-arg]
     assert config.rope_scaling is not None
     whole = config.model_dump(exclude_none=True)

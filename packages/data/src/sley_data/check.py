@@ -9,7 +9,6 @@ from sley_core.api.data import DataContext, Split
 from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
-from sley_data.chat import ChatRows
 from sley_data.chat_template import ChatTemplate
 from sley_data.config import ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, empty_split_error, file_conversations
@@ -38,6 +37,8 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
 
     Renders all conversations of small files, but only the first conversations of large files.
     """
+    from sley_data.chat import ChatRows  # other tables need no numpy
+
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
     files, problems = chat_files(config, "train")
     if config.held_out_files:

@@ -42,7 +42,6 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.mixture:Mixture",
             check="sley_data.sources:check_mixture",
             text_ids="sley_data.sources:text_ids",
-            rows="sley_data.sources:mixture_rows",
             describe_overlap="sley_data.sources:describe_overlap",
         ),
     ]

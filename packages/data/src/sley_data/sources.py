@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sley_core.api.data import SOURCE, DataContext, DataRows, Split, TextIds
+from sley_core.api.data import Split, TextIds
 from sley_core.errors import KeyPath, SleyError, UsageError
 from sley_core.records import DatasetRecord, Problem
 from sley_data.config import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 from sley_data.documents import find_copied_tokens
 from sley_data.files import token_files
-from sley_data.interleave import MixtureOrder, source_seed
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Component
@@ -61,42 +60,6 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
             replace(diagnostic, message=f"source `{name}`: {diagnostic.message}", path=source_path(number, diagnostic.path))
             for diagnostic in error.diagnostics
         ) from error
-
-
-class MixtureRows:
-    """The samples of a mixture's first epoch as lists of numbers, as `api.data.DataRows`."""
-
-    counts = None
-
-    def __init__(self, config: MixtureConfig, context: DataContext, rows: Sequence[DataRows]) -> None:
-        sources = [source for _, source in split_sources(config, context.split)]
-        self.sources = tuple(source.name for source in sources)
-        self._rows = rows
-        self._order = MixtureOrder(config, replace(context, num_samples=None), sources, list(map(len, rows)))
-        self._num_starts = max(len(source.row(0).get("cu_seqlens", ())) for source in rows)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def row(self, index: int) -> dict[str, Sequence[int]]:
-        number, _, sample = self._order.locate(0, index)
-        row = {**self._rows[number].row(sample), SOURCE: [number]}
-        if starts := row.get("cu_seqlens"):
-            row["cu_seqlens"] = [*starts, *[starts[-1]] * (self._num_starts - len(starts))]
-        return row
-
-
-def mixture_rows(config: MixtureConfig, context: DataContext) -> MixtureRows | None:
-    """Returns the samples of a mixture, or None if a source needs torch. Implements `DatasetRecord.rows`."""
-    rows = []
-    for number, source in split_sources(config, context.split):
-        component = source_component(config, number)
-        record = component.record
-        if not isinstance(record, DatasetRecord) or record.rows is None:
-            return None
-        with locate_errors(number, source.name):
-            rows.append(record.load(record.rows)(component.config, replace(context, seed=source_seed(context, source))))
-    return None if None in rows else MixtureRows(config, context, rows)
 
 
 def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:

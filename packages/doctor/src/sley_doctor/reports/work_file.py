@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING
 
 from sley_doctor.reports.work_record import ZERO_SPREAD, Queue, Spread, Start, Window, format_line
@@ -145,13 +144,11 @@ def _seconds_at(step: list[float], index: int) -> float:
     return step[index] if index < len(step) else 0.0
 
 
-CLOSE_TIMEOUT_S = 1.0  # time limit for closing the file of a failed run, whose file system may hang
-
-
 class WorkFile:
     """Appends lines to a file without buffering, until a write fails; the reason is then added to `notes`.
 
-    The file is created with the first line: a run that fails earlier leaves a folder that the next run may use.
+    The file is created with the first line: a run that fails earlier leaves a folder that the next run may use. It need not be
+    closed, since nothing is buffered.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
@@ -179,19 +176,10 @@ class WorkFile:
     def close(self) -> None:
         """Closes the file; later lines are dropped."""
         self._is_over = True
-        with suppress(OSError):  # a network file system may report a late failure here
-            self._close_file()
-
-    def abandon(self) -> None:
-        """Closes the file in a thread, for which it waits at most `CLOSE_TIMEOUT_S`."""
-        closing = Thread(target=self.close, name="sley-work-file", daemon=True)
-        closing.start()
-        closing.join(CLOSE_TIMEOUT_S)
-
-    def _close_file(self) -> None:
         file, self._file = self._file, None  # reset first: the descriptor is free even if `close` fails, and may be reused
         if file is not None:
-            os.close(file)
+            with suppress(OSError):  # a network file system may report a late failure here
+                os.close(file)
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

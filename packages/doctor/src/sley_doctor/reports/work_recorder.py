@@ -86,11 +86,8 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
     recorder.attach()
     try:
         yield
-    except BaseException:  # the error is reported first: a file system that hangs may have caused it
-        try:
-            recorder.unhook()
-        finally:
-            file.abandon()
+    except BaseException:
+        recorder.unhook()  # the file stays open: a file system that hangs may have caused the error
         raise
     try:
         recorder.detach()

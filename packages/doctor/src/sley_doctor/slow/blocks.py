@@ -23,6 +23,7 @@ from sley_doctor.reports.work_record import (
     Queue,
     Spread,
     Start,
+    Window,
     WorkRecord,
 )
 
@@ -31,15 +32,10 @@ MAX_DEVICE_SHARE = 0.03  # share of a step: if a host waits longer for its devic
 
 
 @dataclass(frozen=True)
-class RankWork:
-    """Holds one rank's measurements in a block, the means over its windows; see `Window`."""
+class RankWork(Window):
+    """Holds one rank's measurements in a block, the means over its windows."""
 
     start: Start
-    seconds: Spread
-    work: Mapping[str, Spread]
-    layers: Mapping[str, Mapping[str, Spread]]
-    waits: Mapping[str, Spread]
-    queues: Mapping[str, Queue]
 
     @property
     def working_s(self) -> float:
@@ -100,23 +96,25 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 
 def _rank_work(record: WorkRecord, first: int, last: int) -> RankWork:
     """Returns the means of a rank's work over its windows in steps `first` to `last`, each by its number of these steps."""
-    windows = [
-        (window, min(window.last, last) - max(window.first, first) + 1) for window in record.windows_between(first, last)
-    ]
+    windows = record.windows_between(first, last)
+    num_steps = [min(window.last, last) - max(window.first, first) + 1 for window in windows]
     layers: dict[str, list[tuple[Mapping[str, Spread], int]]] = {}
     queues: dict[str, list[tuple[Queue, int]]] = {}
-    for window, num_steps in windows:
+    for window, num in zip(windows, num_steps, strict=True):
         for location, spreads in window.layers.items():
-            layers.setdefault(location, []).append((spreads, num_steps))
+            layers.setdefault(location, []).append((spreads, num))
         for name, queue in window.queues.items():
-            queues.setdefault(name, []).append((queue, num_steps))
+            queues.setdefault(name, []).append((queue, num))
     return RankWork(
-        record.start,
-        _mean_spread([(window.seconds, num_steps) for window, num_steps in windows]),
-        _means_by_name([(window.work, num_steps) for window, num_steps in windows]),
+        first,
+        last,
+        windows[-1].time,
+        _mean_spread(list(zip((window.seconds for window in windows), num_steps, strict=True))),
+        _means_by_name(list(zip((window.work for window in windows), num_steps, strict=True))),
         {location: _means_by_name(values) for location, values in layers.items()},
-        _means_by_name([(window.waits, num_steps) for window, num_steps in windows]),
+        _means_by_name(list(zip((window.waits for window in windows), num_steps, strict=True))),
         {name: _mean_queue(values) for name, values in queues.items()},
+        record.start,
     )
 
 

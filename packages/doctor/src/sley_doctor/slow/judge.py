@@ -9,9 +9,10 @@ cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sley_doctor.reports.work_record import DATA, ZERO_SPREAD, WorkRecord
 from sley_doctor.slow.blocks import Block, Excess, build_blocks, find_excesses, median
@@ -115,26 +116,21 @@ def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) ->
     excesses.
     """
     steps = sum(block.num_steps for block, _ in slow_blocks)
-    locations: dict[str, float] = {}
-    layers: dict[tuple[str, str], float] = {}
-    usual: dict[str, float] = {}
+    locations, usual, layers = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[Any, float](float)
     for block, excesses in slow_blocks:
         for excess in excesses:
-            locations[excess.location] = locations.get(excess.location, 0.0) + excess.seconds * block.num_steps
-            usual[excess.location] = usual.get(excess.location, 0.0) + excess.usual_s * block.num_steps
-            layers[excess.location, excess.layer] = (
-                layers.get((excess.location, excess.layer), 0.0) + excess.seconds * block.num_steps
-            )
+            locations[excess.location] += excess.seconds * block.num_steps / steps
+            usual[excess.location] += excess.usual_s * block.num_steps / steps
+            layers[excess.location, excess.layer] += excess.seconds * block.num_steps
     location = max(locations, key=lambda name: locations[name])
     layer = max((key for key in layers if key[0] == location), key=lambda key: layers[key])[1]
-    seconds = locations[location] / steps
     return Cause(
         "work",
         (rank,),
         location,
         layer,
-        seconds,
-        usual[location] / steps,
+        locations[location],
+        usual[location],
         median(block.step_s for block, _ in slow_blocks),
         slow_blocks[0][0].first,
         slow_blocks[-1][0].last,

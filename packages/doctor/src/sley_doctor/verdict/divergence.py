@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from sley_doctor.reports.fault_report import ExchangeRecord, FaultReport, WaitRecord
 
-DivergenceType = Literal["size", "left out", "too many", "other", "group", "not started"]
+DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
 _MESSAGES = frozenset({"send", "receive"})
 _MESSAGE_PATTERN = re.compile(r"(announcement|what stage).* (forward|backward), .* of microbatch (\d+)")
@@ -41,7 +41,7 @@ class Divergence:
 def find_divergence(reports: Sequence[FaultReport]) -> Divergence | None:
     """Returns the exchange in which `reports` differ, or in which ranks wait for each other; None if there is none."""
     by_rank = {report.rank: report for report in reports}
-    return _find_different_group(by_rank) or _find_mismatch(by_rank) or _find_missing_start(by_rank)
+    return _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
 
 def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
@@ -75,42 +75,6 @@ def find_late_ranks(wait: WaitRecord, by_rank: Mapping[int, FaultReport]) -> lis
         if rank != waiting_rank and not (started and started[-1].number >= exchange.number):
             late_ranks.append(rank)
     return late_ranks
-
-
-def _find_different_group(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if a rank waits over one group for an exchange that other ranks start over another group."""
-    for rank, report in by_rank.items():
-        if report.wait is None:
-            continue
-        awaited = report.wait.exchange
-        peers = [by_rank[peer] for peer in awaited.ranks if peer != rank and peer in by_rank]
-        if any(
-            _count_exchanges(peer, awaited.label, awaited.group) >= _count_exchanges(report, awaited.label, awaited.group)
-            for peer in peers
-        ):
-            continue
-        for peer_rank, peer_report in by_rank.items():
-            for candidate in _all_exchanges(peer_report):
-                is_candidate = (
-                    candidate.label == awaited.label
-                    and candidate.group != awaited.group
-                    and {rank, peer_rank} <= set(candidate.ranks)
-                )
-                if is_candidate and _count_exchanges(peer_report, candidate.label, candidate.group) > _count_exchanges(
-                    report, candidate.label, candidate.group
-                ):
-                    description = f"rank {rank} is in the {awaited}, where rank {peer_rank} is in the {candidate}"
-                    return Divergence("group", (rank,), (awaited, candidate), description)
-    return None
-
-
-def _count_exchanges(report: FaultReport, description: str, group: str) -> int:
-    return sum(exchange.label == description and exchange.group == group for exchange in _all_exchanges(report))
-
-
-def _all_exchanges(report: FaultReport) -> Iterator[ExchangeRecord]:
-    for exchanges in report.exchanges.values():
-        yield from exchanges
 
 
 def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
@@ -165,21 +129,13 @@ def _describe_mismatch(
         f"{number}{ending} exchange of that queue"
     )
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
+    subject = f"rank {odd_rank}" if is_clear else "one rank"
     if next_usual is not None and is_same_exchange(next_usual, odd):
-        description = f"{differ}: rank {odd_rank} has skipped that" if is_clear else f"{differ}: one rank has skipped it"
-        return Divergence(
-            "left out",
-            names,
-            exchanges,
-            description if is_clear else f"{description}, or the other rank makes it once too often",
-        )
+        alternative = "" if is_clear else ", or the other rank makes it once too often"
+        return Divergence("left out", names, exchanges, f"{differ}: {subject} has skipped the {usual}{alternative}")
     if next_odd is not None and is_same_exchange(next_odd, usual):
-        description = (
-            f"{differ}: rank {odd_rank} makes it once too often" if is_clear else f"{differ}: one rank makes it once too often"
-        )
-        return Divergence(
-            "too many", names, (odd, usual), description if is_clear else f"{description}, or the other rank has skipped it"
-        )
+        alternative = "" if is_clear else ", or the other rank has skipped it"
+        return Divergence("too many", names, (odd, usual), f"{differ}: {subject} makes the {odd} once too often{alternative}")
     return Divergence("other", names, exchanges, differ)
 
 
