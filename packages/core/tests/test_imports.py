@@ -7,7 +7,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -71,14 +70,6 @@ def reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
     return seen
 
 
-def test_no_circle_of_imports_has_more_than_six_modules():
-    edges = graph(annotations=False)
-    reach = {name: reached(name, edges) for name in edges}
-    circles = {frozenset(other for other in reach[name] if name in reach[other]) for name in edges}
-    assert len(edges) > 60
-    assert max(map(len, circles)) <= 6, sorted(map(sorted, circles), key=len)[-1]
-
-
 def test_folders_are_layers():
     """A folder, or a module beside them, imports only what is below it; names in annotations do not count."""
 
@@ -99,37 +90,6 @@ def test_nothing_below_the_run_names_it():
     names = {name for name, targets in graph().items() if "sley_core.run" in targets}
     below = {name for name in names if name != "sley_core.assemble"}
     assert below - {"sley_core"} == set()
-
-
-TOOLS = ("estimate", "testing", "doctor")
-SIMULATION = re.compile(r"\bis_(fake|real|silent)\b|\bsimulation (is|else)\b|\bif (not )?\S*simulation\b")
-
-
-def test_few_places_ask_whether_a_world_is_real():
-    """Plugins never do: groups, devices and tensors of a fake world behave so that they need not."""
-    asking = [
-        (package.name, f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
-        for package in (ROOT / "packages").iterdir()
-        if package.name not in TOOLS
-        for file in (package / "src").rglob("*.py")
-        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
-        if SIMULATION.search(line)
-    ]
-    assert [place for name, place in asking if name != "core"] == []
-    assert len(asking) <= 5, "\n".join(place for _, place in asking)
-
-
-@needs_plugins
-def test_no_two_classes_of_a_package_have_one_name():
-    places = defaultdict(list)
-    for file in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]:
-        # Models have a `Block` and a `Head` each, as they have everywhere.
-        if not {"testing", "sley_testing", "llama.py"} & set(file.parts):
-            for node in ast.parse(file.read_text("utf-8")).body:
-                if isinstance(node, ast.ClassDef):
-                    places[file.relative_to(ROOT).parts[1], node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert len(places) > 200
-    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 SUBJECTS = sorted(path.stem for path in (SOURCE / "sley_core" / "api").glob("*.py") if path.stem != "__init__")

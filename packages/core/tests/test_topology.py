@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
 from dataclasses import replace
 from math import lcm
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from sley_core.assemble import assemble, plugin_groups
 from sley_core.comm.world import World
-from sley_core.errors import PluginError, RunError
+from sley_core.errors import PluginError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
@@ -52,7 +50,7 @@ def test_sixteen_ranks_in_two_stages() -> None:
     assert groups_of(topology, "control") == groups_of(topology, "all") == [tuple(range(16))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=40)
 @given(topologies())
 def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology) -> None:
     """Each rank is in exactly one group of an axis, and all groups of an axis have its size."""
@@ -78,7 +76,7 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
             assert all(of_rank[rank] == ranks for rank in ranks), axis
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(topologies())
 def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology: Topology) -> None:
     table = list(topology.groups())
@@ -112,26 +110,11 @@ def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation
         Topology.of(**sizes)
 
 
-def test_an_unknown_axis_names_the_axes() -> None:
-    with pytest.raises(ValueError, match="unknown axis 'tp'; the axes are control, all, stage, pp"):
-        Topology.of(2).ranks_of("tp", 0)
-
-
 @pytest.mark.parametrize(
     ("ranks", "label"), [((0, 1), "wp.gather[0,1]"), ((2, 3, 4), "wp.gather[2-4]"), ((1, 5, 9), "wp.gather[1-9:4]")]
 )
 def test_a_label_is_short(ranks: tuple[int, ...], label: str) -> None:
     assert GroupEntry("wp", "gather", ranks).label == label
-
-
-def test_a_hundred_thousand_ranks_take_a_moment() -> None:
-    start = time.process_time()
-    topology = Topology.of(100_000, pp=10, sp=8, wp=16)
-    table = list(topology.groups())
-    seconds = time.process_time() - start
-    members = Counter(entry.axis for entry in table for _ in entry.ranks)
-    assert members == {axis: 100_000 * len(CHANNELS.get(axis, ("main",))) for axis in AXES}
-    assert seconds < 5, f"the group table took {seconds:.1f} s"
 
 
 PLAN = small_plan(batch={"global_size": 3, "micro_size": 1}, parallel={"dp": 3})
@@ -143,46 +126,29 @@ def lists(*records: Any) -> Any:
     return lambda _, hook, **arguments: [(zeta, records)] if hook == "sley_process_groups" else []
 
 
-def summed(monkeypatched: str, folder: Path, timeout_s: float = 5.0) -> Any:
-    """What each of a plugin's groups sums on this rank, and who is in it; or what is said. timeout_s: of an exchange."""
-    rank = int(os.environ["RANK"])
-    pairs = [(0, 1), (1, 2)][monkeypatched == "other" and rank == 2]
+def sum_ones(folder: Path) -> Any:
+    """Returns, for each group of a plugin, its ranks, its channels, and the sum of a one from each rank."""
     called = Plan.call
-    listed = lists(ProcessGroupRecord("ends", ((0, 2),), ("up", "down")), ProcessGroupRecord("pairs", (pairs,)))
-
-    def call(self: Plan, hook: str, /, **arguments: Any) -> Any:
-        return [*called(self, hook, **arguments), *listed(self, hook)]
-
-    Plan.call = call  # type: ignore[method-assign]
-    with World.join("cpu") as world:
-        plan = plan_from_dict(PLAN | {"limits": {"collective_timeout_s": timeout_s}}, folder)
-        try:
-            with assemble(plan, world) as run:
-                found = {}
-                for axis in ("ends", "pairs"):
-                    one = torch.ones(1)
-                    group = run.groups[axis]
-                    one_channel = replace(group, channels=dict.fromkeys(["main"], next(iter(group.channels.values()), None)))
-                    one_channel.all_reduce(one, label="ones").wait()
-                    found[axis] = (group.ranks, sorted(group.channels), float(one))
-                return found
-        except RunError as error:
-            return error.diagnostics[0].code
+    listed = lists(ProcessGroupRecord("ends", ((0, 2),), ("up", "down")), ProcessGroupRecord("pairs", ((0, 1),)))
+    Plan.call = lambda self, hook, /, **args: [*called(self, hook, **args), *listed(self, hook)]  # type: ignore[method-assign]
+    with World.join("cpu") as world, assemble(plan_from_dict(PLAN, folder), world) as run:
+        sums = {}
+        for axis in ("ends", "pairs"):
+            one, group = torch.ones(1), run.groups[axis]
+            one_channel = replace(group, channels=dict.fromkeys(["main"], next(iter(group.channels.values()), None)))
+            one_channel.all_reduce(one, label="ones").wait()
+            sums[axis] = (group.ranks, sorted(group.channels), float(one))
+        return sums
 
 
 def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
     """A rank that is in none has one of its own."""
     ends, pairs = ((0, 2), ["down", "up"], 2.0), ((0, 1), ["main"], 2.0)
-    assert ranks(3)(summed, "", texts) == [
+    assert ranks(3)(sum_ones, texts) == [
         {"ends": ends, "pairs": pairs},
         {"ends": ((1,), [], 1.0), "pairs": pairs},
         {"ends": ends, "pairs": ((2,), [], 1.0)},
     ]
-
-
-def test_ranks_that_list_other_groups_are_told(ranks, texts):
-    """By the comparison of all tables, or by the group that does not come about."""
-    assert set(ranks(3)(summed, "other", texts, 1.0)) <= {"ranks-disagree", "group-failed", "collective-failed"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from pydantic import Field, PositiveInt
 
-from sley_core import discovery
 from sley_core.discovery import find_plugins
 from sley_core.errors import is_installed
 from sley_core.table import Array, Table
@@ -72,39 +71,11 @@ def set_time(folder: Path, at: float) -> None:
     os.utime(folder, (at, at))
 
 
-def test_a_folder_that_stays_as_it_is_is_read_once(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_time(site, LONG_AGO)
-    first = find_plugins()
-    read: list[list[str]] = []
-
-    def reading(*, path: list[str]) -> list[object]:
-        read.append(path)
-        return []
-
-    monkeypatch.setattr(discovery, "distributions", reading)
-    assert find_plugins()["odd"] == first["odd"]
-    assert [str(site)] not in read
-
-
 def test_what_is_added_is_found(site: Path) -> None:
     set_time(site, LONG_AGO)
     assert "even" not in find_plugins()
     add(site, "even")
     assert {"odd", "even"} <= find_plugins().keys()
-
-
-def test_the_current_folder_is_the_one_of_now(
-    site: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tmp_path_factory.mktemp("other")
-    add(other, "even")
-    for folder in (site, other):
-        set_time(folder, LONG_AGO)
-    monkeypatch.setattr("sys.path", [""])
-    monkeypatch.chdir(site)
-    assert find_plugins().keys() == {"odd"}
-    monkeypatch.chdir(other)
-    assert find_plugins().keys() == {"even"}
 
 
 def test_two_distributions_of_one_plugin_are_both_found_and_one_that_is_met_twice_once(

@@ -69,7 +69,7 @@ def test_nothing_is_wrong_with_what_a_run_makes_right(name: str) -> None:
 
 
 WRONG = [
-    ("InnerOfItsOwn", "has another optimizer in `inner`.*no learning rate and no checkpoint"),
+    ("InnerOfItsOwn", "has another optimizer in `inner`.*no learning rate or checkpoint"),
     ("TensorsInAttribute", "grow with the parameters in the attribute `means`"),
     ("TensorsUnderOwnKey", "grow with the parameters in the state 'means'"),
     ("StatesOfCopies", "states of tensors that are no parameters"),

@@ -1,7 +1,7 @@
 """Builds a run from a plan, in one order on every rank.
 
-draft: dataset, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> first
-values ──> parameter registry ──> `Parts` ──> plugins attached, optimizer, executor ──> feed ──> run
+draft: dataset, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> initial
+values ──> parameter registry ──> `Parts` ──> plugins, optimizer, executor ──> feed ──> run
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
 
 
 def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
-    """Returns the run of `plan` on this rank of `world`; every rank calls it, and it communicates.
+    """Returns the run of `plan` on this rank of `world`. A collective of all ranks.
 
-    folder: where rank 0's metrics writers and every rank's profiler write; None (on all ranks alike) writes nothing. draft: of
-    this plan and a world of this size, without a run so far; by default a new one. In a fake world nothing is allocated and no
-    data is read; on meta the run can be inspected, not stepped.
+    folder: the folder for metrics and profiles; None on all ranks writes no files. draft: an unused draft of this plan for a
+    world of this size; by default a new one is built. In a fake world nothing is allocated and no data is read. On meta the run
+    can be inspected but not stepped.
 
-    Raises PlanError for all that the plan's checks find, RunError if ranks disagree; then the model has no patches.
+    Raises PlanError with all problems of the plan, and RunError if ranks disagree. The model then has no patches.
     """
-    undo = ExitStack()  # detaches each part from the model; the run closes it
+    undo = ExitStack()  # detaches all parts from the model when the run closes
     with ExitStack() as on_error:
         on_error.callback(undo.close)
         if problems := check_plan(plan, world.size):
@@ -110,7 +110,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         with world.device.in_use():
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
-            if managers:  # before all ranks agree on the names of such numbers
+            if managers:  # before all ranks agree on the names of metrics
                 tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
                 offloaded = [part for record, config in tables for part in record.parts(config)]
                 OffloadMetrics(parts.numbers, groups["all"].size, managers, offloaded)
@@ -132,14 +132,16 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
 
 
 def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
-    """Initializes this rank's part of its layers; returns `shards` by new parameters. Raises the same errors as `HostModel`."""
+    """Initialises this rank's layers, and returns `shards` by the ids of the new parameters. Raises the same errors as
+    `HostModel`.
+    """
     with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
         host, owned = HostModel(model), {layer.name for layer in stage.layers}
         shard_functions = {key: shard.cut for key, shard in shards.items()}
         final = host.load_values(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, shard=shard_functions)
         host.drop_unowned(final, owned)
     if plan.run.keep_freed_memory and world.device.type == "cpu":
-        keep_freed_memory()  # from now on: values of other ranks' layers have been freed
+        keep_freed_memory()  # not earlier, so that the values of other ranks' layers are returned to the system
     return {id(final[key]): shard for key, shard in shards.items() if key in final}
 
 
@@ -152,7 +154,7 @@ def make_parts(
     registry: ParameterRegistry,
     announced: Callable[[int, int], Description] | None = None,
 ) -> Parts:
-    """Makes the parts to which plugins are attached. The store has no buffers if no other rank holds the same weights."""
+    """Builds the parts to which plugins are attached. The store has no buffers if no other rank has the same weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
@@ -177,10 +179,10 @@ def make_parts(
 
 
 def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
-    """Makes and returns this rank's groups; a collective over the world.
+    """Creates and returns this rank's groups. A collective of all ranks.
 
-    model: on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree", on every
-    rank, if ranks have different plans, versions, groups, samples or models.
+    model: the model on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree"
+    on every rank if ranks have different plans, versions, groups, samples or models.
     """
     extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
     cross_memory = plan.parallel.cross_memory_attach
@@ -193,8 +195,8 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
         raise plan.add_places(error) from error.__cause__
     tensors = sha256()  # a factory may build a different model on each rank
     for layer in model.layers:
-        for kind in (layer.module.named_parameters, layer.module.named_buffers):
-            for name, value in kind(layer.name, remove_duplicate=False):
+        for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):
+            for name, value in named_tensors(layer.name, remove_duplicate=False):
                 tensors.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
     facts = {
         "the plan": plan.digest,
@@ -214,7 +216,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
 
 
 def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
-    """Yields the entries of the plugins' process groups, in the plan's order, which is the same on all ranks."""
+    """Yields the entries of the plugins' process groups, in the plan's order. Raises PluginError "plugin-failed"."""
     owners: dict[str, Plugin] = {}
     for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
         for record in records:
@@ -227,20 +229,20 @@ def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
                     yield GroupEntry(record.axis, channel, tuple(ranks), cross_memory=record.cross_memory)
 
 
-def _group_fault(record: object, topology: Topology, taken: dict[str, Plugin]) -> str:
-    """Returns a description of the fault of a plugin's group, or ""."""
+def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) -> str:
+    """Describes why a plugin's group is invalid; returns "" for a valid group. owners: the plugins of earlier groups."""
     if not isinstance(record, ProcessGroupRecord):
         return f"{record!r} must be a ProcessGroupRecord"
-    named = f"the group {record.axis!r}"
+    group = f"the group {record.axis!r}"
     if record.axis in AXES or record.axis.startswith("tie[") or not record.axis:
-        return f"{named} has the name of one of core's own"
-    if record.axis in taken:
-        return f"{named} is there twice, once from `{taken[record.axis].name}`"
+        return f"{group} has the name of one of core's own"
+    if record.axis in owners:
+        return f"{group} is there twice, once from `{owners[record.axis].name}`"
     members = [rank for ranks in record.ranks for rank in ranks]
     if not record.channels or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
-        return f"{named} has no channel, or ranks that do not ascend"
+        return f"{group} has no channel, or ranks that do not ascend"
     if len(members) != len(set(members)) or not set(members) <= set(range(topology.world)):
-        return f"{named} has a rank twice, or one that is not among the {topology.world} of the world"
+        return f"{group} has a rank twice, or one that is not among the {topology.world} of the world"
     return ""
 
 
@@ -261,7 +263,7 @@ class Draft:
 
 
 def build_draft(plan: Plan, world: World) -> Draft:
-    """Returns the draft of a run; a collective if the partition times layers. May raise PlanError."""
+    """Builds the draft of a run. A collective of all ranks if the partition times layers. Raises PlanError."""
     with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
         num_samples = plan.run.steps * plan.batch.global_size
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
@@ -273,7 +275,7 @@ def build_draft(plan: Plan, world: World) -> Draft:
         values["partition", "layer_costs"] = costs
     elif needs_timed_costs(plan):
         name = plan.partition.name if plan.partition else ""
-        notes.insert(0, f"`{name}` times layers in a run; here they are cut by parameters")
+        notes.insert(0, f"`{name}` times layers in a run; here their parameters are counted instead")
     return Draft(dataset, model, build_stage(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
 
 
@@ -308,41 +310,38 @@ def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
 
 
 def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
-    """Returns a note on the formats of parameters and buffers, if the plan computes in a narrow one.
+    """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else [].
 
-    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for parts that need all
-    weights in one format: sharded weights, parts of weights, masters on the host.
+    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for a part that needs
+    all weights in one dtype: sharded weights, a handler whose result is a shard, or master weights on the host.
     """
     working, stepped = weight_dtypes(plan)
     keep = plan.precision.keep
-    named = {name: parameter for layer in model.layers for name, parameter in layer.module.named_parameters(layer.name)}
-    wide_names = [name for name in named if keeps_fp32(name, keep)]
-    wrong = [f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in named)]
-    if wide_names and working != stepped:
-        if sharded := [name for name in wide_names if id(named[name]) in shards]:
-            wrong.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one format")
-        of_parts = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
-        of_host = [component.name for component in plan.offload if steps_on_host(component.record)]
-        wrong += [f"`{name}` lays all weights side by side in one format" for name in (*of_parts, *of_host)]
-    if wrong:
-        hint = "name parameters as `train-cli show` does, or take a layout that leaves them whole"
+    parameters = {name: param for layer in model.layers for name, param in layer.module.named_parameters(layer.name)}
+    wide = [name for name in parameters if keeps_fp32(name, keep)]
+    faults = [
+        f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in parameters)
+    ]
+    if wide and working != stepped:
+        if sharded := [name for name in wide if id(parameters[name]) in shards]:
+            faults.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one dtype")
+        flat = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
+        flat += [component.name for component in plan.offload if steps_on_host(component.record)]
+        faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
+    if faults:
+        hint = "use names that `train-cli show` prints, or a layout that does not shard these weights"
         raise PlanError.from_diagnostics(
-            [plan.diagnostic("precision-keep", text, ("precision", "keep"), hint) for text in wrong]
+            [plan.diagnostic("precision-keep", fault, ("precision", "keep"), hint) for fault in faults]
         )
     if working == stepped:
         return []
-    buffers = {name: buffer for layer in model.layers for name, buffer in layer.module.named_buffers(layer.name)}
-    others = [
-        f"`{name}` ({_dtype_name(one.dtype)})"
-        for name, one in buffers.items()
-        if one.is_floating_point() and one.dtype != working
-    ]
     note = (
-        f"{len(named) - len(wide_names)} parameters compute in {_dtype_name(working)} and are updated in {_dtype_name(stepped)}"
+        f"{len(parameters) - len(wide)} parameters compute in {_dtype_name(working)}, and are updated in {_dtype_name(stepped)}"
     )
-    note += f", {len(wide_names)} stay in {_dtype_name(stepped)}" if wide_names else ""
-    if others:
-        note += f"; buffers keep their format: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    note += f"; {len(wide)} stay in {_dtype_name(stepped)}" if wide else ""
+    buffers = [buffer for layer in model.layers for buffer in layer.module.buffers()]
+    if num_kept := sum(buffer.is_floating_point() and buffer.dtype != working for buffer in buffers):
+        note += f"; {num_kept} buffers keep their dtypes"
     return [note]
 
 

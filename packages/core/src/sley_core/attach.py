@@ -84,10 +84,10 @@ def build_stepper(
     *,
     checks: bool,
 ) -> Stepper:
-    """Attaches all plugins' objects to `parts`, and returns the stepper of this rank; `undo` detaches them.
+    """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects.
 
-    unchecked_layers: patterns of names of layers that are not asked whether they mix positions; None if none is. checks:
-    whether what the model's code does is checked by the values of tensors.
+    unchecked_layers: name patterns of layers that are not checked for mixing positions; None turns the check off. checks:
+    whether to check the model's code by the values of tensors.
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -100,7 +100,7 @@ def build_stepper(
         undo.callback(handler.detach)
     # A hook, or a handler that does not support shards, may read weights at any time.
     records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
-    parts.weights.is_eager = bool(hooks) or not all(one.accepts_shards or one.result == "shard" for one in records)
+    parts.weights.is_eager = bool(hooks) or not all(record.accepts_shards or record.result == "shard" for record in records)
     link: StageLink | None = None
     if plan.link is not None and topology.pp > 1:
         link = plan.link.build()
@@ -165,9 +165,9 @@ def build_stepper(
 
 
 def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
-    """Builds masters and optimizer for the trainable parameters, rounds the frozen ones to the working dtype, and returns the
-    update. model: the whole one. checks: whether an optimizer of the user's own is tried first, which may raise PlanError
-    `optimizer-unfit`.
+    """Builds the master weights and the optimizer of the trainable parameters, and casts frozen ones to the working dtype.
+
+    model: the whole model. checks: whether to probe a user's optimizer, which may raise PlanError "optimizer-unfit".
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
@@ -177,17 +177,17 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     for param in parts.registry:
         if not param.trainable:
             parts.weights.adopt(param)
-    place = home or device.torch_device
-    # A fixed order on a CPU: a shard ends elsewhere than its tensor, so kernels must round all elements alike.
-    is_alike = parts.store.reduction.fixed_order and plan.optimizer.record is not None and place.type == "cpu"
-    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_alike else None)
+    optimizer_device = home or device.torch_device
+    # With a fixed order of sums, CPU kernels must round all elements equally, because a shard and its tensor end differently.
+    is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
+    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None)
     factor = learning_rate_factor(plan)
-    is_tried = checks and not plan.optimizer.name.startswith("core.")
-    traits = probe_optimizer(plan, parts, model, factor, masters.wide, place) if is_tried else TORCH_TRAITS
+    is_probed = checks and not plan.optimizer.name.startswith("core.")
+    traits = probe_optimizer(plan, parts, model, factor, masters.wide, optimizer_device) if is_probed else TORCH_TRAITS
     return Update(
         parts.store,
         masters,
-        plan.optimizer.build(groups_of(masters.stepped), place),
+        plan.optimizer.build(groups_of(masters.stepped), optimizer_device),
         groups_of,
         factor,
         parts.groups,
@@ -295,10 +295,10 @@ class RunOutputs:
 
 @dataclass(frozen=True)
 class AssemblyInfo:
-    """Holds the results of an assembly that a user may want to know.
+    """Holds the results of an assembly for the user.
 
-    num_parameters, num_trained: elements of the whole model's parameters, and of those that are not frozen. notes: for the
-    user. plan_values: values of the plan that only the run could determine.
+    num_parameters, num_trained: the numbers of all and of trained parameter elements of the whole model. notes: messages for
+    the user. plan_values: the plan values that only the run could determine.
     """
 
     num_parameters: int
@@ -308,7 +308,7 @@ class AssemblyInfo:
 
 
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
-    """Returns the training samples, their meter and the evaluation. has_feed: whether samples are read, not given to steps."""
+    """Returns the training samples, their meter and the evaluation. has_feed: whether the run reads samples."""
     executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
     loss = executor.loss if executor.has_loss and whole is None else None
     slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
@@ -337,16 +337,17 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
             weighs_whole=whole is not None,
         )
     config: Any = plan.data.config
+    info = dataset.info
 
-    def feed(of: AnyDataset, size: int, **options: bool) -> Feed:
-        """Returns the feed of this rank's rows of batches of `size`, which checks token ids as it reads."""
+    def feed(dataset: AnyDataset, batch_size: int, **options: bool) -> Feed:
+        """Returns a feed of this rank's rows, which checks token ids."""
         return Feed(
-            of,
+            dataset,
             seed=plan.run.seed,
-            batch_size=size,
-            rows=local_rows(size, parts),
+            batch_size=batch_size,
+            rows=local_rows(batch_size, parts),
             timeout_s=plan.limits.data_timeout_s,
-            check=lambda batch, numbers: check_tokens(batch, dataset.info, numbers),
+            check=lambda batch, numbers: check_tokens(batch, info, numbers),
             **options,
         )
 
@@ -359,7 +360,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
 
 
 def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
-    """Returns the writer of one table of `metrics`; raises PlanError "metrics-writer" if a factory gives something else."""
+    """Returns the writer of one table of `metrics`. Raises PlanError "metrics-writer" if a factory returns another object."""
     writer = component.build(folder)
     if not isinstance(writer, MetricsWriter):
         message = f"`{component.name}` must return an object with `write(row)` and `close()`, not a {type(writer).__name__}"
@@ -390,21 +391,21 @@ def build_training_state(
     facts: AssemblyInfo,
 ) -> TrainingState:
     """Returns the state that a checkpointer saves. folder: the run's folder."""
-    keepers = {
+    stateful_objects = {
         f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
         for component, part in components_with_objects(plan, stepper)
         if isinstance(part, Stateful)
     }
-    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, keepers)
-    own = plan.checkpoint.config.folder if plan.checkpoint else None
-    where = own or (None if folder is None else str(folder.absolute() / CHECKPOINTS))
-    return TrainingState(
-        plan, tensors, samples.feed, RunAttempt(folder, parts.world.rank), where, facts.plan_values, facts.notes
-    )
+    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, stateful_objects)
+    checkpoints = plan.checkpoint.config.folder if plan.checkpoint else None
+    if checkpoints is None and folder is not None:
+        checkpoints = str(folder.absolute() / CHECKPOINTS)
+    attempt = RunAttempt(folder, parts.world.rank)
+    return TrainingState(plan, tensors, samples.feed, attempt, checkpoints, facts.plan_values, facts.notes)
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
-    """Attaches offload managers to a run whose other parts are attached, and returns the run's memory. `undo` detaches them."""
+    """Attaches the offload managers after all other parts, and returns the run's memory. `undo` detaches the managers."""
     update, crossing = stepper.update, stepper.executor.crossing
 
     def buffers() -> NamedTensors:
@@ -412,7 +413,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
             yield from layer.module.named_buffers(layer.name)
 
     def states() -> NamedTensors:
-        """Yields states in the order of the parameters, then those under other keys; none before the first step."""
+        """Yields the optimizer's states in the order of the parameters, then states under other keys."""
         names = {id(stepped.parameter) for stepped in update.masters.stepped}
         for stepped in update.masters.stepped:
             yield from states_of(stepped)
@@ -454,12 +455,12 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     }
     device = parts.world.device
     inventory = MemoryInventory(device.torch_device, parts.store, sources, states_of, trim)
-    for manager in managers if device.type != "meta" else ():  # nothing moves where nothing has memory
+    for manager in managers if device.type != "meta" else ():  # tensors on meta have no memory to move
         manager.attach(parts, inventory)
         undo.callback(manager.detach)
     return RunMemory(device, inventory, managers, update.masters)
 
 
 def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
-    """Returns the tensors with `name.` in front of their names."""
+    """Returns the tensors with the prefix `name.` in their names."""
     return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

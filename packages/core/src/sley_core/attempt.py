@@ -1,7 +1,7 @@
-"""The attempts of a run, and the steps that each has taken. The run's folder and each checkpoint name them, so that a run
-resumes from a checkpoint of its own, or from none.
+"""The attempts of a run, and the steps that each has run. The run's folder and each checkpoint record them, so that a run
+resumes only from its own checkpoints.
 
-    attempt A    steps 1 to 14, then killed; its newest checkpoint is that of step 10
+    attempt A    steps 1 to 14, then killed; its newest checkpoint is from step 10
     attempt B    steps 11 to 20, by `--resume auto`                                       lineage of B: (A, 0), (B, 10)
 """
 
@@ -61,7 +61,7 @@ class AttemptStart(NamedTuple):
 
 
 Lineage = tuple[AttemptStart, ...]
-"""The attempts that took the steps of a run, the latest last: each those from its own start to the start of the next."""
+"""The attempts that ran the steps of a run, the latest last. Each ran the steps from its start to the start of the next."""
 
 
 def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
@@ -69,22 +69,22 @@ def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
     return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
-def count_common_steps(one: Lineage, other: Lineage) -> int:
-    """Returns how many first steps were taken by the same attempts in both lineages; a lineage has no last step."""
+def count_common_steps(first: Lineage, second: Lineage) -> int:
+    """Returns the number of steps, from the first step on, that the same attempts ran in both lineages."""
     count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
+    while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
-    nexts = [line[count].step for line in (one, other) if len(line) > count]
-    return min(nexts, default=_NO_LIMIT) if count else 0
+    next_starts = [lineage[count].step for lineage in (first, second) if len(lineage) > count]
+    return min(next_starts, default=_NO_LIMIT) if count else 0
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The attempt of the run in a folder.
+    """Describes the present attempt of a run.
 
-    lineage: of its steps. left: earlier attempts of this run without a step in the lineage. given: the checkpoint that the user
-    has named; origin: the path of the one that was loaded for it. saved: the step of the newest checkpoint, -1 for none. job,
-    torchrun: the SLURM job and the torchrun that have started it; "" for none.
+    lineage: the attempts that ran its steps. left: earlier attempts of this run without a step in the lineage. given: the
+    checkpoint path that the user passed. origin: the path of the checkpoint that was loaded for it. saved: the step of the
+    newest checkpoint, or -1. job, torchrun: the SLURM job and the torchrun that started the attempt, or "".
     """
 
     lineage: Lineage
@@ -105,7 +105,7 @@ class Attempt:
         return frozenset(self.left) | {start.id for start in self.lineage}
 
     def wrote(self, lineage: Lineage) -> bool:
-        """Returns whether an attempt of this run wrote the checkpoint with this lineage."""
+        """Returns whether an attempt of this run wrote the checkpoint with the lineage `lineage`."""
         return lineage[-1].id in self.ids
 
     def has_taken(self, lineage: Lineage, step: int) -> bool:
@@ -113,8 +113,8 @@ class Attempt:
         return self.wrote(lineage) and count_common_steps(self.lineage, lineage) >= step
 
     def took(self, name: str, step: int) -> bool:
-        """Returns whether the first `step` steps of the attempt `name` are steps of this attempt, too."""
-        index = next((number for number, start in enumerate(self.lineage) if start.id == name), None)
+        """Returns whether the first `step` steps of the attempt with the id `name` are also steps of this attempt."""
+        index = next((index for index, start in enumerate(self.lineage) if start.id == name), None)
         return index is not None and (index + 1 == len(self.lineage) or step <= self.lineage[index + 1].step)
 
 
@@ -122,34 +122,34 @@ def new_attempt(step: int = 0) -> Attempt:
     return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=slurm_job_id(), torchrun=torchrun_id())
 
 
-def resume_attempt(before: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
-    """Returns the attempt that resumes after the first `step` steps of `lineage`, from the checkpoint at `path`.
+def resume_attempt(previous: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
+    """Returns the attempt that resumes from the checkpoint at `path`, which has the first `step` steps of `lineage`.
 
-    before: the folder's attempt; a checkpoint that none of its attempts wrote begins a lineage of its own. given: the path that
-    the user has named; "" if the run has found the checkpoint itself.
+    previous: the attempt in the run's folder. If none of its attempts wrote the checkpoint, a new lineage begins. given: the
+    path that the user passed, or "" if the run selected the checkpoint.
     """
     new = new_attempt(step)
-    if before is not None and before.wrote(lineage):
+    if previous is not None and previous.wrote(lineage):
         new = replace(new, lineage=(*(start for start in lineage if start.step < step), *new.lineage))
-    left = () if before is None else tuple(sorted(before.ids - {start.id for start in new.lineage}))
-    if given or before is None:
-        return replace(new, left=left if before is not None and before.wrote(lineage) else (), given=given, origin=path)
-    return replace(new, left=left, given=before.given, origin=before.origin, saved=before.saved)
+    left = () if previous is None else tuple(sorted(previous.ids - {start.id for start in new.lineage}))
+    if given or previous is None:
+        return replace(new, left=left if previous and previous.wrote(lineage) else (), given=given, origin=path)
+    return replace(new, left=left, given=previous.given, origin=previous.origin, saved=previous.saved)
 
 
 def slurm_job_id() -> str:
-    """Returns the id of the SLURM job that this process belongs to; "" without one."""
+    """Returns the id of this process's SLURM job, or ""."""
     return os.environ.get("SLURM_JOB_ID", "")
 
 
 def torchrun_id() -> str:
-    """Returns an id of the torchrun that started this process; "" without one."""
+    """Returns an id of the torchrun that started this process, or ""."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return f"{run} {socket.gethostname()} {os.getppid()}" if run else ""
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Returns the attempt of the run in `folder`; None if none has begun. Raises RunError "attempt" for a damaged file."""
+    """Returns the attempt in the run folder `folder`, or None. Raises RunError "attempt" for a damaged file."""
     path = folder / NAME
     try:
         fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -176,22 +176,22 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 class RunAttempt:
-    """The attempt file in a run's `folder`; None without one. current: this process's attempt, on rank 0 alone."""
+    """Keeps the attempt file in a run's `folder`, which may be None. current: this process's attempt, only on rank 0."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder = None if folder is None else folder.absolute()
         self.current: Attempt | None = None
         self._is_first_rank = rank == 0
-        self._is_begun = False
+        self._has_begun = False
 
     @property
     def known(self) -> Attempt | None:
-        """The attempt of this process, or else the folder's. Raises RunError "attempt"."""
+        """The attempt of this process, or else that of the folder. Raises RunError "attempt"."""
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:
-        """Writes the attempt into the run's folder, once, before its first step or save. Raises RunError "attempt"."""
-        if self._is_begun or not self._is_first_rank:
+        """Writes the attempt file once, before the first step or save. Raises RunError "attempt"."""
+        if self._has_begun or not self._is_first_rank:
             return
         if self.current is None and self.folder is not None and next(rows(self.folder), None) is not None:
             hint = 'use `load_checkpoint("auto")` to resume that attempt, or an empty folder for a new run'
@@ -199,64 +199,65 @@ class RunAttempt:
         self.current = self.current or new_attempt(step)
         if self.folder is not None:
             write_attempt(self.folder, self.current)
-        self._is_begun = True
+        self._has_begun = True
 
     def saved(self, step: int) -> None:
-        """Records in the run's folder that the attempt has saved a checkpoint of `step`."""
+        """Records that the attempt has saved a checkpoint after `step`."""
         if self.current is not None:
             self.current = replace(self.current, saved=step)
             if self.folder is not None:
-                with suppress(RunError):  # the checkpoint is there all the same
+                with suppress(RunError):  # the checkpoint exists nevertheless
                     write_attempt(self.folder, self.current)
 
     def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
-        """Makes the next step the first of an attempt that goes on after the first `step` steps of `lineage`.
+        """Starts an attempt that continues after the first `step` steps of `lineage`. The arguments are those of
+        `resume_attempt`.
 
-        given: as of `resume_attempt`. Returns how many steps the attempts before it in the run's folder have in common with the
-        checkpoint at `path`, and a note for the user; 0 and "" on ranks other than 0.
+        Returns the number of rows in the run's folder that belong to these steps, and a note for the user; 0 and "" on ranks
+        other than 0.
         """
         if not self._is_first_rank:
             return 0, ""
-        # Without a folder nothing else says whose the checkpoint is.
-        before = self.known if self.current or self.folder is not None else Attempt(lineage)
-        common, note = 0 if before is None else count_common_steps(before.lineage, lineage), ""
-        if before is not None and common < step and before.origin != path:
-            owner = "an earlier attempt of this run" if before.wrote(lineage) else "another run"
+        # Without a folder, only the checkpoint itself records its run.
+        previous = self.known if self.current or self.folder is not None else Attempt(lineage)
+        common, note = 0 if previous is None else count_common_steps(previous.lineage, lineage), ""
+        if previous is not None and common < step and previous.origin != path:
+            owner = "an earlier attempt of this run" if previous.wrote(lineage) else "another run"
             note = f"{path} belongs to {owner}; rows of steps after the checkpoint are dropped"
-        self.current, self._is_begun = resume_attempt(before, lineage, step, given, path), False
+        self.current, self._has_begun = resume_attempt(previous, lineage, step, given, path), False
         return min(step, common), note
 
-    def refuse_fresh_start(self, where: str, others: Sequence[str] = ()) -> None:
-        """Raises UsageError "never-anew" if the run has done work that a first step would begin again.
+    def refuse_fresh_start(self, location: str, foreign_names: Sequence[str] = ()) -> None:
+        """Raises UsageError "never-anew" if a fresh start would repeat work of the run.
 
-        where: its folder of checkpoints, in which there are none of this run. others: names of those of other attempts.
+        location: the checkpoint folder, which has no checkpoint of this run. foreign_names: the names of checkpoints of other
+        attempts in it.
         """
         assert self.folder is not None, "a run without a folder has no steps"
         attempt = self.known
-        steps = max((int(row["step"]) for row in rows(self.folder)), default=0)
-        work = [f"rows up to step {steps}"] if steps else []
+        last_step = max((int(row["step"]) for row in rows(self.folder)), default=0)
+        work = [f"rows up to step {last_step}"] if last_step else []
         if attempt is not None and not (self.folder / METRICS).exists():
             work = [f"an attempt without rows in {METRICS}"]
         work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
-        saved = -1 if attempt is None else attempt.saved
-        if work or saved >= 0:
-            work_text = " and ".join(work) or "an attempt without rows"
-            others_text = f", only checkpoints of other attempts: {shorten_names(others)}" if others else ""
-            newest_text = f"; its newest checkpoint was from step {saved}" if saved >= 0 else "; it saved no checkpoint"
+        saved_step = -1 if attempt is None else attempt.saved
+        if work or saved_step >= 0:
+            foreign = f", only checkpoints of other attempts: {shorten_names(foreign_names)}" if foreign_names else ""
+            newest = f"its newest checkpoint was from step {saved_step}" if saved_step >= 0 else "it saved no checkpoint"
             hint = "restore the checkpoints, pass one with `--resume PATH`, or use `--overwrite` to start again"
-            if saved < 0:
+            if saved_step < 0:
                 hint = "use `--overwrite` to start again; add `[checkpoint]` to the plan to save checkpoints during a run"
-            message = f"{self.folder} has {work_text}, but {where} has no checkpoint of this run{others_text}{newest_text}"
+            done = f"{self.folder} has {' and '.join(work) or 'an attempt without rows'}"
+            message = f"{done}, but {location} has no checkpoint of this run{foreign}; {newest}"
             raise UsageError(NEVER_ANEW, message, hint=hint)
-        if others and attempt is None:
-            message = (
-                f"{where} has checkpoints ({shorten_names(others)}), but {self.folder} does not show that this run wrote them"
-            )
+        if foreign_names and attempt is None:
+            names = shorten_names(foreign_names)
+            message = f"{location} has checkpoints ({names}), but {self.folder} does not show that this run wrote them"
             hint = "use `--resume PATH` to resume from one of them, or remove `--resume` to start at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)
 
 
-def shorten_names(names: Sequence[str], most: int = 4) -> str:
-    """Returns a text with the first `most` names and the number of remaining ones."""
-    suffix = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{suffix}"
+def shorten_names(names: Sequence[str], max_names: int = 4) -> str:
+    """Returns the first `max_names` names and the number of remaining names as text."""
+    suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"{', '.join(names[:max_names])}{suffix}"

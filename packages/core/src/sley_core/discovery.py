@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, version
@@ -25,7 +24,7 @@ UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository fr
 
 @dataclass(frozen=True)
 class PluginSource:
-    """A plugin's metadata. entry_point: None if `module` is set. requires: the `Requires-Dist` lines."""
+    """Holds a plugin's metadata. entry_point: None if `module` is set. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
@@ -40,38 +39,31 @@ class PluginSource:
 
 
 def find_plugins() -> Mapping[str, list[PluginSource]]:
-    """Returns all plugins on `sys.path` by name. As in an import, the first copy of a distribution wins."""
-    plugins_by_name: dict[str, list[PluginSource]] = {}
-    dists: set[str] = set()
-    for entry in map(Path, sys.path):  # an empty entry is the current folder
-        changed = entry.stat().st_mtime_ns if entry.exists() else 0
-        for name, plugins in _read_distributions(str(entry.absolute()), changed):
-            if name not in dists:
-                dists.add(name)
-                for plugin in plugins:
-                    plugins_by_name.setdefault(plugin.name, []).append(plugin)
-    return plugins_by_name
+    """Returns all plugins on `sys.path` by name. As in an import, the first copy of a distribution wins.
+
+    The result is cached until the modification time of a folder changes, since a search takes 20 ms.
+    """
+    folders = [Path(entry).absolute() for entry in sys.path]  # an empty entry is the current folder
+    return _find_plugins(tuple((str(folder), folder.stat().st_mtime_ns if folder.exists() else 0) for folder in folders))
 
 
 @cache
-def _read_distributions(entry: str, changed: int) -> list[tuple[str, list[PluginSource]]]:
-    """Returns the canonical name and plugins of each distribution at one entry of `sys.path`. Cached until the folder's
-    modification time `changed` changes, since a call takes 4 ms.
-    """
-    dists = []
-    for dist in distributions(path=[entry]):
-        text = ""
-        with suppress(OSError, ValueError):  # an unreadable plugin is reported as missing if a plan names it
-            text = dist.read_text("entry_points.txt") or ""
-        if GROUP not in text:
+def _find_plugins(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[PluginSource]]:
+    """Returns the plugins in `folders`, each given with its modification time."""
+    plugins_by_name: dict[str, list[PluginSource]] = {}
+    dists: set[str] = set()
+    for dist in distributions(path=[folder for folder, _ in folders]):
+        try:
+            points = dist.entry_points.select(group=GROUP)
+        except (OSError, TypeError, ValueError):
+            continue  # an unreadable plugin is reported as missing if a plan names it
+        if not points or (name := _canonical_name(dist.name)) in dists:
             continue
-        metadata = dist.metadata  # every access parses the file
-        name, number = (str((metadata.get_all(key) or ["?"])[0]) for key in ("Name", "Version"))
-        # An egg-info has its requirements in a separate file, which `dist.requires` reads.
-        requires = tuple(metadata.get_all("Requires-Dist") or dist.requires or ())
-        points = [EntryPoint(key, value, GROUP) for key, value in _parse_entry_points(text)]
-        dists.append((_canonical_name(name), [PluginSource(point.name, name, number, point, requires) for point in points]))
-    return dists
+        dists.add(name)
+        for point in points:
+            source = PluginSource(point.name, dist.name, dist.version, point, tuple(dist.requires or ()))
+            plugins_by_name.setdefault(point.name, []).append(source)
+    return plugins_by_name
 
 
 def install_hint(name: str, extra: str = "") -> str:
@@ -119,14 +111,6 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
         if not requirement.specifier.contains(core_version(), prereleases=True):
             return f"{CORE_DIST}{requirement.specifier}"
     return None
-
-
-def _parse_entry_points(text: str) -> list[tuple[str, str]]:
-    """Returns the `name = value` lines of Sley's section. importlib rejects the whole file if any line is invalid."""
-    section = re.search(rf"^\[\s*{re.escape(GROUP)}\s*\]\s*$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-    lines = section[1].splitlines() if section else []
-    pairs = [line.split("#")[0].partition("=") for line in lines]
-    return [(key.strip(), value.strip()) for key, equals, value in pairs if equals]
 
 
 def _canonical_name(name: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
@@ -29,16 +30,13 @@ def local_rows(global_size: int, parts: Parts) -> range:
     return range(start, start + size)
 
 
-class FeedMaker(Protocol):
-    """Builds the feed of this rank's rows of batches with `batch_size` samples."""
-
-    def __call__(self, dataset: AnyDataset, batch_size: int, /, *, shuffle: bool) -> Feed: ...
-
-
-def build_evaluation_feeds(plan: Plan, parts: Parts, info: DataInfo, build_feed: FeedMaker) -> dict[str, EvaluationFeed]:
+def build_evaluation_feeds(
+    plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
+) -> dict[str, EvaluationFeed]:
     """Returns the feed of each evaluation set by name; the name of the held-out split is "". A collective if there are sets.
 
-    info: the declaration of the training data. Raises PlanError "evaluation-set" if the data of a set do not match it.
+    info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
+    this rank's rows. Raises PlanError "evaluation-set" if the data of a set do not match it.
     """
     size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
     if plan.evaluation is not None and plan.evaluation.held_out:

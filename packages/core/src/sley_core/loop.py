@@ -1,4 +1,4 @@
-"""The steps of a run, each with its row. On CUDA the totals of a step are read while the next one runs:
+"""The step loop of a run, with one metrics row per step. On CUDA the totals of a step are read while the next step runs:
 
 launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
 """
@@ -38,8 +38,8 @@ MAX_EXP = 709.0
 class PendingStep:
     """A step whose totals are not on the host yet.
 
-    number: the step number, from 1. counts: those of all ranks' samples. data_wait_s, samples: this rank's wait for data, and
-    the numbers of its samples, empty if a program passed them.
+    number: the step number, from 1. counts: the counts of all ranks' samples. data_wait_s: the time that this rank waited for
+    data. samples: the numbers of its samples, empty if a program passed them.
     """
 
     number: int
@@ -51,12 +51,12 @@ class PendingStep:
 
 
 class Loop:
-    """Takes steps and makes rows, one after the other; `Run` is the loop that a program drives.
+    """Runs steps and writes their rows. `Run` adds the interface for programs.
 
-    samples: the training data. outputs: writers of metrics and profiles. listeners: called with each row, on every
-    rank. readers: called with each row too, but may read nothing else, since weights may still be in flight from other ranks.
-    num_steps_done: optimizer steps; a refused one keeps its number. was_stopped: whether all ranks have agreed to stop. best:
-    the best evaluation so far, None without `keep_best`.
+    samples: the training data. outputs: the writers of metrics and profiles. listeners: functions that are called with each row
+    on every rank. readers: like listeners, but they must read only the row, since weights from other ranks may still be in
+    flight. num_steps_done: the number of optimizer steps, including refused ones. was_stopped: whether all ranks have agreed to
+    stop. best: the best evaluation so far, or None without `keep_best`.
     """
 
     def __init__(
@@ -84,19 +84,22 @@ class Loop:
         self.was_stopped = False
         self._state = state
         self._checkpointer = build_checkpointer(state)
-        # Found once: without a listener a step makes no hook call.
+        # Searched only once: without a listener a step makes no hook call.
         self._listening_plugins = {
             hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
         }
-        self._is_first = True  # call of this object, which a checkpoint may have brought to a later step
+        self._is_first = True  # whether no step has run in this process, possibly after a resume
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
         self._is_stop_requested = False
-        self._start_time: Moment = 0.0  # in the device's work, by which steps are timed: a row may be read late
+        self._start_time: Moment = 0.0  # on the device's time line, since a row may be read late
         self._pending_step: PendingStep | None = None
 
     def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Starts a step on `given`, or on the feed's next samples; on CUDA the device goes on. outputs: gets the model's."""
+        """Starts a step on the samples `given`, by default the feed's next samples. On CUDA it continues asynchronously.
+
+        outputs: receives the model's outputs.
+        """
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
         number, profiler, meter = self.num_steps_done + 1, self.outputs.profiler, self.samples.meter
@@ -124,28 +127,28 @@ class Loop:
         return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
     def _mean_loss(self, given: GivenBatch | None) -> float:
-        """Returns the mean loss of `given`, or of the plan's held-out samples, the same ones each time."""
+        """Returns the mean loss of the samples `given`, by default of the plan's held-out samples."""
         splitter = self.samples.splitter
         with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
             batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.split_input(given)]
             return self.stepper.measure(batches)["loss"]
 
     def _evaluate_sets(self) -> Row:
-        """Returns the numbers of `[evaluation]`, by their names in a row: of the held-out split, then of each set."""
+        """Returns the results of `[evaluation]` by their keys in a row: those of the held-out split, then those of each set."""
         row: Row = {}
         metrics = self.samples.metrics
         with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
-            for of_set, feed in self.samples.evaluated.items():
-                numbers = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
+            for set_name, feed in self.samples.evaluated.items():
+                results = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
                 if metrics.has_perplexity:
-                    perplexity = math.exp(numbers["loss"]) if numbers["loss"] < MAX_EXP else math.inf
-                    numbers = {"loss": numbers["loss"], "perplexity": perplexity, **numbers}
-                row |= {row_name(number, of_set): value for number, value in numbers.items()}
+                    perplexity = math.exp(results["loss"]) if results["loss"] < MAX_EXP else math.inf
+                    results = {"loss": results["loss"], "perplexity": perplexity, **results}
+                row |= {row_name(metric, set_name): value for metric, value in results.items()}
         return row
 
     @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Returns a context manager within which weights are those to evaluate and to save (`Update.evaluated`)."""
+        """Switches to the weights for evaluations and saves within the block (`Update.evaluated`)."""
         update = self.stepper.update
         if update.traits.has_modes:
             self._checkpointer.copy_unwritten_state()
@@ -156,19 +159,22 @@ class Loop:
         return outputs.to_input_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
     def _emit_pending(self) -> None:
-        late, self._pending_step = self._pending_step, None
-        if late is not None:
-            self._emit(late)
+        pending, self._pending_step = self._pending_step, None
+        if pending is not None:
+            self._emit(pending)
 
     def _emit(self, pending: PendingStep) -> Row:
-        """Waits for a step's totals, evaluates if due, writes and returns its row. Raises RunError on all ranks if refused."""
+        """Waits for the step's totals, evaluates if due, and writes and returns the row.
+
+        Raises RunError on all ranks for a refused step.
+        """
         step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
         step_progress.begin_entry(DEVICE)
         result = pending.totals.read()
         step_progress.begin_entry(BETWEEN)
-        ended = pending.totals.ended
-        seconds = self.device.seconds_between(self._start_time, ended)
-        self._start_time = ended
+        end_time = pending.totals.ended
+        seconds = self.device.seconds_between(self._start_time, end_time)
+        self._start_time = end_time
         if skips is not None:
             skips.settle(pending.totals)
         is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
@@ -201,7 +207,7 @@ class Loop:
                 if self.best is not None and self.best.add(pending.number, row):
                     self._checkpointer.request_save()
                 self._restart_timer()
-        finally:  # the step was taken, whatever became of its evaluation
+        finally:  # the step has run, even if its evaluation fails
             for writer in self.outputs.writers:
                 writer.write(row)
         for reader in self.readers:
@@ -219,7 +225,7 @@ class Loop:
         return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
 
     def _save_if_due(self) -> None:
-        """Saves the run if a save is due on all ranks. No step is in flight then."""
+        """Saves the run if a save is due on all ranks. No step must be in flight."""
         if self._checkpointer.is_due(self.num_steps_done):
             self.parts.weights.settle()
             self._checkpointer.start_save(self.num_steps_done)
@@ -229,7 +235,7 @@ class Loop:
         self._start_time = self.device.moment()
 
     def _notify(self, hook: str, **arguments: Any) -> None:
-        """Calls `hook` of every plugin that implements it, in the plan's order. Raises PluginError for whatever one raises."""
+        """Calls `hook` of every plugin that implements it, in the plan's order. Raises PluginError if a hook raises."""
         for plugin in self._listening_plugins[hook]:
             plugin.call(hook, **arguments)
 

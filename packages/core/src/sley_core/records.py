@@ -154,8 +154,8 @@ class ScheduleRecord(Record):
     The fields name the default parts of a plan that uses this schedule. Each is the full name of a record (`"pp.link"`), of
     this plugin or another one:
 
-    link: the stage link. None selects the only link of the plan's plugins.
-    partition: the partitioner. None selects the only partitioner of the plan's plugins.
+    link: the stage link. None selects `pp.link`.
+    partition: the partitioner. None selects `pp.balanced`.
     ties: the gradient handler that sums the gradients of parameters shared by several stages. None selects none.
     """
 

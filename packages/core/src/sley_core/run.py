@@ -1,4 +1,4 @@
-"""A run: `assemble` returns it; the command line, or a program of your own, drives it.
+"""A run, which `assemble` returns and the command line or your own program drives.
 
 with assemble(plan, world) as run:
     run.train()                      # all steps of the plan
@@ -45,10 +45,10 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 
 class Run(Loop, AbstractContextManager["Run"]):
-    """One rank's part of a training run. All ranks call the same methods in the same order, except `stop` and `close`.
+    """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
 
-    parts: this rank's part of the run; `world`, `topology`, `groups`, `layers`, `registry` and `store` are its attributes too.
-    memory: reports and moves the run's memory. facts: results of the assembly; its `notes` are for the user.
+    parts: this rank's parts of the run. The attributes `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
+    those of `parts`. memory: reports and moves the run's memory. facts: the results of the assembly, with notes for the user.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def rows(self) -> slice:
-        """This rank's rows (samples) of the global batch, with full sequences; the same on all ranks of an `sp` group."""
+        """This rank's rows (samples) of the global batch. All ranks of an `sp` group have the same rows."""
         rows = local_rows(self.plan.batch.global_size, self.parts)
         return slice(rows.start, rows.stop)
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan, completed by values that only the run could determine: ranks of the world, samples of an epoch, ..."""
+        """The plan with the values that only the run could determine, such as the number of ranks and of samples per epoch."""
         return self._state.resolved_plan
 
     def train(self) -> Outcome:
-        """Takes steps until the plan's last one, until `[evaluation] patience` is at its end, or until any rank asks to stop;
+        """Runs steps until the plan's last step, until `[evaluation] patience` ends the run, or until a rank asks to stop;
         returns the outcome.
 
-        Calls the plugins' notifications. Raises RunError on all ranks, with no weight changed by that step: `not-finite` for
-        the loss or the gradient norm, `nothing-counts` for a batch of weight 0; and before the first step `checkpoint-folder`.
+        Raises RunError on all ranks: "checkpoint-folder" before the first step, "not-finite" for the loss or the gradient norm,
+        and "nothing-counts" for a batch of weight 0. A refused step changes no weight.
         """
         with self.device.on_stream():
             self._finish_pending()
             self.memory.require("a step", TO_STEP)
             self._checkpointer.probe()
             with self._track_outcome(), self._override_attribute("_is_training", True):
-                # All ranks must wait for late weights alike, so they ask whether anyone listens.
+                # All ranks must wait for late weights if any rank has a listener.
                 has_listeners = bool(self.listeners)
                 control = self.groups["control"]
                 self._has_listeners = self.parts.weights.arrive_late and any(
@@ -110,10 +110,10 @@ class Run(Loop, AbstractContextManager["Run"]):
                 self._restart_timer()
                 with self.parts.weights.settle_on_error():
                     while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
-                        # Launched before the previous step is emitted: on CUDA the device is not idle while the host reads.
-                        before, self._pending_step = self._pending_step, self.launch(None)
-                        if before is not None:
-                            self._emit(before)
+                        # Launched before the previous row is emitted, so that a CUDA device is not idle meanwhile.
+                        previous, self._pending_step = self._pending_step, self.launch(None)
+                        if previous is not None:
+                            self._emit(previous)
                         is_due = self._is_evaluation_due(self._pending_step.number) or self._checkpointer.is_due(
                             self.num_steps_done
                         )
@@ -137,16 +137,14 @@ class Run(Loop, AbstractContextManager["Run"]):
     def step(self, batch: GivenBatch | None = None, *, return_outputs: bool, join: bool = False) -> Any: ...
 
     def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
-        """Takes one optimizer step and returns its row, the same on every rank.
+        """Runs one optimizer step and returns its row, which is the same on every rank.
 
-        batch: this rank's samples, rows `run.rows` of the global batch, on the host: {field: tensor}, or a list of
-        microbatches whose sequence lengths may differ, but not between stages. By default the next samples of the plan. The
-        number of microbatches need not be that of the plan, but must be the same on all ranks.
+        batch: this rank's samples on the host, i.e. the rows `run.rows` of the global batch: {field: tensor}, or a list of
+        microbatches, whose sequence lengths may differ. By default the next samples of the plan. All ranks must pass the same
+        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs), with the
+        model's outputs in this step's forward in the form of `predict`; the same on all ranks. join: as in `predict`.
 
-        return_outputs: returns the row and the model's outputs in this step's forward, copied and without a graph, in the form
-        of `predict`, with `join` as there; the same on all ranks.
-
-        Raises the same errors as `train`, and, with nothing changed, for a batch that does not match the data's declaration.
+        Raises the same errors as `train`, and RunError for a batch that does not match the declared fields.
         """
         outputs = ModelOutputs() if return_outputs else None
         with self.device.on_stream():
@@ -162,10 +160,10 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate(self, batch: GivenBatch | None = None) -> float:
-        """Returns the mean loss over `batch`, the same on every rank; changes nothing.
+        """Returns the mean loss over `batch`, which is the same on every rank. Does not change the run.
 
-        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError `not-finite` and
-        `nothing-counts` on all ranks, and UsageError `no-evaluation` without both a batch and held-out samples.
+        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError "not-finite" and
+        "nothing-counts" on all ranks, and UsageError "no-evaluation" without a batch and held-out samples.
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
@@ -182,8 +180,8 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def evaluate_sets(self) -> Row:
-        """Returns the numbers of `[evaluation]` as a row has them (`held_out_loss`, `held_out/NAME/loss`), the same on every
-        rank; changes nothing. Raises the same errors as `evaluate`, and RunError `metric-result`.
+        """Returns the results of `[evaluation]` by their keys in a row (`held_out_loss`, `held_out/NAME/loss`); the same on
+        every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
         """
         self._finish_pending()
         if not self.samples.evaluated:
@@ -194,16 +192,16 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
-        """Returns the model's outputs for `batch` on ranks with the model's last layer, None on the other stages; changes
-        nothing. Modules are in evaluation mode.
+        """Returns the model's outputs for `batch` in evaluation mode, or None on stages without the last layer. Does not change
+        the run.
 
-        batch: as in `step`; fields that no layer reads, such as labels, may be missing. The result has the form of the batch:
-        for {field: tensor} one output, whose tensors are joined along the batch dim; for a list of microbatches a list.
-        Tensors are on the run's device, without a graph. Ranks that split sequences (`sp`) get the output of their slice, or
-        with `join` that of whole sequences; classes that ranks share are joined.
+        batch: as in `step`; fields that no layer reads, such as labels, may be missing. For {field: tensor} the result is one
+        output, whose tensors are joined along the batch dim; for a list of microbatches it is a list. Tensors are on the run's
+        device, without a graph. join: whether ranks that split sequences (`sp`) get the output of whole sequences instead of
+        their slice. Classes that ranks split are always joined.
 
-        Raises RunError `boundary-type` for an output that is not made of tensors, `outputs-apart` for a tensor without the dim
-        along which it would be joined, and StateError `memory-away`.
+        Raises RunError "boundary-type" for an output that does not consist of tensors, "outputs-apart" for a tensor without the
+        dim along which it would be joined, and StateError "memory-away".
         """
         self._finish_pending()
         self._require_memory("a prediction", TO_EVALUATE)
@@ -214,14 +212,14 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
-        """Sets the model's weights to those of `state` exactly: {name: full tensor}, with the same names in every layout.
+        """Sets the model's weights to those in `state`, {name: full tensor} with the same names in every layout.
 
-        All ranks pass the same state; each copies its own part, including shards and fp32 masters. A tied weight may have any
-        of its names. Buffers in `state` are loaded too; optimizer states (moments) stay. A mapping is checked before anything
-        is written; pairs are written as they come, so that one tensor at a time is in memory. strict: missing or unknown names
-        are an error; otherwise they are returned.
+        All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
+        have any of its names. Buffers in `state` are loaded too; optimizer states do not change. A mapping is checked before
+        anything is written. Pairs are written one by one, so that only one tensor is in memory. strict: whether missing or
+        unknown names are an error; otherwise they are returned.
 
-        Raises RunError on all ranks: `weights-mismatch`, and `weights-differ` if ranks got different values.
+        Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", TO_LOAD)
@@ -230,16 +228,15 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
-        """Saves the model's weights in `folder`, as safetensors files under names that no layout changes.
+        """Saves the model's weights in `folder` as safetensors files, with the same names in every layout.
 
-        All ranks must see the same `folder`. Several files get an index. A tied weight is written once, under the name of the
-        registry; persistent buffers are those of the first replica. precision: "working" for `precision.compute`, "full" for
-        the optimizer's weights (fp32 masters). max_file_bytes: the size limit of a file; a larger tensor gets its
-        own file. The metadata of each has `step`, the steps done. Files are written beside `folder` and replace it when all of
-        them are on disk, so it is never incomplete.
+        All ranks must see the same `folder`, which is replaced when all files are complete. Several files get an index. A tied
+        weight is written once, by its name in the registry. Persistent buffers are those of the first replica. precision:
+        "working" for the dtype `precision.compute`, "full" for the master weights. max_file_bytes: the size limit of a file; a
+        larger tensor has its own file.
 
-        Raises RunError `weights-unsaved` on all ranks if any could not write, if `folder` holds other files, or if memory is
-        offloaded; UsageError `no-precision` for another word.
+        Raises RunError "weights-unsaved" on all ranks if a rank cannot write, if `folder` has other files, or if memory is
+        offloaded, and UsageError "no-precision" for an unknown precision.
         """
         self._finish_pending()
         if precision not in TO_SAVE:
@@ -252,40 +249,40 @@ class Run(Loop, AbstractContextManager["Run"]):
             save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), facts)
 
     def check_weights_folder(self, folder: str | Path) -> None:
-        """Raises RunError on all ranks if `save_weights` could not save in `folder`: `weights-unsaved` if it holds other files,
-        `checkpoint-folder` if a rank that writes does not see it.
+        """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has other files,
+        "checkpoint-folder" if a rank that writes does not see it.
         """
         self._check_open()
         WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
 
     def _prepare_weights(self, precision: Precision) -> None:
-        """Prepares the memory that a save of `precision` reads. Raises StateError `memory-away`."""
+        """Prepares the memory that a save of `precision` reads. Raises StateError "memory-away"."""
         self.memory.require("saving weights", TO_SAVE[precision])
         if precision == "full":
             self.memory.follow("saving weights")
 
     @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:
-        """Writes a checkpoint and returns its folder; the checkpoint is complete when this returns.
+        """Writes a complete checkpoint and returns its folder.
 
-        path: the folder to create; by default the next one in the run's folder of checkpoints. Raises RunError
-        `checkpoint-failed` on all ranks if it cannot be written: there is no checkpoint then, and the run can continue.
+        path: the folder to create; by default the next folder in the run's checkpoint folder. Raises RunError
+        "checkpoint-failed" on all ranks if it cannot be written. The run can then continue without this checkpoint.
         """
         self._finish_pending()
         return self._checkpointer.save(path, self.num_steps_done)
 
     @on_stream
     def load_checkpoint(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
-        """Resumes from a checkpoint of any layout, and returns a description of it; None for "auto" if there is none yet.
+        """Resumes from a checkpoint of any layout and returns its description; None for "auto" if there is no checkpoint yet.
 
-        Restores weights, masters, optimizer states, buffers, loss scale, position in the data and the number of steps done;
-        rows that are not of the checkpoint's own steps are dropped from the metrics. path: a checkpoint; or a folder of
-        several, of which the newest intact one is loaded; or "auto" for the newest that this run wrote, or else the one from
-        which it began. allow_fresh_start: whether "auto" may drop the rows of a run that has saved no checkpoint.
+        Restores weights, master weights, optimizer states, buffers, the loss scale, the position in the data and the number of
+        steps, and drops the metrics rows of other steps. path: a checkpoint; a folder of checkpoints, whose newest intact one
+        is loaded; or "auto" for the newest checkpoint of this run, or else the one from which the run started.
+        allow_fresh_start: whether "auto" may drop the rows of a run without a checkpoint.
 
-        Raises on all ranks, with nothing changed: RunError `no-checkpoint`, `checkpoint-damaged`, `checkpoint-mismatch`
-        for another model's or optimizer's; PlanError `resume-differs` for a run with other data, loss or seed; UsageError
-        `never-anew` for "auto" without a checkpoint of this run, if its folder has rows or weights.
+        Raises on all ranks, with nothing changed: RunError "no-checkpoint", "checkpoint-damaged", or "checkpoint-mismatch" for
+        a different model or optimizer; PlanError "resume-differs" for different data, loss or seed; UsageError "never-anew" for
+        "auto" without a checkpoint of this run if its folder has rows or weights.
         """
         self._finish_pending()
         self.memory.require("loading a checkpoint", TO_RESTORE)
@@ -300,9 +297,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def stopped_early(self) -> str:
-        """Why `train` takes no more steps before the plan's last one, in words: `[evaluation] patience` is at its end. "" if it
-        is not. The same on all ranks.
-        """
+        """The reason why `train` ends before the plan's last step (`[evaluation] patience`), or ""; the same on all ranks."""
         if self.best is None or self.num_steps_done >= self.plan.run.steps:
             return ""
         return self.best.why_over
@@ -313,7 +308,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """Numbers counted by the run's parts on this rank (`protocols.Counts`, offload managers), by their name in the plan."""
+        """The stats of the run's parts on this rank (`protocols.Counts`, offload managers), by their names in the plan."""
         counts = collect_counts(self.plan, self.stepper, self.parts.pool, self.memory)
         if self.plan.model.config.compile:
             counts["compile"] = {"graphs": count_graphs()}
@@ -321,17 +316,17 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def close(self) -> None:
-        """Ends threads, files and hooks, even if some of them fail to end. Leaves the world open. A second call does nothing.
+        """Closes threads, files and hooks, even if some of them fail. Does not close the world. A second call does nothing.
 
-        Layers are ordinary modules again, without patches, hooks or attributes of the run. A module with a sharded weight
-        raises RunError `weights-sharded` when it is called; methods of the run raise `run-closed`.
+        Layers become ordinary modules again. Modules with sharded weights then raise RunError "weights-sharded" when called,
+        and methods of the run raise "run-closed".
         """
         if self._is_closed:
             return
         self._is_closed = True
         parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed]
         feeds = (samples.feed for samples in self.samples.evaluated.values())
-        with ExitStack() as stack:  # the last first
+        with ExitStack() as stack:  # closes the last part first
             for part in (*parts, *feeds, self._checkpointer):
                 if part is not None:
                     stack.callback(part.close)
@@ -345,7 +340,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @contextmanager
     def _track_outcome(self) -> Iterator[None]:
-        """Announces the run before its first step, and notes whether the last steps failed or all ranks were asked to stop."""
+        """Calls `sley_run_started` before the first step, and sets the outcome of the steps in the block."""
         self._outcome = "failed"
         if not self._has_begun:
             self._has_begun = True
@@ -354,7 +349,10 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Makes the device wait for `parts`, and for all weights and states if the optimizer has modes. Raises StateError."""
+        """Makes the device wait for transfers of `parts`, and also of weights and states if the optimizer has modes.
+
+        Raises StateError "memory-away".
+        """
         self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
 
     def _check_open(self) -> None:
@@ -362,9 +360,10 @@ class Run(Loop, AbstractContextManager["Run"]):
             raise run_closed_error("run")
 
     def _finish_pending(self) -> None:
-        """Emits a step that was in flight when the previous one was refused, and waits for weights: before any call but a step
-        of `train`. Raises RunError `step-running` within a step or an evaluation (from a module's hook), and from a listener on
-        CUDA, where the weights are already those of the next step.
+        """Emits the pending step, if any, and waits for weights. Called by every method except steps of `train`.
+
+        Raises RunError "step-running" within a step or an evaluation, and from a listener on CUDA, where the weights already
+        belong to the next step.
         """
         self._check_open()
         if self._activity or (self._is_training and self._pending_step is not None):
@@ -373,7 +372,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.parts.weights.settle()
 
     def _check_free(self) -> None:
-        """Raises StateError `step-failed` if exchanges of a failed step or evaluation may still use this run's memory."""
+        """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
             label = "step" if stepper.left_in_flight else "evaluation"

@@ -84,8 +84,6 @@ def describe_value(value: Any) -> str:
     if isinstance(value, str):
         line = make_printable(value)
         return f'the string "{line if len(line) <= MAX_SHOWN_LENGTH else line[: MAX_SHOWN_LENGTH - 3] + "..."}"'
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, Mapping):

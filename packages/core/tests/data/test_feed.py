@@ -296,25 +296,6 @@ def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
     assert [order[place] for place in range(10)] == GOLDEN
 
 
-def test_seeds_and_epochs_have_orders_of_their_own() -> None:
-    def first(seed: int, epoch: int) -> tuple[int, ...]:
-        order = Order(1000, seed=seed, epoch=epoch)
-        return tuple(order[place] for place in range(5))
-
-    assert len({first(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
-
-
-@pytest.mark.parametrize("num_samples", [2, 3, 5, 12])
-def test_every_sample_is_equally_likely_at_every_place(num_samples: int) -> None:
-    num_epochs = 2000
-    for place in (0, num_samples - 1):
-        found = Counter(Order(num_samples, seed=0, epoch=epoch)[place] for epoch in range(num_epochs))
-        expected = num_epochs / num_samples
-        chi_squared = sum((found[sample] - expected) ** 2 / expected for sample in range(num_samples))
-        # The 99.9 % point of chi squared with up to 11 degrees of freedom is 31.3.
-        assert chi_squared < 31.3
-
-
 def data_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "sley-data"]
 

@@ -121,17 +121,19 @@ def test_nothing_but_logits_and_labels_is_kept_for_the_backward() -> None:
     assert kept == [flat.data_ptr(), labels.data_ptr()]
 
 
-@pytest.mark.parametrize("output", [(torch.zeros(2, 3, 4),), {"logits": torch.zeros(2, 3, 4)}, None])
-def test_an_output_that_is_no_tensor_is_named(output: Any) -> None:
-    with pytest.raises(RunError, match=type(output).__name__) as error:
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ((torch.zeros(2, 3, 4),), "tuple"),
+        (None, "NoneType"),
+        (torch.zeros(3, 2, 4), r"do not fit labels of shape \[2, 3\]"),
+        (torch.zeros(2, 3, 4, dtype=torch.int64), r"do not fit labels of shape \[2, 3\]"),
+    ],
+)
+def test_an_output_that_is_no_logits_of_the_labels_is_refused(output: Any, message: str) -> None:
+    with pytest.raises(RunError, match=message) as error:
         CrossEntropy(CrossEntropyConfig()).loss(output, {"labels": torch.zeros(2, 3, dtype=torch.int64)})
     assert error.value.diagnostics[0].code == "loss-output"
-
-
-@pytest.mark.parametrize("output", [torch.zeros(2, 3), torch.zeros(3, 2, 4), torch.zeros(2, 3, 4, dtype=torch.int64)])
-def test_logits_that_do_not_fit_the_labels_are_refused_with_both_shapes(output: Tensor) -> None:
-    with pytest.raises(RunError, match=r"do not fit labels of shape \[2, 3\]"):
-        CrossEntropy(CrossEntropyConfig()).loss(output, {"labels": torch.zeros(2, 3, dtype=torch.int64)})
 
 
 def test_a_missing_field_of_labels_is_the_plans_fault() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,19 +44,6 @@ def test_a_half_line_spoils_no_other(tmp_path: Path) -> None:
     writer.write({"step": 2})
     writer.close()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}']
-
-
-def test_a_killed_process_keeps_its_rows(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, signal, sys\n"
-        "from sley_core.config import JsonlConfig\n"
-        "from sley_core.metrics.jsonl import JsonlWriter\n"
-        "writer = JsonlWriter(JsonlConfig(), pathlib.Path(sys.argv[1]))\n"
-        "for step in range(3): writer.write({'step': step})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -signal.SIGKILL
-    assert rows(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -234,30 +218,20 @@ def test_an_mlp_by_hand_and_with_frozen_parts() -> None:
     assert model_flops(layers(second, first)).matrices == 4 * 288 + 6 * 320
     assert model_flops(layers(nn.Sequential(first, second))).matrices == 4 * 288 + 6 * 320
     assert model_flops(layers(Attention(2, 4), second, Attention(2, 4))).attention == (2 + 6) * 8
-
-
-def test_gpt3_by_hand() -> None:
-    """175B: 96 layers, 96 heads of 128, sequence 2048; attention adds 1.4 % to 6 N when it is causal, twice that when not."""
-    attention = model_flops(layers(nn.Linear(1, 1), *[Attention(96, 128)] * 96)).attention * 2048
-    assert attention / (6 * 174_600_000_000) == pytest.approx(0.0138, abs=1e-4)
-    assert model_flops(layers(nn.Linear(1, 1), *[Attention(96, 128, is_causal=False)] * 96)).attention * 2048 == 2 * attention
+    assert model_flops(layers(second, Attention(2, 4, is_causal=False))).attention == 2 * 6 * 8
 
 
 @pytest.mark.parametrize(
     ("name", "compute", "peak"),
     [
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5e12),
         ("NVIDIA H100 80GB HBM3", "tf32", 494.5e12),
         ("NVIDIA H100 NVL", "bf16", 835.5e12),
-        ("NVIDIA H200 NVL", "fp64", 60e12),
-        ("NVIDIA GB200", "bf16", 2500e12),
         ("Tesla V100-PCIE-16GB", "bf16", None),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA H100 80GB HBM3", "fp8", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-        ("NVIDIA H20", "bf16", None),
     ],
 )
 def test_peaks_by_name_and_type(name: str, compute: str, peak: float | None) -> None:

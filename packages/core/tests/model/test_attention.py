@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.comm.device import Device
 from sley_core.model import attention
 from sley_core.model.attention import Attention, attention_mask, once_per_field
 
@@ -162,14 +160,3 @@ def test_nothing_from_inference_mode_reaches_a_graph() -> None:
         made_there = torch.arange(3)
         once_per_field(made_there, "double", Counted(made_there))
     assert not once_per_field(field, "double", Counted(field)).is_inference()
-
-
-def test_what_is_cached_for_a_moved_field_ends_with_it_though_the_batch_stays() -> None:
-    """On a CPU too, where a microbatch is where it was."""
-    batch = torch.arange(6)
-    moved = Device.pick("cpu").move(batch)
-    table = weakref.ref(once_per_field(moved, "double", Counted(moved)))
-    assert moved.data_ptr() == batch.data_ptr()
-    del moved
-    gc.collect()
-    assert table() is None

@@ -203,20 +203,6 @@ class Uses(nn.Module):
         raise NotImplementedError
 
 
-def test_a_module_shared_with_a_layer_of_another_rank_stays() -> None:
-    """The middle layer is drawn for what the last shares with it, and leaves what it shares with the first as it was."""
-
-    def overlapping(_: DataInfo) -> list[nn.Module]:
-        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
-        return [Embed(), Uses(one), Uses(one, two), Uses(two)]
-
-    whole = values(build_model_with_values(overlapping))
-    for owned in subsets(["0", "1", "2", "3"]):
-        for name, value in values(build_model_with_values(overlapping, owned=owned)).items():
-            assert torch.equal(value, whole[name]), (name, owned)
-            assert name.split(".")[0] in owned or "parts" in name
-
-
 def _freeze(module: nn.Module, name: str) -> None:
     module.requires_grad_(False)
 

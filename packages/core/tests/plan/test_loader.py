@@ -100,8 +100,8 @@ def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.Monke
         ("def broken(:", "plugin-import", "SyntaxError"),
         ("raise SystemExit(3)", "plugin-import", "SystemExit: 3"),
         ("raise ValueError()", "plugin-import", "ValueError"),
-        (GOOD.replace("_handlers()", "_handler()"), "plugin-hook", "did you mean `sley_gradient_handlers`?"),
-        (GOOD.replace("gradient_handlers()", "process_groups(topology, devices)"), "plugin-argument", "needs `devices`"),
+        (GOOD.replace("_handlers()", "_handler()"), "plugin-hook", "unknown hook 'sley_gradient_handler'"),
+        (GOOD.replace("gradient_handlers()", "process_groups(topology, devices)"), "plugin-hook", "{'devices'} are declared"),
     ],
 )
 def test_a_module_that_is_no_plugin(install: Install, source: str, code: str, words: str) -> None:

@@ -245,21 +245,24 @@ def test_a_pipeline_takes_the_parts_that_its_schedule_names(staged: Callable[...
     assert staged(named, mine=mine)[:2] == ["mine.l0", "mine.p0"]
 
 
-def test_or_the_only_part_of_a_plugin_that_the_plan_names(staged: Callable[..., Any]) -> None:
-    assert staged(mine=plugin(1, 1)) == ["mine.l0", "mine.p0", "core.each"]
-    assert staged('[partition]\nuse = "other.p1"\n', mine=plugin(), other=plugin(1, 2))[0] == "other.l0"
-    assert staged('[link]\nuse = "other.l1"\n', mine=plugin(), other=plugin(2, 1))[1] == "other.p0"
-    assert staged(stages=1, mine=plugin(0, 1))[0] is None
+def test_or_those_of_pp(staged: Callable[..., Any]) -> None:
+    pp = SimpleNamespace(
+        sley_records=hookimpl(
+            lambda: [
+                StageLinkRecord(name="link", config=Table, build="nowhere:l"),
+                PartitionerRecord(name="balanced", config=Table, build="nowhere:p"),
+            ]
+        )
+    )
+    assert staged(mine=plugin(1, 1), pp=pp) == ["pp.link", "pp.balanced", "core.each"]
 
 
 @pytest.mark.parametrize(
     ("plugins", "codes"),
     [
-        ({"mine": plugin(), "other": plugin(1, 1)}, ["missing-table", "missing-table"]),
-        ({"mine": plugin(2, 1)}, ["missing-table"]),
-        ({"mine": plugin(1, 1, link="pp.it")}, ["plugin-missing"]),
-        ({"mine": plugin(1, 1, partition="pp.it"), "pp": plugin()}, ["unknown-record"]),
-        ({"mine": plugin(1, 1, ties="it")}, ["wrong-value"]),
+        ({"mine": plugin(2, 1)}, ["plugin-missing"]),
+        ({"mine": plugin(1, 1, link="mine.l0", partition="mine.it")}, ["unknown-record"]),
+        ({"mine": plugin(1, 1, link="mine.l0", partition="mine.p0", ties="it")}, ["wrong-value"]),
         ({"mine": SimpleNamespace()}, ["unknown-record"]),
     ],
 )

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.weights import Stepped
 
-Held = Callable[[], Iterable[tuple[str, Tensor]]]
+NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StorageEntry(NamedTuple):
-    """One piece of memory, which is here: a tensor over its whole storage, uint8 [bytes], and what lies in it, by name."""
+    """One storage with memory on the device. memory: a tensor over the full storage, uint8 [bytes]. tensors: the tensors in the
+    storage by name.
+    """
 
     memory: Tensor
     tensors: dict[str, Tensor]
 
     def free(self) -> int:
-        """Frees the memory, whose tensors stay valid objects; returns the bytes freed. Before `grow` nothing may compute with
-        the tensors: on a CPU that ends the process.
+        """Frees the memory and returns the number of freed bytes. The tensors stay valid objects, but must not be used in
+        computations before `grow`, which would crash the process on a CPU.
         """
         return free(self.memory)
 
@@ -40,85 +42,87 @@ class StorageEntry(NamedTuple):
 
 @dataclass(eq=False)
 class MemoryInventory:
-    """The memory of one rank's run on `device`, by part. sources: what yields `(name, tensor)` of each part, asked anew each
-    time: optimizers make their states late, and pools grow. trim: frees what a part, "pools" or "messages", can allocate anew;
-    returns the bytes freed.
+    """Lists the memory of one rank's run on `device`, by part.
 
-    A tensor that lies elsewhere (the step counts of AdamW, on the host) is not listed, nor is one of dim 0 among the
-    optimizer's states: a few bytes that would cost a copy each.
+    sources: a function that yields the (name, tensor) pairs of each part. Each method calls it again, because optimizers create
+    states late and pools grow. trim: frees the memory of a part ("pools" or "messages") that can be allocated again, and
+    returns the number of freed bytes.
+
+    Tensors on other devices (AdamW's step counts, on the host) are not listed. Scalar optimizer states are not listed either,
+    because each would need a separate copy of a few bytes.
     """
 
     device: torch.device
     store: GradientStore
-    _sources: Mapping[Part, Held]
+    _sources: Mapping[Part, NamedTensors]
     _states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]]
     trim: Callable[[Part], int]
 
     def everything(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of all of `part`, also of what lies on the host or is a scalar."""
+        """Yields the name and tensor of all memory of `part`, including scalars and tensors on the host."""
         return iter(self._sources[part]())
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor of what `part` holds on the device, also while it is away; of optimizer states no scalars."""
+        """Yields the name and tensor of the memory of `part` on the device, offloaded or not; no scalar optimizer states."""
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
     def pieces(self, part: Part) -> list[StorageEntry]:
-        """Returns the storages that `part` holds on the device, and no earlier part of `PARTS`, each once, with its tensors."""
-        taken = self._storage_ids_before(part)
-        return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in taken]
+        """Returns the storages of `part` on the device, each once, except those that an earlier part of `PARTS` also uses."""
+        earlier_ids = self._storage_ids_before(part)
+        return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in earlier_ids]
 
     def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
-        """Returns the storages of these parameters' optimizer states, each once, with its tensors; none at first."""
+        """Returns the storages of the optimizer states of `stepped`, each once; [] before the first step."""
         states = chain.from_iterable(map(self._states_of, stepped))
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, stepped: Sequence[Stepped]) -> set[int]:
-        """Returns what identifies (`storage_id`) each storage of everything but the states of these parameters: of earlier
-        parts, and of other parameters' states. A storage that is among them cannot leave while only some parameters are
-        stepped.
+        """Returns the `storage_id` of every storage except those of the states of `stepped`.
+
+        A storage in the result must not be offloaded while only some parameters are stepped.
         """
         ids = {id(state) for tensor in stepped for _, state in self._states_of(tensor)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
         return self._storage_ids_before("optimizer_states") | set(map(storage_id, other_states))
 
     def num_bytes(self, part: Part) -> int:
-        """Returns the bytes of device memory that `part` has now; 0 while it is away."""
+        """Returns the bytes of device memory of `part`; 0 while it is offloaded."""
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
     def _storage_ids_before(self, part: Part) -> set[int]:
-        """Returns what identifies (`storage_id`) each storage that the parts before `part` hold on the device."""
-        return {storage_id(tensor) for before in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(before)}
+        """Returns the `storage_id` of each storage on the device that a part before `part` uses."""
+        return {storage_id(tensor) for earlier in PARTS[: PARTS.index(part)] for _, tensor in self.tensors(earlier)}
 
     def _is_state(self, tensor: Tensor) -> bool:
-        """Returns whether an optimizer state moves with its part: it is on the device, and no scalar."""
+        """Returns whether an optimizer state is offloaded with its part: it is on the device and not a scalar."""
         return tensor.device == self.device and tensor.dim() > 0
 
 
 def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
-    """Returns the storages of `tensors`, each once, with the tensors in it by name."""
-    entries: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        entries.setdefault(storage_id(tensor), {})[name] = tensor
-    return [StorageEntry(whole_storage(next(iter(tensors.values()))), tensors) for tensors in entries.values()]
-
-
-def whole_storage(tensor: Tensor) -> Tensor:
-    """Returns a view of the whole storage of `tensor`, uint8 [bytes]; it keeps its size while the memory is away."""
+    """Returns the storages of `tensors`, each once, with their tensors by name."""
     import torch
 
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage())
+    tensors_by_storage: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        tensors_by_storage.setdefault(storage_id(tensor), {})[name] = tensor
+    entries = []
+    for named_tensors in tensors_by_storage.values():
+        tensor = next(iter(named_tensors.values()))
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        entries.append(StorageEntry(view, named_tensors))  # the view keeps its size while the memory is freed
+    return entries
 
 
-def view_in_copy(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Returns the view of `memory` that lies there as `tensor` does in its storage, of its dtype, shape and strides. memory: a
-    copy of that storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
+def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Returns the view of `copy` that has the dtype, shape, strides and storage offset of `tensor`.
+
+    copy: a copy of the tensor's storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
     """
     import torch
 
-    start, remainder = divmod(int(memory.storage_offset()), tensor.dtype.itemsize)
-    assert remainder == 0, f"a copy of {tensor.dtype} starts at byte {memory.storage_offset()}"
-    view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())
+    start, remainder = divmod(int(copy.storage_offset()), tensor.dtype.itemsize)
+    assert remainder == 0, f"a copy of {tensor.dtype} starts at byte {copy.storage_offset()}"
+    view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
+    return view.set_(copy.untyped_storage(), start + tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,7 +1,7 @@
-"""The device pools of a run: buffers are lent for the length of a `with`, and share memory if their sizes are almost equal.
+"""The device pools of a run: a buffer is lent for a `with` block, and buffers of almost equal sizes share memory.
 
-    asked for, in bytes     1 .. 256   .. 512 ..        4096    4608    5120  ..  8192    9216 ..
-    lent a view of a block     256        512           4096    4608    5120      8192    9216
+    requested bytes         1 .. 256   .. 512 ..        4096    4608    5120  ..  8192    9216 ..
+    bytes of the block         256        512           4096    4608    5120      8192    9216
                             multiples of 256 below 2048, then 8 sizes from each power of two to the next
 
 A block is at most an eighth larger than the request, a sixteenth on average, and sequences of any lengths use a few dozen
@@ -11,9 +11,8 @@ sizes. With one size per doubling, as torch's pinned memory has, up to half of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from math import prod
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -25,34 +24,37 @@ from sley_core.protocols import MemoryPool
 from sley_core.sizes import ALIGNMENT_BYTES, round_up
 from sley_core.words import suggestion
 
-_SIZES_OF_ONE_ALIGNMENT = 8
-"""Up to this many alignments, every multiple of the alignment is a size."""
+MAX_LINEAR_UNITS = 8
+"""Up to this many alignments, every multiple of the alignment is a block size."""
 
 DEFAULT = "core.pool"
-"""What reports call the pool of a run that tables without a `pool` share."""
+"""The name in reports of the pool that tables without a `pool` share."""
 
 
 def block_bytes(num_bytes: int, per_doubling: int = 8) -> int:
-    """Returns the size of the block that lends `num_bytes`: the least size that holds them, a multiple of 256."""
+    """Returns the smallest block size that fits `num_bytes`, a multiple of 256."""
     units = max(1, round_up(num_bytes, ALIGNMENT_BYTES) // ALIGNMENT_BYTES)
-    if units > _SIZES_OF_ONE_ALIGNMENT:
-        below = 1 << (units - 1).bit_length() - 1  # the largest power of two that is less than `units`
-        units = round_up(units, max(1, below // per_doubling))
+    if units > MAX_LINEAR_UNITS:
+        lower_power = 1 << (units - 1).bit_length() - 1  # the largest power of two below `units`
+        units = round_up(units, max(1, lower_power // per_doubling))
     return units * ALIGNMENT_BYTES
 
 
 class _Block:
-    """`memory`, uint8 [num_bytes], starts at a multiple of ALIGNMENT_BYTES. num_asked: the bytes of the current lease."""
+    """Holds `memory`, uint8 [num_bytes], which starts at a multiple of ALIGNMENT_BYTES.
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    key: the device and the block size. num_allocated: the allocated bytes. num_requested: the bytes of the current lease.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
         # The host's allocator aligns to 64 bytes; a device's aligns to 256.
-        self.num_held = num_bytes + (ALIGNMENT_BYTES if device.type == "cpu" else 0)
+        self.num_allocated = num_bytes + (ALIGNMENT_BYTES if device.type == "cpu" else 0)
         with torch.inference_mode(False):  # an inference tensor could not be used in training later
-            whole = torch.empty(self.num_held, dtype=torch.uint8, device=device)
-            start = -whole.data_ptr() % ALIGNMENT_BYTES
-            self.memory = whole[start : start + num_bytes]
-        self.place = device, num_bytes
-        self.num_asked = 0
+            allocation = torch.empty(self.num_allocated, dtype=torch.uint8, device=device)
+            start = -allocation.data_ptr() % ALIGNMENT_BYTES
+            self.memory = allocation[start : start + num_bytes]
+        self.key = device, num_bytes
+        self.num_requested = 0
         self._view = self.memory
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -63,38 +65,13 @@ class _Block:
         return self._view
 
 
-class _Lease(AbstractContextManager[Tensor]):
-    """Lends a view of a block for the length of one `with`."""
-
-    def __init__(self, pool: DevicePool, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._pool = pool
-        self._size = tuple(shape), dtype
-        self._device = device
-        self._block: _Block | None = None
-        self._is_used = False
-
-    def __enter__(self) -> Tensor:
-        shape, dtype = self._size
-        if self._is_used:
-            raise AssertionError(f"a lease of {shape} {dtype} is used twice")
-        self._is_used = True
-        self._block = self._pool._take(prod(shape) * dtype.itemsize, self._device)
-        return self._block.view(shape, dtype)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._block is None:
-            raise AssertionError(f"a lease of {self._size} ends before it began, or twice")
-        block, self._block = self._block, None
-        self._pool._give(block)
-
-
 class DevicePool(MemoryPool):
     """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
 
-    Blocks take at most twice the bytes that were ever lent at once: at that bound a larger free block is lent, and those that
-    have been free longest are freed. A lease that is lost without its end takes its block with it.
+    Blocks use at most twice the bytes that were ever lent at once. At this limit the pool lends a larger free block, or frees
+    the blocks that have been free longest. The block of a lost lease leaves the pool.
 
-    per_doubling: sizes of blocks between one power of two and the next. num_allocations, num_leases: since the beginning.
+    per_doubling: the number of block sizes from one power of two to the next.
     """
 
     def __init__(self, per_doubling: int = 8) -> None:
@@ -103,8 +80,9 @@ class DevicePool(MemoryPool):
         self.num_leases = 0
         self._max_bytes = 0
         self._max_lent = 0
+        # The first sizes are those that have been free longest.
         self._free: dict[tuple[torch.device, int], list[_Block]] = {}
-        # Weak: the buffer of a lease that a failed step lost may still be received into, and is freed with its last user.
+        # Weak: a failed step loses its leases. Their buffers may still be received into, and are freed with their last user.
         self._lent: WeakSet[_Block] = WeakSet()
 
     @property
@@ -113,15 +91,26 @@ class DevicePool(MemoryPool):
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.num_held for block in self._blocks())
+        return sum(block.num_allocated for block in self._blocks())
 
-    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Returns a lease for one `with` block; the contents are undefined. Allocates at most when entered."""
-        return _Lease(self, shape, dtype, device)
+    @contextmanager
+    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+        """Lends a buffer for one `with` block; its contents are undefined. Allocates at most when the block is entered."""
+        block = self._acquire(prod(shape) * dtype.itemsize, device)
+        is_lost = False
+        try:
+            yield block.view(tuple(shape), dtype)
+        except GeneratorExit:
+            is_lost = True
+            raise
+        finally:
+            if not is_lost:
+                self._lent.remove(block)
+                self._free[block.key] = [*self._free.pop(block.key, []), block]
 
     def trim(self) -> int:
-        """Frees every block that is not lent; returns the bytes freed."""
-        num_bytes = sum(block.num_held for blocks in self._free.values() for block in blocks)
+        """Frees every block that is not lent; returns the number of freed bytes."""
+        num_bytes = sum(block.num_allocated for blocks in self._free.values() for block in blocks)
         self._free.clear()
         return num_bytes
 
@@ -132,14 +121,16 @@ class DevicePool(MemoryPool):
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
     def counts(self) -> Mapping[str, float]:
-        """Returns bytes of blocks, now and at most, those asked for and wasted, and the numbers of allocations and leases."""
+        """Returns the bytes of blocks, at present and at most, the requested and wasted bytes, and the numbers of allocations
+        and leases.
+        """
         lent = list(self._lent)
-        num_asked = sum(block.num_asked for block in lent)
+        num_requested = sum(block.num_requested for block in lent)
         return {
             "held_bytes": self.num_bytes,
             "max_held_bytes": self._max_bytes,
-            "lent_bytes": num_asked,
-            "wasted_bytes": sum(block.num_held for block in lent) - num_asked,
+            "lent_bytes": num_requested,
+            "wasted_bytes": sum(block.num_allocated for block in lent) - num_requested,
             "allocations": self.num_allocations,
             "leases": self.num_leases,
             "hit_rate": 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0,
@@ -148,53 +139,44 @@ class DevicePool(MemoryPool):
     def _blocks(self) -> list[_Block]:
         return [*self._lent, *(block for blocks in self._free.values() for block in blocks)]
 
-    def _take(self, num_bytes: int, device: torch.device) -> _Block:
-        """Returns a free block of the size that holds `num_bytes`, a new one, or at the bound a larger free one; as lent."""
-        place = device, block_bytes(num_bytes, self.per_doubling)
-        block = self._out(place) if place in self._free else self._larger(*place) or self._new(*place)
+    def _acquire(self, num_bytes: int, device: torch.device) -> _Block:
+        """Returns a block that fits `num_bytes`, and marks it as lent."""
+        key = device, block_bytes(num_bytes, self.per_doubling)
+        block = self._pop_free(key) if key in self._free else self._pop_larger(*key)
+        if block is None:
+            block = _Block(*key)
+            self.num_allocations += 1
+            self._max_bytes = max(self._max_bytes, self.num_bytes + block.num_allocated)
         self._lent.add(block)
         self.num_leases += 1
-        block.num_asked = num_bytes
+        block.num_requested = num_bytes
         return block
 
-    def _larger(self, device: torch.device, size: int) -> _Block | None:
-        """Returns the smallest free block of `size` or more if a new one would exceed the bound; else frees nothing or, at the
-        bound, the blocks that have been free longest, and returns None.
+    def _pop_larger(self, device: torch.device, size: int) -> _Block | None:
+        """Returns the smallest free block of at least `size` bytes if a new block would exceed the limit of the pool.
+
+        Otherwise returns None; at the limit, frees the blocks that have been free longest.
         """
-        self._max_lent = max(self._max_lent, size + sum(block.num_held for block in self._lent))
+        self._max_lent = max(self._max_lent, size + sum(block.num_allocated for block in self._lent))
         if self.num_bytes + size > 2 * self._max_lent:
-            if fitting := [place for place in self._free if place[0] == device and place[1] >= size]:
-                return self._out(min(fitting, key=lambda place: place[1]))
+            if keys := [key for key in self._free if key[0] == device and key[1] >= size]:
+                return self._pop_free(min(keys, key=lambda key: key[1]))
             while self._free and self.num_bytes + size > 2 * self._max_lent:
-                self._out(next(iter(self._free)), 0)
+                self._pop_free(next(iter(self._free)), 0)
         return None
 
-    def _new(self, device: torch.device, size: int) -> _Block:
-        block = _Block(size, device)
-        self.num_allocations += 1
-        self._max_bytes = max(self._max_bytes, self.num_bytes + block.num_held)
+    def _pop_free(self, key: tuple[torch.device, int], index: int = -1) -> _Block:
+        """Removes a free block of a size and returns it, by default the block that was released last."""
+        block = self._free[key].pop(index)
+        if not self._free[key]:
+            del self._free[key]
         return block
-
-    def _out(self, place: tuple[torch.device, int], at: int = -1) -> _Block:
-        """Removes a free block of this size, the one that came back last, and returns it."""
-        block = self._free[place].pop(at)
-        if not self._free[place]:
-            del self._free[place]
-        return block
-
-    def _give(self, block: _Block) -> None:
-        """Takes a block back; the next lease of its size gets it."""
-        self._lent.remove(block)
-        # At the end: the first sizes are those that have been free longest.
-        blocks = self._free.pop(block.place, [])
-        blocks.append(block)
-        self._free[block.place] = blocks
 
 
 class Pools:
-    """Makes each pool when it is first asked for: the run's own, that of a table `[pools.NAME]`, or a record's, with defaults.
+    """Builds each pool at its first use: the default pool, that of a table `[pools.NAME]`, or a record's with its defaults.
 
-    tables: the plan's `[pools]`. build: makes the pool of a record. pools: those made so far, by name.
+    tables: the plan's `[pools]`. build: builds the pool of a record. pools: the pools built so far, by name.
     """
 
     def __init__(self, tables: Mapping[str, Any], build: Callable[[str], MemoryPool]) -> None:
@@ -203,8 +185,10 @@ class Pools:
         self.pools: dict[str, MemoryPool] = {}
 
     def __call__(self, name: str | None) -> MemoryPool:
-        """Returns the pool of the table `[pools.name]`, or of the record `name`, as `memory.size_classes`; for None the run's
-        own. Raises PlanError `unknown-name` or `unknown-record`, and PluginError for a plugin that cannot be loaded.
+        """Returns the pool of the table `[pools.name]` or of the record `name`, such as `memory.size_classes`; for None the
+        default pool.
+
+        Raises PlanError "unknown-name" or "unknown-record", and PluginError for a plugin that cannot be loaded.
         """
         key = name or DEFAULT
         if key not in self.pools:

@@ -26,23 +26,23 @@ TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
 TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
-"""What must be there for a step, an evaluation, for loading and saving weights, and for loading a checkpoint."""
+"""The parts that must be on the device to step, evaluate, load weights, save weights and restore a checkpoint."""
 
 
 class Move:
-    """Memory that is on its way. Nothing need wait for it: the run's own methods do. `wait` is for others on the device."""
+    """A transfer in progress. Methods of the run wait for it by themselves; `wait` is for other programs on the device."""
 
-    def __init__(self, waits: Sequence[Callable[[], None]], leaves: torch.device | None = None) -> None:
+    def __init__(self, waits: Sequence[Callable[[], None]], offloaded_from: torch.device | None = None) -> None:
         self._waits = waits
-        self._leaves = leaves
+        self._offloaded_from = offloaded_from
 
     def wait(self) -> None:
-        """Waits, on the host, until everything has left or come. After an offload on CUDA it also returns what torch's
-        allocator keeps for later to the driver: only then other programs can have the memory.
+        """Waits on the host until all copies are done. After an offload on CUDA it also empties the cache of torch's allocator,
+        so that other programs can use the memory.
         """
         for wait in self._waits:
             wait()
-        if self._leaves is not None and self._leaves.type == "cuda":
+        if self._offloaded_from is not None and self._offloaded_from.type == "cuda":
             import torch
 
             torch.cuda.empty_cache()
@@ -54,12 +54,12 @@ class RunMemory:
 
         run.memory.offload().wait()       # between two steps: other programs may use the device
         ...
-        run.memory.onload()               # the next step gives the same numbers as if nothing had been
+        run.memory.onload()               # the next step gives the same numbers as without an offload
 
-    device: the rank's. managers: those of the plan, attached. masters: the run's, which follow what a program writes. settle:
-    makes sure that no step is under way; check_free: that no exchange of one that failed is; the run sets both. Ranks need not
-    do alike, unless a manager shares the host's copies among them, as `memory.everything` does with `shared = true`; a step or
-    an evaluation of all ranks needs everything on each.
+    managers: the offload managers of the plan, attached. masters: the master weights, which follow weights that a program
+    writes. settle: waits until no step is in progress. check_free: raises StateError if exchanges of a failed step are still in
+    progress. The run sets both. Ranks may offload independently, unless a manager shares copies among ranks, as
+    `memory.everything` does with `shared = true`.
     """
 
     device: Device
@@ -71,53 +71,51 @@ class RunMemory:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Returns the bytes of device memory of each part, 0 for one that is away; states come in the first step."""
+        """The bytes of device memory of each part; 0 if the part is offloaded. Optimizer states exist after the first step."""
         return {part: self.inventory.num_bytes(part) for part in PARTS}
 
     @property
     def where(self) -> dict[Part, Where]:
-        """Returns where each part is: here, leaving, away or coming; parts that no manager of the plan moves are here."""
-        places = dict.fromkeys(PARTS, Where.HERE)
-        for manager in self.managers:
-            places.update({part: manager.where(part) for part in manager.parts})
-        return places
+        """The location of each part. A part without a manager is always on the device."""
+        return dict.fromkeys(PARTS, Where.HERE) | {part: manager.where(part) for part, manager in self._managers.items()}
 
     @on_stream
     def offload(self, *parts: Part) -> Move:
-        """Starts to move `parts`, or all that the plan's managers move, off the device; returns what waits for that. Parts that
-        are away stay so.
+        """Starts to move `parts`, or all that the plan's managers move, off the device. Skips offloaded parts.
 
-        Copies run beside other work: `wait` of the result, if another program is to have the memory. Gradients are freed, and
-        those of the last step are gone. Raises RunError `step-running` within a step, StateError `step-failed` after a step or
-        an evaluation that failed, of several ranks, and UsageError `no-offload` for a part that no `[[offload]]` of the plan
-        moves, `no-part` for one that there is not.
+        Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Gradients are
+        freed, and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step or
+        evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
+        moves.
         """
         self.settle()
         self.check_free()
         self.follow()
-        waits = [manager.offload(part) for part, manager in reversed(self._chosen(parts))]
+        waits = [manager.offload(part) for part, manager in reversed(self._select(parts))]
         return Move(waits, self.inventory.device)
 
     @on_stream
     def onload(self, *parts: Part) -> Move:
-        """Starts to bring `parts`, or all, back to the device; returns what waits for that. Parts that are here stay so. Raises
-        RunError `step-running` within a step, and UsageError as `offload`.
+        """Starts to move `parts`, or all, back to the device. Skips parts on the device.
+
+        Raises RunError "step-running" within a step, and the UsageErrors of `offload`.
         """
         self.settle()
-        return Move([manager.onload(part) for part, manager in self._chosen(parts)])
+        return Move([manager.onload(part) for part, manager in self._select(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
-        """Makes the device wait for `parts` in transfer. caller: such as "a step". Raises StateError `memory-away`."""
-        for manager in self.managers:
-            for part in parts:
-                if part in manager.parts:
-                    manager.require(part, caller)
+        """Makes the device wait for transfers of `parts`. caller: such as "a step". Raises StateError "memory-away"."""
+        managers = self._managers
+        for part in parts:
+            if part in managers:
+                managers[part].require(part, caller)
 
     def follow(self, reader: str | None = None) -> None:
-        """Lets masters take over what a program wrote to weights, if both are here; whoever reads masters calls this first.
+        """Updates the master weights after a program has written weights, if both are on the device.
 
-        reader: what masters are read for, as "a checkpoint"; None if nothing reads them now. With a reader, raises StateError
-        `memory-away` if a program wrote weights and one of the two is away. Raises RunError `weight-replaced`.
+        Must be called before master weights are read. reader: the purpose of the read, such as "a checkpoint"; None if nothing
+        reads them now. With a reader, raises StateError "memory-away" if a program has written weights and one of the two is
+        offloaded. Raises RunError "weight-replaced".
         """
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
@@ -129,20 +127,17 @@ class RunMemory:
 
     @property
     def report(self) -> dict[Part, Moved]:
-        """Returns the cost of moving each part since the start of the run, for the parts that a manager moves."""
-        costs: dict[Part, Moved] = {}
-        for manager in self.managers:
-            costs.update({part: manager.moved(part) for part in manager.parts})
-        return costs
+        """The cost of all transfers of each part that a manager moves."""
+        return {part: manager.moved(part) for part, manager in self._managers.items()}
 
     @on_stream
     def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and value of each tensor of `part`, on the host, without bringing any to the device: a checkpoint of a
-        run whose memory is away. Names, shapes and dtypes are those of the part, scalars of the optimizer included.
+        """Yields the name and value of each tensor of `part` on the host, without moving anything to the device.
 
-        What is away is shown where it lies: read it before the next offload, and write nothing. Of sharded weights, the shards
-        of this rank. Waits for copies to the host. Raises UsageError `not-copied` for a part whose memory is freed, not copied,
-        and StateError `memory-away` where this rank's host has only a part of what is away.
+        Names, shapes and dtypes are those of the part, including the optimizer's scalars; of sharded weights, this rank's
+        shards. Values of offloaded tensors are views that are valid until the next offload and must not be written. Waits for
+        copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and StateError
+        "memory-away" if this rank's host has only a part of the copy.
         """
         self.settle()
         if part not in COPIED:
@@ -151,44 +146,47 @@ class RunMemory:
         if part == "masters":
             self.follow("reading masters")
         copies = self._copies()
-        return ((name, _on_host(part, tensor, copies)) for name, tensor in self.inventory.everything(part))
+
+        def value(tensor: Tensor) -> Tensor:
+            memory = _current_memory(copies, tensor, part)
+            return memory.detach().to("cpu", copy=True) if memory is tensor else memory
+
+        return ((name, value(tensor)) for name, tensor in self.inventory.everything(part))
 
     def at_rest(self) -> Callable[[Tensor], Tensor]:
-        """Returns a function that gives each tensor of the run where it lies: itself, or while its memory is away, or not back
-        yet, the host's copy. Nothing is copied or brought. Waits for copies to the host. The function raises StateError
-        `memory-away` where this rank's host has only a part of what is away.
+        """Returns a function from a tensor of the run to its current memory: the tensor itself, or the host's copy while the
+        tensor is offloaded or in transfer.
+
+        Copies nothing, but waits for copies to the host. The function raises StateError "memory-away" if this rank's host has
+        only a part of the copy.
         """
         return partial(_current_memory, self._copies())
 
+    @property
+    def _managers(self) -> dict[Part, OffloadManager]:
+        return {part: manager for manager in self.managers for part in manager.parts}
+
     def _copies(self) -> dict[int, Tensor]:
-        """Returns the host's copies of all that is away or coming, by `storage_id`, uint8 [bytes]; one per storage."""
-        return {key: copy for manager in self.managers for part in manager.parts for key, copy in manager.host(part).items()}
+        """Returns the host's copies of all storages that are offloaded or in transfer, by `storage_id`, uint8 [bytes]."""
+        return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
 
-    def _chosen(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
-        """Returns `parts`, or all that move if it is empty, with their managers, in the order in which they come back.
-
-        Raises UsageError `no-part` for a part that there is not, `no-offload` for one that nothing in the plan moves.
-        """
-        of_part = {part: manager for manager in self.managers for part in manager.parts}
-        for part in parts:
-            if part not in PARTS:
-                raise UsageError("no-part", f"a run's memory has no part {part!r}", hint=f"use one of {', '.join(PARTS)}")
-            if part not in of_part:
-                raise _no_offload_error(part)
-        if not of_part:
-            raise _no_offload_error("memory")
-        return [(part, of_part[part]) for part in PARTS if part in (parts or of_part)]
-
-
-def _on_host(part: Part, tensor: Tensor, copies: Mapping[int, Tensor]) -> Tensor:
-    """Returns a tensor's value on the host: the view of its copy if it is away, else a new copy."""
-    source = _current_memory(copies, tensor, part)
-    return source.detach().to("cpu", copy=True) if source is tensor else source
+    def _select(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
+        """Returns `parts`, by default all that a manager moves, with their managers, in the order of onloads."""
+        managers = self._managers
+        if unknown := [part for part in parts if part not in PARTS]:
+            raise UsageError("no-part", f"a run's memory has no part {unknown[0]!r}", hint=f"use one of {', '.join(PARTS)}")
+        missing: list[str] = [part for part in parts if part not in managers] or ([] if managers else ["memory"])
+        if missing:
+            message = f"no offload manager in the plan moves the run's {missing[0].replace('_', ' ')}"
+            hint = 'add [[offload]] with `use = "memory.everything"` (package sley-memory)'
+            raise UsageError("no-offload", message, hint=hint)
+        return [(part, managers[part]) for part in PARTS if part in (parts or managers)]
 
 
 def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
-    """Returns `tensor`, or if its storage has a copy on the host, the view of that copy. Raises StateError `memory-away` if its
-    memory is freed and the host has no whole copy. part: for the message.
+    """Returns `tensor`, or a view of the host's copy if there is one. part: the name of the part, for the error.
+
+    Raises StateError "memory-away" if the memory is freed and the host has no complete copy.
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -196,66 +194,52 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
     return tensor if copy is None else view_in_copy(tensor, copy)
 
 
-def _no_offload_error(part: str) -> UsageError:
-    message = f"no offload manager in the plan moves the run's {part.replace('_', ' ')}"
-    return UsageError("no-offload", message, hint='add [[offload]] with `use = "memory.everything"` (package sley-memory)')
-
-
 GB = 10**9
 
 
 class ManagerCounts:
-    """Reports the parts that a manager has moved, as `protocols.Counts`."""
+    """Reports the transfers of a manager, as `protocols.Counts`."""
 
     def __init__(self, manager: OffloadManager) -> None:
         self._manager = manager
 
     def counts(self) -> Mapping[str, float]:
-        """Returns, by `<part>_<number>`, what moving each part has cost, without zeros; GB/s where seconds are known."""
-        numbers: dict[str, float] = {}
-        for part in self._manager.parts:
-            numbers |= {f"{part}_{name}": value for name, value in self._manager.moved(part).numbers().items() if value}
-        return numbers
+        """Returns the costs that are not 0, by `<part>_<cost>`."""
+        costs = {part: self._manager.moved(part).numbers() for part in self._manager.parts}
+        return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
 
 
 class OffloadMetrics:
-    """Adds numbers to each row of a run that has `[[offload]]`, since the row before: three over all parts, and three for each
-    of `parts` that has a copy on the host; 0 if nothing moved. managers: those of the run.
+    """Adds the transfers since the previous row to each metrics row of a run that has `[[offload]]`: in total, and for each of
+    `parts` that has a copy on the host.
 
-    offload/gb, offload/weights_gb, ...: copied either way, the sum over ranks. offload/s, offload/weights_s, ...: the mean over
-    ranks, of copies whose end the host has seen; offload/gb_per_s, offload/weights_gb_per_s, ...: their mean rate.
+    offload/gb, offload/weights_gb, ...: the bytes copied in both directions, summed over ranks. offload/s, ...: the mean over
+    ranks of the seconds of copies whose end the host has seen. offload/gb_per_s, ...: the mean rate of these copies.
     """
 
     def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
         self.managers = managers
         self._num_ranks = num_ranks
-        self._before: dict[str, tuple[float, float, float]] = {}
-        # a plan's parts, in the order of `COPIED`: the same names on all ranks
+        self._totals: dict[tuple[str, Part | None], tuple[float, float, float]] = {}
+        # the parts of the plan, in the order of `COPIED`: the same names on all ranks
         for part in (None, *(part for part in COPIED if part in set(parts))):
             prefix = "offload/" if part is None else f"offload/{part}_"
-            numbers.add(f"{prefix}gb", partial(self._gb, part))
-            numbers.add(f"{prefix}s", partial(self._seconds, part))
-            numbers.add(f"{prefix}gb_per_s", partial(self._rate, part))
+            for name in ("gb", "s", "gb_per_s"):
+                numbers.add(prefix + name, partial(self._measure, name, part))
 
-    def _gb(self, part: Part | None) -> float:
-        return self._since("gb", part)[0] / GB
-
-    def _seconds(self, part: Part | None) -> float:
-        return self._since("seconds", part)[2] / self._num_ranks
-
-    def _rate(self, part: Part | None) -> float:
-        _, num_timed, seconds = self._since("rate", part)
-        return num_timed / GB / seconds / self._num_ranks if seconds else 0.0
-
-    def _since(self, name: str, part: Part | None) -> tuple[float, float, float]:
-        """Returns the bytes copied since the last call with this `name` and `part`, those of timed copies, and their time."""
-        costs = [manager.moved(one) for manager in self.managers for one in manager.parts if part is None or one == part]
-        current = (
+    def _measure(self, name: str, part: Part | None) -> float:
+        """Returns the number `name` of the transfers of `part`, by default of all parts, since the previous call for both."""
+        costs = [manager.moved(moved) for manager in self.managers for moved in manager.parts if part in (None, moved)]
+        totals = (
             float(sum(cost.copied_out + cost.copied_in for cost in costs)),
             float(sum(cost.timed_out + cost.timed_in for cost in costs)),
             sum(cost.seconds_out + cost.seconds_in for cost in costs),
         )
-        key = f"{name} {part}"
-        before = self._before.get(key, (0.0, 0.0, 0.0))
-        self._before[key] = current
-        return current[0] - before[0], current[1] - before[1], current[2] - before[2]
+        previous = self._totals.get((name, part), (0.0, 0.0, 0.0))
+        self._totals[name, part] = totals
+        num_bytes, num_timed, seconds = (new - old for new, old in zip(totals, previous, strict=True))
+        if name == "gb":
+            return num_bytes / GB
+        if name == "s":
+            return seconds / self._num_ranks
+        return num_timed / GB / seconds / self._num_ranks if seconds else 0.0

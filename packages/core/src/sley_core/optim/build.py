@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -101,20 +101,6 @@ def _factory_error(message: str, key: str = "factory", hint: str | None = None) 
 _NO_OPTIONS = GroupConfig(match="*")
 
 
-class GroupableParameter(Protocol):
-    """A parameter that can be in a group, such as one of the parameter registry.
-
-    decays: whether the optimizer's own decay applies, i.e. it is a matrix and belongs to no norm.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameter(self) -> torch.Tensor: ...
-    @property
-    def decays(self) -> bool: ...
-
-
 def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
     """Returns the names that the plan freezes of `names`, of the full model. aliases: the other names of tied weights, which
     groups cannot match, with the name to use instead. Raises PlanError "group-unmatched" for every group that no name falls to,
@@ -140,14 +126,15 @@ UNIFORM_ROUNDING = {"foreach": True}
 
 
 def parameter_groups(
-    params: Iterable[GroupableParameter], config: OptimizerConfig, more: Mapping[str, Any] | None = None
+    params: Iterable[Any], config: OptimizerConfig, more: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the parameters.
 
-    A group's own `weight_decay` is taken as written; else a parameter that does not decay has 0. `initial_lr` keeps the
-    full rate that `scale_learning_rate` scales. Without parameters there is one empty group, which torch.optim accepts.
-    `params` must not contain frozen parameters (see `frozen_names`); one that a program unfreezes later has the optimizer's
-    options. more: additional options for every group.
+    params: objects with `name`, `parameter` and `decays` (whether the optimizer's own weight decay applies, i.e. the parameter
+    is a matrix and belongs to no norm), without frozen parameters. more: additional options for every group.
+
+    A weight decay of the table's group always applies. `initial_lr` is the full rate that `scale_learning_rate` scales. Without
+    parameters there is one empty group, which torch.optim accepts.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for param in params:

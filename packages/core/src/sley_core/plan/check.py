@@ -19,6 +19,7 @@ from sley_core.plan.tables import (
     TABLES,
     BatchTable,
     EvaluationTable,
+    LossScaleTable,
     ModelConfig,
     ParallelTable,
     PrecisionTable,
@@ -53,13 +54,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
 
     The plugins' hooks `sley_check_plan` are called only if the layout fits the world. Raises PluginError if a hook fails.
     """
-    problems = [
-        *check_offload(plan),
-        *check_canonical(plan),
-        *_check_parts(plan),
-        *_check_sequence(plan),
-        *_check_keep_best(plan),
-    ]
+    problems = [*check_offload(plan), *check_canonical(plan), *_check_parts(plan), *_check_keep_best(plan)]
     diagnostics: list[Diagnostic] = []
     tables = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL_TABLES)}
     try:
@@ -77,39 +72,48 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
     return sort_by_place(diagnostics)
 
 
-def timer_package(plan: Plan) -> str:
-    """Returns the import name of the package that times layers for the partition, or an empty string."""
-    if plan.partition is None or not isinstance(plan.partition.record, PartitionerRecord):
-        return ""
-    timer = plan.partition.record.timer
-    return timer.partition(".")[0] if timer is not None and plan.partition.config.layer_costs is None else ""
+NEEDED_TABLES = {
+    "pp": ("pipeline", "a schedule", '`use = "pp.one_f_one_b"`'),
+    "wp": ("weights", "a weight communicator", '`use = "isp.communicator"` of sley-isp'),
+    "sp": ("sequence", "an attention over split sequences", '`use = "isp.all_to_all"` of sley-isp'),
+}
+"""The table that each axis of [parallel] needs, the part that this table names, and an example."""
 
 
 def _check_parts(plan: Plan) -> Iterator[Problem]:
     """Yields a problem for each table or package that the layout needs but lacks, and for each setting that compiled layers do
     not support.
     """
-    parallel, config = plan.parallel, plan.model.config
-    is_compiled = isinstance(config, ModelConfig) and config.compile
-    if plan.precision.accumulation == "direct" and is_compiled:  # it needs hooks that compiled layers lack
-        message = "compiled layers do not support direct accumulation of weight gradients"
-        hint = 'use `accumulation = "autograd"`, or remove `compile`'
-        yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
-    if parallel.pp > 1 and plan.pipeline is None:
-        message = f"`pp = {parallel.pp}` needs a [pipeline] table that names a schedule"
-        yield Problem(("parallel", "pp"), message, 'add a table [pipeline] with `use = "pp.one_f_one_b"`', "pipeline-missing")
-    package = timer_package(plan)
-    if plan.partition is not None and package and find_spec(package) is None:
-        hint = install_hint(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
-        message = f"`{plan.partition.name}` times layers with `{package}`, which is not installed"
-        yield Problem(("partition", "use"), message, f"{hint}; or set `layer_costs`", "timer-missing")
-    if parallel.wp > 1 and plan.weights is None:
-        message = f"`wp = {parallel.wp}` needs a [weights] table that names a weight communicator"
-        hint = 'add a table [weights] with `use = "isp.communicator"` of sley-isp'
-        yield Problem(("parallel", "wp"), message, hint, "weights-missing")
-    if parallel.wp > 1 and is_compiled:
-        message = f"compiled layers do not support sharded weights, but `wp = {parallel.wp}`"
-        yield Problem(("model", "compile"), message, "remove `compile`, or use `wp = 1`", "weights-compiled")
+    for axis, (table, part, example) in NEEDED_TABLES.items():
+        if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
+            message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
+            yield Problem(("parallel", axis), message, f"add a table [{table}] with {example}", f"{table}-missing")
+    config, wp = plan.model.config, plan.parallel.wp
+    if isinstance(config, ModelConfig) and config.compile:
+        if plan.precision.accumulation == "direct":  # it needs hooks that compiled layers lack
+            message = "compiled layers do not support direct accumulation of weight gradients"
+            hint = 'use `accumulation = "autograd"`, or remove `compile`'
+            yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
+        if wp > 1:
+            message = f"compiled layers do not support sharded weights, but `wp = {wp}`"
+            yield Problem(("model", "compile"), message, "remove `compile`, or use `wp = 1`", "weights-compiled")
+    partition, sp = plan.partition, plan.parallel.sp
+    timer = partition.record.timer if partition and isinstance(partition.record, PartitionerRecord) else None
+    if partition and timer is not None and not partition.config.layer_costs:
+        package = timer.partition(".")[0]
+        if find_spec(package) is None:
+            hint = install_hint(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
+            message = f"`{partition.name}` times layers with `{package}`, which is not installed"
+            yield Problem(("partition", "use"), message, f"{hint}; or set `layer_costs`", "timer-missing")
+        if sp > 1:
+            message = f"`{partition.name}` times layers on whole sequences, but with `sp = {sp}` a rank has only slices"
+            yield Problem(("partition", "use"), message, 'use "pp.balanced", or set `layer_costs`', "sequence-partition")
+    length = getattr(plan.data.config, "sequence", None)
+    if isinstance(length, int) and length % sp:
+        message = f"the sequence length must be a multiple of sp = {sp}, but is {length}"
+        smaller = f"{length // sp * sp} or " if length > sp else ""
+        hint = f"use sequence = {smaller}{(length // sp + 1) * sp}"
+        yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
@@ -132,28 +136,6 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
     except PlanError as error:
         return list(plan.add_places(error).diagnostics)
     return []
-
-
-def _check_sequence(plan: Plan) -> Iterator[Problem]:
-    size = plan.parallel.sp
-    if size == 1:
-        return
-    if plan.sequence is None:
-        message = f"`sp = {size}` needs a [sequence] table that names an attention over split sequences"
-        hint = 'add a table [sequence] with `use = "isp.all_to_all"` of sley-isp'
-        yield Problem(("parallel", "sp"), message, hint, "sequence-missing")
-    partition = plan.partition
-    record = partition.record if partition else None
-    if partition and isinstance(record, PartitionerRecord) and record.timer is not None and not partition.config.layer_costs:
-        message = f"`{partition.name}` times layers on whole sequences, but with `sp = {size}` a rank has only slices"
-        hint = 'use "pp.balanced", or set `layer_costs`'
-        yield Problem(("partition", "use"), message, hint, "sequence-partition")
-    length = getattr(plan.data.config, "sequence", None)
-    if isinstance(length, int) and length % size:
-        message = f"the sequence length must be a multiple of sp = {size}, but is {length}"
-        smaller = f"{length // size * size} or " if length > size else ""
-        hint = f"use sequence = {smaller}{(length // size + 1) * size}"
-        yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
 SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}
@@ -314,7 +296,8 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
     Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range", "beyond-the-run", "skips-unused", and
     "batch-does-not-divide".
     """
-    run, batch, precision, parallel = (tables.get(name) for name in ("run", "batch", "precision", "parallel"))
+    names = ("run", "batch", "precision", "parallel", "profile")
+    run, batch, precision, parallel, profile = (tables.get(name) for name in names)
     if isinstance(precision, PrecisionTable):
         compute, gradients = precision.compute, precision.gradients
         if gradients not in GRADIENT_DTYPES[compute]:
@@ -322,10 +305,14 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
             message = f'with `compute = "{compute}"`, gradients must be accumulated in {dtypes}, not {gradients}'
             hint = f'use "{GRADIENT_DTYPES[compute][0]}", or remove the key'
             yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
-        yield from _check_loss_scale(precision)
+        if precision.loss_scale is not None:
+            yield from _check_loss_scale(precision.loss_scale, compute)
     if isinstance(run, RunTable):
-        yield from _check_skips(run)
-        yield from _check_profile(run, tables.get("profile"))
+        if run.on_nan == "stop" and run.max_skips is not None:
+            message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
+            yield Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
+        if isinstance(profile, ProfileTable):
+            yield from _check_profile(run, *profile.steps)
     if dp is None and isinstance(parallel, ParallelTable) and parallel.dp != "auto":
         dp = parallel.dp
     if isinstance(batch, BatchTable) and dp is not None:
@@ -376,29 +363,17 @@ def _check_keep_best(plan: Plan) -> Iterator[Problem]:
         yield Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")
 
 
-def _check_loss_scale(precision: PrecisionTable) -> Iterator[Problem]:
-    scale = precision.loss_scale
+def _check_loss_scale(scale: LossScaleTable, compute: str) -> Iterator[Problem]:
     path: KeyPath = ("precision", "loss_scale")
-    if scale is None:
-        return
-    if precision.compute != "fp16":
-        message = f"only fp16 uses a loss scale, but this plan computes in {precision.compute}"
+    if compute != "fp16":
+        message = f"only fp16 uses a loss scale, but this plan computes in {compute}"
         yield Problem(path, message, "remove `loss_scale`", "loss-scale-unused")
     elif scale.min_scale > scale.init_scale:
         message = f"the loss scale would start at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
         yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
-def _check_skips(run: RunTable) -> Iterator[Problem]:
-    if run.on_nan == "stop" and run.max_skips is not None:
-        message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
-        yield Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
-
-
-def _check_profile(run: RunTable, profile: Table | None) -> Iterator[Problem]:
-    if not isinstance(profile, ProfileTable):
-        return
-    first, last = profile.steps
+def _check_profile(run: RunTable, first: int, last: int) -> Iterator[Problem]:
     path: KeyPath = ("profile", "steps")
     if first > last:
         message = f"the first step to record, {first}, is after the last, {last}"
@@ -412,12 +387,10 @@ def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
     """Yields a problem that suggests valid sizes if global_size is not a multiple of dp x micro_size."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro
-    if size % unit == 0:
-        return
-    smaller = size // unit * unit
-    sizes = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
-    max_micro = min(size // dp, 1000) if size % dp == 0 else 0  # do not suggest larger microbatches
-    micros = [divisor for divisor in range(1, max_micro + 1) if size // dp % divisor == 0]
-    micro_hint = f", or micro_size = {min(micros, key=lambda size: (abs(size - micro), size))}" if micros else ""
-    message = f"global_size must be a multiple of dp x micro_size = {dp} x {micro} = {unit}, but is {size}"
-    yield Problem(("batch", "global_size"), message, f"use global_size = {sizes}{micro_hint}", "batch-does-not-divide")
+    if size % unit:
+        smaller = size // unit * unit
+        sizes = f"{smaller} or {smaller + unit}" if smaller else f"{unit}"
+        micros = [divisor for divisor in range(min(micro, size // dp), 0, -1) if size % (dp * divisor) == 0]
+        hint = f"use global_size = {sizes}" + (f", or micro_size = {micros[0]}" if micros else "")
+        message = f"global_size must be a multiple of dp x micro_size = {dp} x {micro} = {unit}, but is {size}"
+        yield Problem(("batch", "global_size"), message, hint, "batch-does-not-divide")

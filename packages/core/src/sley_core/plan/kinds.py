@@ -87,8 +87,7 @@ class ComponentTable:
     factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name of the run's
     argument that is passed to a factory whose signature has it. build: `build(config, *args)`, which replaces the call of the
     factory. is_list: whether the plan has an array `[[key]]` of these tables. required_table: the table without which this
-    table is not allowed; an optional table names itself. suggested_record: set if the schedule's record names the default; a
-    Sley record for hints.
+    table is not allowed; an optional table names itself. schedule_default: the default if the schedule's record names none.
     """
 
     key: str
@@ -100,7 +99,7 @@ class ComponentTable:
     build: str | None = None
     is_list: bool = False
     required_table: str | None = None
-    suggested_record: str | None = None
+    schedule_default: str | None = None
 
     @property
     def has_names(self) -> bool:
@@ -154,14 +153,14 @@ COMPONENTS = (
         "partitioners",
         "How the layers are divided into pipeline stages.",
         required_table="pipeline",
-        suggested_record="pp.balanced",
+        schedule_default="pp.balanced",
     ),
     ComponentTable(
         "link",
         "stage_links",
         "How outputs and their gradients are sent between pipeline stages.",
         required_table="pipeline",
-        suggested_record="pp.link",
+        schedule_default="pp.link",
     ),
     ComponentTable(
         "weights",

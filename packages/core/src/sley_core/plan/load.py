@@ -1,34 +1,32 @@
 """Loads a plan from a file, a text or a program's tables: imports the plugins that it names, checks every table, adds defaults.
 
-All problems are reported together. The default of some tables depends on the schedule (`ComponentTable.suggested_record`): it
-is the record that the schedule names, or else the only record of this kind in the plan's plugins. Plugins that the plan does
-not name are not imported.
+All problems are reported together. The default of some tables is the record that the schedule names
+(`ComponentTable.schedule_default`). Plugins that the plan does not name are not imported.
 """
 
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from sley_core.discovery import CORE, install_hint
+from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path
 from sley_core.plan.check import check_all_data, check_tables
 from sley_core.plan.document import Document, sort_by_place, to_plain_data
 from sley_core.plan.faults import unknown_key_diagnostic, validation_diagnostics
-from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_name, kind_with_article
+from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_with_article
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, EvaluationSet, Plan
-from sley_core.plan.read import read_file, read_tables, read_text
+from sley_core.plan.read import read_file, read_tables, read_text, resolve_folder
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, escape_path, expand_path
+from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, escape_path
 from sley_core.words import describe_value, suggestion
 
 
@@ -98,31 +96,23 @@ class Reference(NamedTuple):
 
 
 def find_references(table: Table) -> Iterator[Reference]:
-    """Yields every record reference in `table`, in the order of the fields."""
+    """Yields the record references in the fields of `table`, in their order."""
     for name, info in type(table).model_fields.items():
-        yield from _find_nested_references(info.annotation, info.metadata, getattr(table, name), (name,))
+        value = getattr(table, name)
+        for kind in _reference_kinds(info.annotation, info.metadata):
+            if isinstance(value, str):
+                yield Reference((name,), kind, value)
+            elif isinstance(value, tuple):
+                yield from (Reference((name, number), kind, item) for number, item in enumerate(value))
 
 
-def _find_nested_references(annotation: Any, metadata: Sequence[Any], value: Any, path: KeyPath) -> Iterator[Reference]:
-    """Yields the references inside `value`, whose type is `annotation`, at any depth."""
-    marks = [item for item in metadata if isinstance(item, RecordReference)]
-    if marks and isinstance(value, str):
-        yield Reference(path, marks[-1].kind, value)
-    elif isinstance(value, Table):
-        for inner in find_references(value):
-            yield inner._replace(path=(*path, *inner.path))
-    elif get_origin(annotation) is Annotated:
-        inner_type, *inner_metadata = get_args(annotation)
-        yield from _find_nested_references(inner_type, inner_metadata, value, path)
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for arm in get_args(annotation):
-            yield from _find_nested_references(arm, (), value, path)
-    elif isinstance(value, tuple | list) and get_args(annotation):
-        for number, item in enumerate(value):
-            yield from _find_nested_references(get_args(annotation)[0], (), item, (*path, number))
-    elif isinstance(value, dict) and get_args(annotation):
-        for key, item in value.items():
-            yield from _find_nested_references(get_args(annotation)[1], (), item, (*path, key))
+def _reference_kinds(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[RecordKind]:
+    """Yields the record types to which a string, or a string of an array, with this type refers."""
+    yield from (
+        item.kind for item in (*metadata, *getattr(annotation, "__metadata__", ())) if isinstance(item, RecordReference)
+    )
+    for inner in get_args(annotation):
+        yield from _reference_kinds(inner)
 
 
 def resolve_plan(document: Document, loader: Loader) -> Plan:
@@ -132,8 +122,7 @@ def resolve_plan(document: Document, loader: Loader) -> Plan:
     for name, model in OPTIONAL_TABLES.items():
         parts[name] = resolver.core_table(name, model) if name in resolver.tables else None
     parts["evaluation_sets"] = resolver.evaluation_sets(parts["evaluation"])
-    # A default may be the only record of its kind in the plan's plugins, so such tables follow once all plugins are loaded.
-    for spec in sorted(COMPONENTS, key=lambda spec: spec.suggested_record is not None and not resolver.names_record(spec)):
+    for spec in COMPONENTS:
         if spec.has_names:
             parts[spec.key] = resolver.named_components(spec)
         else:
@@ -175,21 +164,18 @@ class _Resolver:
                 self._add_problem("table-without-effect", message, (spec.key,), f"add [{spec.required_table}], or remove it")
             return None
         default = spec.default
-        if spec.suggested_record is not None and self.schedule is not None:
-            records = self._available_records(spec)
-            default = getattr(self.schedule.record, spec.key) or (records[0] if len(records) == 1 else None)
+        if spec.schedule_default is not None and self.schedule is not None:
+            default = getattr(self.schedule.record, spec.key) or spec.schedule_default
         if spec.key not in self.tables and default is None:
-            self._report_missing_table(spec)
+            if spec.schedule_default is None:  # otherwise [pipeline] itself has a problem
+                choices = "`use` or `factory`" if spec.factory else "`use`"
+                message = f"the plan needs a table [{spec.key}] with {choices}"
+                self._add_problem("missing-table", message, (spec.key,), self._suggest_record(spec))
             return None
         component = self._resolve_component(spec, self.tables.get(spec.key, {}), (spec.key,), default)
         if spec.kind == "schedules":
             self.schedule = component
         return component
-
-    def names_record(self, spec: ComponentTable) -> bool:
-        """Returns whether the plan's table has `use`."""
-        value = self.tables.get(spec.key)
-        return isinstance(value, dict) and "use" in value
 
     def components(self, spec: ComponentTable, parallel: ParallelTable | None) -> tuple[Component, ...]:
         """Returns the components of an array of tables. The default gradient handlers are those that the layout needs: a
@@ -276,9 +262,9 @@ class _Resolver:
                 self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
                 continue
             # Prefer the only table that contains the key, or whose model has it, to a similar spelling.
-            tables_with_key = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
-            models_with_key = [name for name, model in {**TABLES, **OPTIONAL_TABLES}.items() if key in model.model_fields]
-            owners = tables_with_key if len(tables_with_key) == 1 else models_with_key
+            owners = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
+            if len(owners) != 1:
+                owners = [name for name, model in {**TABLES, **OPTIONAL_TABLES}.items() if key in model.model_fields]
             hint = f"did you mean `{owners[0]}.{key}`?" if len(owners) == 1 else None
             self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", hint))
 
@@ -348,13 +334,10 @@ class _Resolver:
         """Returns the component that `use` names, with a valid config and loaded references; None if it has a problem."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
-        schedule = self.schedule.record if self.schedule and not self.document.origin(use_path) else None
-        if (
-            self.schedule
-            and isinstance(schedule, ScheduleRecord)
-            and name in (schedule.link, schedule.partition, schedule.ties)
-        ):
-            use_path, prefix = (*self.schedule.path, "use"), f"`{self.schedule.name}` names `{name}`: "
+        if self.schedule and not self.document.origin(use_path):
+            is_ties = isinstance(self.schedule.record, ScheduleRecord) and name == self.schedule.record.ties
+            if is_ties or spec.schedule_default is not None:
+                use_path, prefix = (*self.schedule.path, "use"), f"`{self.schedule.name}` needs `{name}`: "
         plugin = self._load_record_plugin(name, use_path, prefix)
         if plugin is None:
             return None
@@ -412,31 +395,6 @@ class _Resolver:
             except SleyError as error:
                 self._add_error(error, path)
 
-    def _report_missing_table(self, spec: ComponentTable) -> None:
-        """Records that a required table is missing, unless [pipeline] itself has a problem."""
-        parallel = self.tables.get("parallel")
-        has_stages = isinstance(parallel, dict) and parallel.get("pp", 1) != 1
-        if spec.suggested_record is None:
-            choices = "`use` or `factory`" if spec.factory else "`use`"
-            core_records = self.plugins[CORE].records.get(spec.kind, {})
-            core_hint = f"core has {', '.join(f'`{CORE}.{name}`' for name in core_records)}"
-            hint = core_hint if core_records else self._suggest_record(spec)
-            self._add_problem("missing-table", f"the plan needs a table [{spec.key}] with {choices}", (spec.key,), hint)
-        elif self.schedule is not None and (spec.kind != "stage_links" or has_stages):
-            message = f"the plan needs a table {spec.header} with `use`: `{self.schedule.name}` names no {kind_name(spec.kind)}"
-            package = spec.suggested_record.partition(".")[0]
-            install = "" if package in self.loader.names() else f"; {install_hint(package)}"
-            component_type = kind_with_article(spec.kind)
-            suggested = f'`use = "{spec.suggested_record}"` of sley-{package}'
-            hint = f"add {spec.header} with {suggested}, or {component_type} of another plugin{install}"
-            available = "none"
-            if records := self._available_records(spec):
-                available, hint = ", ".join(f"`{name}`" for name in records), "set `use` to one of them"
-            self._add_problem("missing-table", f"{message}, and the plan's plugins have {available}", ("pipeline", "use"), hint)
-
-    def _available_records(self, spec: ComponentTable) -> list[str]:
-        return [f"{plugin.name}.{name}" for plugin in self.plugins.values() for name in plugin.records[spec.kind]]
-
     def _suggest_record(self, spec: ComponentTable) -> str | None:
         """Returns a hint with core's records for a table, or with a record of another Sley package; None if there is none."""
         core = self.plugins.get(CORE)
@@ -485,19 +443,14 @@ class _Resolver:
 
     def _apply_source_folder(self) -> None:
         """Replaces the folder in which relative paths start by the plan's `source_folder`, if it has one."""
-        value = self.tables.get("source_folder")
-        if isinstance(value, str):
-            try:
-                folder = Path(self.document.folder or Path(), expand_path(value))
-            except ValueError as error:
-                self._add_problem("wrong-value", f"`source_folder`: {error}", ("source_folder",))
-                return
+        try:
+            folder = resolve_folder(self.document)
+        except PlanError as error:
+            self.problems += error.diagnostics
+            return
+        if "source_folder" in self.tables:
             self.tables = {**self.tables, "source_folder": escape_path(str(folder))}
             self.document = replace(self.document, folder=folder, tables=self.tables)
-        elif value is not None:
-            self._add_problem(
-                "wrong-type", f"`source_folder` must be a string, not {describe_value(value)}", ("source_folder",)
-            )
 
     def _add_error(self, error: SleyError, path: KeyPath, prefix: str = "") -> None:
         for problem in error.diagnostics:

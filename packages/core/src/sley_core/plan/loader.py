@@ -108,8 +108,8 @@ class Loader:
         """Returns the plugin `name`, which the first call imports and checks.
 
         Raises PluginError: "plugin-missing" (a Sley plugin that is not installed), "plugin-unknown", "plugin-ambiguous" (in two
-        distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (an unknown hook, or a hook
-        without `@hookimpl`), "plugin-argument" (an argument that the hook does not have), "plugin-invalid" (invalid records).
+        distributions), "plugin-incompatible" (needs another core), "plugin-import", "plugin-hook" (an unknown hook or
+        argument, or a hook without `@hookimpl`), "plugin-invalid" (invalid records).
         """
         if name not in self._loaded:
             sources = self.sources(name)
@@ -159,7 +159,7 @@ class Loader:
         return PluginError("plugin-unknown", message, hint=suggestion(name, {*self.names(), *FIRST_PARTY}, hint))
 
 
-HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("sley_")}
+HOOKS = frozenset(name for name in vars(hookspecs) if name.startswith("sley_"))
 
 RECORD_HOOKS: dict[str, type[Record]] = {
     "sley_records": Record,
@@ -186,35 +186,22 @@ def import_plugin(source: PluginSource) -> Any:
 def load_hooks(module: Any, source: PluginSource) -> Any:
     """Registers one plugin's hooks with pluggy and returns their callers.
 
-    Raises PluginError "plugin-hook" or "plugin-argument" for an unknown hook or argument.
+    Raises PluginError "plugin-hook" for an unmarked or unknown hook, or for an argument that the hook does not have.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name in dir(module):
-        options = manager.parse_hookimpl_opts(module, name)
-        if options is None:
-            if name in HOOKS and inspect.isroutine(getattr(module, name)):
-                message = f"{source.label}: its `{name}` would never be called, because it is not marked as a hook"
-                raise PluginError("plugin-hook", message, hint="add `@hookimpl` of `sley_core.hookspecs` above the function")
-            continue
-        hook = options.get("specname") or name
-        if hook not in HOOKS and options["optionalhook"]:  # a hook of another package
-            continue
-        if hook not in HOOKS:
-            hint = suggestion(hook, HOOKS, f"the plugin may need a newer core than {core_version()}")
-            raise PluginError("plugin-hook", f"{source.label}: there is no hook `{hook}`", hint=hint)
-        arguments = inspect.signature(HOOKS[hook]).parameters
-        parameters = inspect.signature(getattr(module, name)).parameters.values()
-        required = [param.name for param in parameters if param.default is param.empty]  # those that pluggy passes
-        if unknown := [param for param in required if param not in ("self", *arguments)]:
-            passed = ", ".join(f"`{key}`" for key in arguments) or "no arguments"
-            message = f"{source.label}: its `{hook}` needs `{unknown[0]}`, but core {core_version()} passes {passed}"
-            hint = f"{UPDATE_CORE}, or install an older {source.dist}"
-            raise PluginError("plugin-argument", message, hint=hint)
+        if name in HOOKS and inspect.isroutine(getattr(module, name)) and manager.parse_hookimpl_opts(module, name) is None:
+            message = f"{source.label}: its `{name}` would never be called, because it is not marked as a hook"
+            raise PluginError("plugin-hook", message, hint="add `@hookimpl` of `sley_core.hookspecs` above the function")
     try:
         manager.register(module, source.name)
+        manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise PluginError("plugin-invalid", f"{source.label}: {format_cause(error)}") from error
+        lines = str(error).splitlines()
+        message = f"{source.label} does not fit core {core_version()}: {lines[0]}{f': {lines[-1]}' if lines[1:] else ''}"
+        hint = f"correct the hook, {UPDATE_CORE}, or install another version of {source.dist}"
+        raise PluginError("plugin-hook", message, hint=hint) from error
     return manager.hook
 
 

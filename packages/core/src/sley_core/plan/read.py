@@ -16,20 +16,12 @@ from sley_core.plan.document import Document, Override, index_keys, to_plain_dat
 from sley_core.table import expand_path
 from sley_core.words import describe_value, is_utf8, make_printable
 
-MAX_DEPTH = 32
-"""The deepest nesting of tables and arrays; a plan needs four levels."""
-
-MAX_BYTES = 16 << 20
-"""The largest plan; protects against endless input."""
-
-INTEGER_LIMIT = 2**63
-
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of the plan at `path`.
 
-    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "too-deep", "out-of-range"
-    (an integer beyond 64 bits), "set-invalid", or the errors of `merge_bases`.
+    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "set-invalid", or the
+    errors of `merge_bases`.
     """
     return _apply_overrides(merge_bases(_read_single(path), _read_single), overrides)
 
@@ -40,7 +32,7 @@ def _read_single(path: str | Path) -> Document:
     place = Place(name)
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read()
     except FileNotFoundError:
         message = f"the file `{name}` does not exist"
         raise PlanError("plan-missing", message, place=place, hint=_suggest_plans(Path(path))) from None
@@ -51,8 +43,6 @@ def _read_single(path: str | Path) -> Document:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
-    if len(content) > MAX_BYTES:
-        raise PlanError("plan-unreadable", f"cannot read `{name}`: it is larger than {MAX_BYTES >> 20} MB", place=place)
     folder = Path(path).absolute().parent
     if not is_utf8(str(folder)):
         message = f"the name of the folder `{make_printable(str(folder))}` is not UTF-8"
@@ -69,7 +59,7 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
-        tables = tomli.loads(text)
+        tables, spans = tomli.loads(text), index_keys(text)
     except tomli.TOMLDecodeError as error:
         # The position may be after the end of the document.
         line = min(error.lineno, len(lines))
@@ -82,12 +72,8 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
         )
         raise PlanError.from_diagnostics([problem]) from None
     except (RecursionError, ValueError) as error:
-        # Python rejects numbers with thousands of digits and invalid dates.
+        # Python rejects deep nesting, numbers with thousands of digits, and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lower_first(str(error))}", place=Place(file)) from None
-    try:
-        spans = index_keys(text)
-    except RecursionError:
-        spans = {}  # `_check_values` rejects the document
     return Document(file, folder and folder.absolute(), tables, lines, spans)
 
 
@@ -115,29 +101,7 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
             overrides.append(Override(number, text, path))
     if problems:
         raise PlanError.from_diagnostics(problems)
-    document = replace(document, overrides=tuple(overrides))
-    _check_values(document)
-    return document
-
-
-def _check_values(document: Document) -> None:
-    """Raises PlanError "too-deep" if later code could not recurse, or "out-of-range" for every integer beyond 64 bits."""
-    range_problems: list[Diagnostic] = []
-
-    def walk(value: Any, path: KeyPath) -> None:
-        if isinstance(value, dict | list):
-            if len(path) > MAX_DEPTH:
-                message = f"`{make_printable(str(path[0]))}` has tables and arrays nested more than {MAX_DEPTH} levels deep"
-                raise PlanError.from_diagnostics([document.diagnostic("too-deep", message, path[:1])])
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                walk(inner, (*path, key))
-        elif isinstance(value, int) and not -INTEGER_LIMIT <= value < INTEGER_LIMIT:
-            message = f"`{format_path(path)}` must be an integer of 64 bits, not {describe_value(value)}"
-            range_problems.append(document.diagnostic("out-of-range", message, path))
-
-    walk(document.tables, ())
-    if range_problems:
-        raise PlanError.from_diagnostics(range_problems)
+    return replace(document, overrides=tuple(overrides))
 
 
 def _decode(content: bytes, name: str) -> str:
@@ -294,19 +258,26 @@ def merge_bases(document: Document, read: Callable[[str], Document], chain: tupl
             raise
         message = f"the base plan cannot be read: {first.message}"
         raise _extends_error(document, "extends-missing", message, first.hint) from None
-    return _merge_documents(document, merge_bases(_resolve_source_folder(base), read, (*chain, _real_path(path))))
+    tables = {key: value for key, value in base.tables.items() if key != "source_folder"}
+    base = replace(base, tables=tables, folder=resolve_folder(base))
+    return _merge_documents(document, merge_bases(base, read, (*chain, _real_path(path))))
 
 
-def _resolve_source_folder(base: Document) -> Document:
-    """Returns a base plan without the key `source_folder` of resolved plans, which becomes the document's folder."""
-    tables = dict(base.tables)
-    source_folder = tables.pop("source_folder", None)
-    try:
-        folder = Path(base.folder or Path(), expand_path(source_folder)) if isinstance(source_folder, str) else base.folder
-    except ValueError as error:
-        problem = base.diagnostic("wrong-value", f"`source_folder`: {error}", ("source_folder",))
-        raise PlanError.from_diagnostics([problem]) from None
-    return replace(base, tables=tables, folder=folder)
+def resolve_folder(document: Document) -> Path | None:
+    """Returns the folder in which relative paths start: the key `source_folder` of resolved plans, or else the plan's folder.
+
+    Raises PlanError "wrong-value" or "wrong-type" for an invalid `source_folder`.
+    """
+    value = document.tables.get("source_folder")
+    if value is None:
+        return document.folder
+    message, code = f"`source_folder` must be a string, not {describe_value(value)}", "wrong-type"
+    if isinstance(value, str):
+        try:
+            return Path(document.folder or Path(), expand_path(value))
+        except ValueError as error:
+            message, code = f"`source_folder`: {error}", "wrong-value"
+    raise PlanError.from_diagnostics([document.diagnostic(code, message, ("source_folder",))])
 
 
 def _merge_documents(child: Document, base: Document) -> Document:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,12 +11,11 @@ import torch
 
 from sley_core.attempt import use_copied_files
 from sley_core.engine.agreement import Agreement
-from sley_core.errors import KeyPath, PlanError, PluginError, RunError, SleyError, format_cause
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause
 from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
-from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.kinds import CHECKPOINTER
-from sley_core.plan.load import plan_from_text, replace_values, resolve_plan
+from sley_core.plan.load import replace_values, resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
 from sley_core.plan.write import check_changes, compare_plans
@@ -45,9 +43,6 @@ if TYPE_CHECKING:
     from sley_core.weight_files.read import TensorReader
 
 T = TypeVar("T")
-
-RATES = (("run", "steps"), ("optimizer", "lr"))
-"""The keys, in addition to `[learning_rate]`, that determine the learning rate of a step."""
 
 _MAX_NAMES = 4
 
@@ -159,16 +154,6 @@ class TrainingState:
         check_changes(changes)
         restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
-        if any(change.path[0] == "learning_rate" or change.path in RATES for change in changes):
-            # The old plan may no longer be loadable, for example because a file is missing.
-            with suppress(SleyError):
-                old_plan, step = plan_from_text(saved.description.plan, saved.place, Path()), saved.description.step
-                old_rate, new_rate, last_rate = (
-                    learning_rate_factor(plan)(index) * float(cast("Any", plan.optimizer.config).lr)
-                    for plan, index in ((old_plan, max(0, step - 1)), (self.plan, step), (self.plan, self.plan.run.steps - 1))
-                )
-                steps = f"{new_rate:.3g} in step {step + 1}, {last_rate:.3g} in step {self.plan.run.steps}"
-                restoring.notes.append(f"with the changed plan the learning rate is {old_rate:.3g} in step {step}, {steps}")
         self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
         self._restore_values(saved.description, restoring.notes)

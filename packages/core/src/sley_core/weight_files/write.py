@@ -24,7 +24,7 @@ from torch import Tensor
 from sley_core.errors import RunError
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
-from sley_core.whole_files import sync_names
+from sley_core.whole_files import sync_names, write_atomically
 
 FILE_BYTES = 5 * 10**9
 """The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""
@@ -174,14 +174,6 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a new file and waits until it is on the disk."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def scratch_folder(folder: Path) -> Path:
     """Returns the sibling of `folder` in which its files are written first."""
     return folder.with_name(f".{folder.name}.unfinished")
@@ -216,7 +208,9 @@ def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
     if len(files) > 1:
         total = sum(spec.num_bytes for specs in files.values() for spec in specs)
         weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
-        write_text(scratch / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        write_atomically(
+            scratch / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        )
     shutil.rmtree(backup, ignore_errors=True)
     sync_names(scratch)
     if folder.exists():

@@ -9,10 +9,9 @@ from sley_wave import config
 
 @hookimpl
 def sley_records() -> list[Record]:
-    build = "sley_wave.hanayo:build"
+    parts = {"link": "wave.link", "partition": "wave.even", "ties": "wave.ties"}
     return [
-        # No `link`: the plan takes the only stage link of its plugins.
-        ScheduleRecord(name="hanayo", config=config.HanayoConfig, build=build, partition="wave.even", ties="wave.ties"),
+        ScheduleRecord(name="hanayo", config=config.HanayoConfig, build="sley_wave.hanayo:build", **parts),
         StageLinkRecord(name="link", config=config.LinkConfig, build="sley_wave.link:Link"),
         PartitionerRecord(name="even", config=config.EvenConfig, build="sley_wave.even:build"),
     ]
