@@ -90,20 +90,20 @@ def save_with_faults(tables: Tables, texts: Path, folder: Path) -> tuple[list[st
     messages = []
     with running(tables, texts) as run:
         run.step()
-        add = write.TensorFile.add
+        add = write.TensorFiles.add
 
         def fill_disk(*_: object) -> None:
             raise OSError(28, "No space left on device", "disk")
 
         for case in ("strange", "disk", "file/sub", "offloaded"):
             if case == "disk" and run.world.rank == 1:
-                write.TensorFile.add = fill_disk  # type: ignore[method-assign]
+                write.TensorFiles.add = fill_disk  # type: ignore[method-assign]
             if case == "offloaded" and run.world.rank == 1:
                 run.memory.offload("weights").wait()
             with pytest.raises(RunError) as error:
                 run.save_weights(folder / case)
             messages.append(error.value.diagnostics[0].message)
-            write.TensorFile.add = add  # type: ignore[method-assign]
+            write.TensorFiles.add = add  # type: ignore[method-assign]
         run.memory.onload()
         run.save_weights(folder / "disk", precision="full")
         return messages, sorted(WeightFiles(folder / "disk").names)

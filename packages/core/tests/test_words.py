@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import Field, PositiveInt
 
 from sley_core.discovery import find_plugins
@@ -89,12 +87,6 @@ def test_two_distributions_of_one_plugin_are_both_found_and_one_that_is_met_twic
         set_time(folder, LONG_AGO)
     for _ in range(2):
         assert sorted(one.dist for one in find_plugins()["odd"]) == ["other", "sley-odd"]
-
-
-def test_python_and_packages_are_libraries_and_a_project_is_not() -> None:
-    assert is_installed(json.__file__)
-    assert is_installed(torch.__file__)
-    assert not is_installed(__file__)
 
 
 def test_a_project_in_or_beside_an_environment_is_no_library() -> None:

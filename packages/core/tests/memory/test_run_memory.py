@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -216,13 +215,6 @@ def test_a_block_holds_the_request_and_little_more(num_bytes: int, per_doubling:
     assert size % 256 == 0
     assert size - num_bytes <= num_bytes / per_doubling + 256
     assert block_bytes(size, per_doubling) == size, "a block's own size would be lent from a larger one"
-
-
-def test_there_are_few_sizes() -> None:
-    """8 per doubling: 10 doublings from 2 KiB to 2 MiB."""
-    sizes = {block_bytes(num_bytes) for num_bytes in range(2049, 2**21, 64)}
-    assert len(sizes) == 80
-    assert all(high / low <= 1.125 for low, high in pairwise(sorted(sizes)))
 
 
 def test_other_shapes_and_dtypes_of_almost_the_same_size_share_a_block() -> None:

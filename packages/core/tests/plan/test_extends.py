@@ -70,12 +70,6 @@ def test_tables_merge_key_by_key_and_lists_are_replaced(write, base: str) -> Non
     assert "extends" not in plan.to_toml()
 
 
-def test_a_resolved_plan_stands_alone(write, base: str, tmp_path: Path) -> None:
-    plan = load_plan(write(runs__plan='extends = "../base.toml"\n', base=base))
-    (tmp_path / "elsewhere.toml").write_text(plan.to_toml(), "utf-8")
-    assert load_plan(tmp_path / "elsewhere.toml") == plan
-
-
 def test_set_stands_above_both(write, base: str) -> None:
     path = write(plan='extends = "base.toml"\n[run]\nname = "a"\n', base=base)
     plan = load_plan(path, ["optimizer.lr=5e-4", "run.name=b", "data.files.0=x.txt"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from datetime import date
@@ -86,16 +84,6 @@ def test_a_mark_at_the_start_and_windows_line_ends_do_no_harm(tmp_path: Path) ->
     place, line = document.place(("run", "name"))
     assert (place.line, place.column, place.length) == (2, 8, 3)
     assert line == "name = 'x'"
-
-
-def test_a_pipe_that_somebody_writes_is_a_plan(tmp_path: Path) -> None:
-    """As a shell's `<(...)` is."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_text("plan = 1\n" + "# more\n" * 20_000, "utf-8"))
-    writer.start()
-    assert read_file(pipe).tables == {"plan": 1}
-    writer.join()
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

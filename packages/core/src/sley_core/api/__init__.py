@@ -1,5 +1,5 @@
-"""Gives plugins what core lets them use, by subject; docs/api.md lists it.
+"""The modules of core that plugins may import, by subject; docs/api.md lists their names.
 
-Beside these modules a plugin imports `sley_core.hookspecs`, `records`, `protocols` and `errors`. Everything else in core may
-change in any version. `api.plan` and `api.actions` import no torch, so that a plugin's hooks and tables may use them.
+A plugin may also import `sley_core.hookspecs`, `records`, `protocols` and `errors`. All other modules of core may change in any
+version. `api.plan` and `api.actions` import no torch, so a plugin's hooks and tables may import them.
 """

@@ -1,4 +1,4 @@
-"""Gives schedules their words: actions, transfers, and where a chunk of layers is placed; imports no torch."""
+"""The types of schedules: actions, transfers and placements of model chunks. Imports no torch."""
 
 from sley_core.actions.action import Action as Action
 from sley_core.actions.action import Delivery as Delivery

@@ -1,4 +1,4 @@
-"""Gives plugins groups of ranks, the device, and collectives over them."""
+"""Groups of ranks, the device, and collectives."""
 
 from sley_core.comm.copies import CopyEvent as CopyEvent
 from sley_core.comm.copies import CopyStream as CopyStream

@@ -1,4 +1,4 @@
-"""Gives datasets the types of samples, of their fields, and of text as token ids; imports no torch."""
+"""The types of samples, of their fields, and of text as token ids. Imports no torch."""
 
 from sley_core.data.dataset import BOUNDARY_FIELDS as BOUNDARY_FIELDS
 from sley_core.data.dataset import IGNORE_INDEX as IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""Files that appear whole; weights, read one tensor at a time; models of transformers. Imports no torch at first."""
+"""Atomic file writes, readers of weight files, and models of transformers. Imports torch only when needed."""
 
 from sley_core.hugging_face import IDS as IDS
 from sley_core.hugging_face import HuggingFaceModel as HuggingFaceModel

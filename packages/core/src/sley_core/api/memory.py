@@ -1,4 +1,4 @@
-"""Gives offload managers, pools and activation policies what a run holds, and the means to move it."""
+"""The memory of a run for offload managers, pools and activation policies."""
 
 from sley_core.comm.copies import storage_id as storage_id
 from sley_core.engine.weights import Stepped as Stepped

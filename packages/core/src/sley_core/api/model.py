@@ -1,4 +1,4 @@
-"""Gives plugins and models of one's own layers, patches of their forwards, attention, seeds, and a loss's chunks."""
+"""Layers, forward patches, attention, seeds and loss chunks, for plugins and your own models."""
 
 from sley_core.engine.call import Recompute as Recompute
 from sley_core.engine.call import tensors_in as tensors_in

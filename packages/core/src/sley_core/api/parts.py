@@ -1,4 +1,4 @@
-"""Gives plugins the parts of a run: parameters, gradients, the state of a step, values between stages; opens datasets."""
+"""The parts of a run for plugins: parameters, gradients, step state and boundary values; datasets."""
 
 from sley_core.data.factory import open_dataset as open_dataset
 from sley_core.data.feed import SeededReader as SeededReader

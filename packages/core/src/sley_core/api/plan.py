@@ -1,4 +1,4 @@
-"""Gives a plugin's tables their types, and its checks the plan; imports no torch."""
+"""Field types for tables, and the plan for checks. Imports no torch."""
 
 from sley_core.data.dataset import DataConfig as DataConfig
 from sley_core.optim.config import OptimizerConfig as OptimizerConfig

@@ -1,4 +1,4 @@
-"""Gives checkpointers what a run keeps, the means to restore it, and the attempts of a run."""
+"""The state of a run and its attempts, for checkpointers."""
 
 from sley_core.attempt import Attempt as Attempt
 from sley_core.attempt import Lineage as Lineage

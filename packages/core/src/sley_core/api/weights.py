@@ -1,4 +1,4 @@
-"""Gives weight communicators a rank's part of a weight, what stands in for the whole one, and products of split backwards."""
+"""Shards and split backwards, for weight communicators."""
 
 from sley_core.engine.direct import GradientUse as GradientUse
 from sley_core.engine.direct import no_view as no_view

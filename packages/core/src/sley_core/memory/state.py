@@ -1,4 +1,4 @@
-"""Says where a part of a run's memory is, and what moving it costs."""
+"""The parts of a run's memory, their locations and transfer costs, and the interfaces that offloads use."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from sley_core.memory.inventory import MemoryInventory
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
-"""A kind of memory that a run holds between steps.
+"""A part of the memory that a run keeps between steps.
 
-weights: parameters, shards where `wp` cuts them. buffers: of modules. masters: fp32 copies that are updated. handlers: what
-gradient handlers keep, such as PowerSGD's errors. pools: their buffers, most of which nobody has between steps. messages:
-buffers of stage links and of handlers, for what is on its way.
+weights: parameters, or their shards with `wp`. buffers: the buffers of modules. masters: master weights. handlers: the tensors
+of gradient handlers, such as PowerSGD's errors. pools: the buffers of pools, most of which are free between steps. messages:
+the message buffers of stage links and handlers.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
-"""What an offload keeps on the host; the others are freed."""
+"""The parts that an offload copies to the host; it frees the others."""
 
 
 class Where(Enum):
-    """A part's state. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
+    """Where a part is. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
 
     HERE = "here"
     LEAVING = "leaving"
@@ -38,13 +38,12 @@ class Where(Enum):
 
 @dataclass
 class Moved:
-    """What moving a part has cost since the run began.
+    """The cost of all transfers of a part since the start of the run.
 
-    copied_out, copied_in: bytes of copies. gathered: bytes that came back from other ranks' hosts. given_back: bytes of
-    device memory that the last offload freed.
-    seconds_out, seconds_in: until the copies were done, of those whose end the host has seen (it waited, or asked where they
-    are); timed_out, timed_in: their bytes. host_bytes: what the part takes on the host. num_no_ops: calls that found it where
-    they wanted it.
+    copied_out, copied_in: the copied bytes. gathered: the bytes that were received from other ranks' hosts. given_back: the
+    bytes of device memory that the last offload freed. seconds_out, seconds_in: the duration of the copies whose end the host
+    has seen. timed_out, timed_in: the bytes of these copies. host_bytes: the host memory of the part. num_no_ops: the number of
+    calls for a part that was already at its destination.
     """
 
     copied_out: int = 0
@@ -59,83 +58,81 @@ class Moved:
     num_no_ops: int = 0
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numbers for a report, by name; `gb_per_s_out` and `gb_per_s_in`, 0 if unknown, for the timed bytes."""
+        """Returns the costs by name, with the rates `gb_per_s_out` and `gb_per_s_in` (0 if unknown) for the timed bytes."""
         numbers: dict[str, float] = asdict(self)
-        for way in ("out", "in"):
-            timed, seconds = numbers.pop(f"timed_{way}"), numbers[f"seconds_{way}"]
-            numbers[f"gb_per_s_{way}"] = timed / 1e9 / seconds if seconds else 0.0
+        for direction in ("out", "in"):
+            timed, seconds = numbers.pop(f"timed_{direction}"), numbers[f"seconds_{direction}"]
+            numbers[f"gb_per_s_{direction}"] = timed / 1e9 / seconds if seconds else 0.0
         return numbers
 
 
 class OffloadManager(Protocol):
-    """Moves parts of a run's memory off the device and back; named by the plan's list `[[offload]]`.
+    """Moves parts of a run's memory off the device and back. The plan's list `[[offload]]` names it.
 
-    Memory is freed and allocated by storage (`api.memory.free`, `grow`): no tensor is re-pointed. Only `offload`, `onload` and
-    `detach` may communicate, and only if the manager's table says so.
+    Memory is freed and allocated by storage (`StorageEntry.free`, `grow`), so tensors stay the same objects. Only `offload`,
+    `onload` and `detach` may communicate, and only if the manager's table allows it.
     """
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Returns the parts of the run's memory that it moves."""
+        """The parts of the run's memory that the manager moves."""
         ...
 
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
-        """Called once, when the run is complete; from then on `parts.events` calls it in steps. Where tensors have no memory,
-        as while a plan is checked, it is not called, and nothing is to be moved.
-        """
+        """Called once, when the run is complete. Not called if tensors have no memory, as in an estimate."""
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device, between two steps, unless it is away. Returns a function that waits for it."""
+        """Starts to move `part` off the device unless it is offloaded. Returns a function that waits for the end."""
         ...
 
     def onload(self, part: Part) -> Callable[[], None]:
-        """Starts to bring `part` back; does nothing if it is here. Returns a function that waits for it."""
+        """Starts to move `part` back unless it is on the device. Returns a function that waits for the end."""
         ...
 
     def require(self, part: Part, caller: str) -> None:
-        """Makes the device's work wait for `part` if it is coming. Raises StateError if it is away and stays so."""
+        """Makes the device wait for a transfer of `part`. Raises StateError if the part stays offloaded."""
         ...
 
     def where(self, part: Part) -> Where:
-        """Returns where `part` is."""
+        """Returns the location of `part`."""
         ...
 
     def moved(self, part: Part) -> Moved:
-        """Returns the cost of moving `part` so far."""
+        """Returns the cost of all transfers of `part`."""
         ...
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
-        """Returns the host's copies of those storages of `part` that are away or coming, once they are complete: by
-        `storage_id`, uint8 [bytes]. They are valid until the next offload.
+        """Returns the host's complete copies of the storages of `part` that are not on the device, by `storage_id`, uint8
+        [bytes]. They are valid until the next offload.
         """
         return {}
 
     def detach(self) -> None:
-        """Called when the run closes. Brings weights and buffers back, so that layers are ordinary modules again."""
+        """Called when the run closes. Moves weights and buffers back, so that layers are ordinary modules again."""
 
 
 @runtime_checkable
 class Holds(Protocol):
-    """Reports device memory that it keeps between steps; for any live object: a gradient handler, a pool, a stage link."""
+    """Reports the device memory that an object of the run (handler, pool or stage link) keeps between steps."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the name and the tensor of all memory that it keeps, with or without storage; always the same tensors."""
+        """Yields the name and tensor of all memory, offloaded or not; always the same tensors."""
         ...
 
 
 @runtime_checkable
 class Trims(Protocol):
-    """Frees memory on request, and allocates it again when needed. Any live object may have it: a pool, a stage link."""
+    """Frees memory on request and allocates it again when needed. A pool, handler or stage link may implement it."""
 
     def trim(self) -> int:
-        """Frees the memory that it does not need now; returns the number of freed bytes. Called between two steps."""
+        """Frees unused memory and returns the number of freed bytes. Called between two steps."""
         ...
 
 
 @runtime_checkable
 class HoldsMessages(Protocol):
-    """Reports device memory that a gradient handler keeps for messages to other ranks, and that its `trim` frees."""
+    """Reports the message buffers of a gradient handler, which its `trim` frees."""
 
     def messages(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields name and tensor of each buffer that `trim` would free."""
+        """Yields the name and tensor of each buffer that `trim` would free."""
         ...

@@ -1,8 +1,8 @@
-"""Makes parameter groups and, from them, torch.optim's optimizers in the fastest form that the device has.
+"""Builds parameter groups and torch.optim's optimizers over them, in the fastest form for the device.
 
-Groups share a learning rate and a decay; frozen parameters are in none until they are unfrozen. Groups go by names that do not
-depend on the layout, so they are the same on every rank and in every layout. A parameter belongs to the first group whose
-pattern matches, so exceptions precede the rule. A tied weight is matched only by its first name.
+The parameters of a group have the same learning rate and weight decay. Frozen parameters are in no group until they are
+unfrozen. Names do not depend on the layout, so every layout has the same groups. A parameter belongs to the first group whose
+pattern matches. A tied weight is matched only by its first name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -25,10 +25,10 @@ Groups = Sequence[dict[str, Any]]
 """The parameter groups from `parameter_groups`."""
 
 FUSED_ON = ("cpu", "cuda")
-"""Devices with fused kernels. torch looks for them in the first step only, too late to choose another form."""
+"""The devices with fused kernels. torch itself checks this only in the first step."""
 
 RESERVED = {"params", "lr", "weight_decay"}
-"""Keys that a factory's `options` must not have: the groups have them, and would win without a word."""
+"""Keys that a factory's `options` must not have, because the values of the groups would silently replace them."""
 
 
 def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
@@ -43,34 +43,39 @@ def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.
 
 
 def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:
-    """Builds the optimizer class that the plan names over `groups`, with the plan's options. Raises PlanError "factory-import"
-    if there is none, "optimizer-factory" if it needs a closure or does not accept the plan's options.
+    """Builds an optimizer of the class that the plan names over `groups`, with the plan's options.
+
+    Raises PlanError "factory-import" if the class does not exist, and "optimizer-factory" if it needs a closure or does not
+    accept the plan's options.
     """
     path = config.factory
-    kind: Any = import_factory(path, ("optimizer",), None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+    optimizer_class: Any = import_factory(path, ("optimizer",), None)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise _factory_error(f"`{path}` must be a subclass of torch.optim.Optimizer", hint="use the class itself")
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
         raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
     if reserved := RESERVED & config.options.keys():
         raise _factory_error(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
-    if not _accepts_option(kind, "weight_decay"):
-        groups = [_remove_decay(group, config.factory) for group in groups]
+    parameters = inspect.signature(optimizer_class).parameters
+    accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "weight_decay" not in parameters and not accepts_any:
+        groups = [_remove_decay(group, path) for group in groups]
     try:
-        make: Any = kind
-        optimizer: torch.optim.Optimizer = make(groups, lr=config.lr, **config.options)
+        optimizer: torch.optim.Optimizer = cast("Any", optimizer_class)(groups, lr=config.lr, **config.options)
     except Exception as error:  # any error of the user's class is about the plan's options
-        raise _factory_error(f"`{config.factory}` does not take these parameters and options: {format_cause(error)}") from error
+        raise _factory_error(f"`{path}` does not accept these parameters and options: {format_cause(error)}") from error
     return split_late_gradients(optimizer)
 
 
 def _build_fastest(
     kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
 ) -> torch.optim.Optimizer:
-    """Builds `kind(groups, **options)`, fused if `device` supports it, which takes a CPU a quarter of the time; else foreach,
-    also where groups say so: on a CPU a fused kernel rounds the last elements of a tensor otherwise than the others.
+    """Builds `kind(groups, **options)`: fused, which on a CPU takes a quarter of the time, or else foreach.
+
+    It is foreach if `device` has no fused kernels, or if a group sets `foreach`, because a fused CPU kernel rounds the last
+    elements of a tensor differently.
     """
     is_fused = device.type in FUSED_ON and not any(group.get("foreach") for group in groups)
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
@@ -78,13 +83,8 @@ def _build_fastest(
     return split_late_gradients(kind(groups, **form, **options))
 
 
-def _accepts_option(kind: type, option: str) -> bool:
-    parameters = inspect.signature(kind).parameters
-    return option in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
 def _remove_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns `group` without `weight_decay`, for a class without that option; raises PlanError if it is not 0."""
+    """Returns `group` without `weight_decay`, for a class without this option. Raises PlanError if the decay is not 0."""
     if group["weight_decay"]:
         raise _factory_error(
             f"`{path}` has no option weight_decay, but the plan sets it to {group['weight_decay']}",
@@ -102,9 +102,10 @@ _NO_OPTIONS = GroupConfig(match="*")
 
 
 def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
-    """Returns the names that the plan freezes of `names`, of the full model. aliases: the other names of tied weights, which
-    groups cannot match, with the name to use instead. Raises PlanError "group-unmatched" for every group that no name falls to,
-    with close names, and "all-frozen" if nothing is left to train.
+    """Returns the names in `names`, those of the full model, that the plan freezes.
+
+    aliases: the other names of tied weights, which groups cannot match, with the name to use instead. Raises PlanError
+    "group-unmatched" for every group without a parameter, and "all-frozen" if all parameters are frozen.
     """
     all_names = list(names)
     owner = {name: _first_match(name, config.groups) for name in all_names}
@@ -122,7 +123,7 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
 
 
 UNIFORM_ROUNDING = {"foreach": True}
-"""An option of every group where an element must get the same bits wherever in a tensor it lies; `optim.build` sees it."""
+"""The option of every group if the bits of an element must not depend on its position in a tensor."""
 
 
 def parameter_groups(
@@ -169,7 +170,7 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
 def _unmatched_diagnostic(
     index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
 ) -> Diagnostic:
-    """Returns the diagnostic of group `index`, which gets no parameter, with the reason: an earlier group, a tie, or a typo."""
+    """Returns the diagnostic of group `index`, which has no parameter. The reason is an earlier group, a tie or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]
@@ -199,7 +200,7 @@ def split_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -> None:
-    """Moves parameters with a gradient but no momentum yet into a new group, if others of their group have momentum."""
+    """Moves parameters with a gradient but no momentum into a new group, if other parameters of the group have momentum."""
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue
@@ -220,13 +221,11 @@ COMPILER_WRAPPED: tuple[Callable[..., Any], ...] = (
 
 
 def avoid_compiler_import() -> None:
-    """Lets the optimizer methods that a run calls work without importing the compiler; does nothing if torch marks them
-    otherwise.
+    """Makes the optimizer methods that a run calls work without importing torch's compiler.
 
-    torch wraps what its compiler must not trace, such as `add_param_group`, in a function that imports the compiler at its
-    first call: about 850 modules and a second of processor time in every rank. The function that the wrapper then calls is
-    cached in an attribute of the wrapped one; if that is set beforehand, nothing is imported. Only compiled code would notice a
-    difference.
+    torch wraps functions that its compiler must not trace, such as `add_param_group`, in a function that imports the compiler
+    at its first call: 850 modules and a second of processor time in every rank. The wrapper caches the function that it then
+    calls in an attribute; if the attribute is set before, nothing is imported. Only compiled code would notice a difference.
     """
     for function in COMPILER_WRAPPED:
         wrapped = getattr(function, "__wrapped__", None)
@@ -236,8 +235,9 @@ def avoid_compiler_import() -> None:
 
 @cache
 def compiler_free_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Returns a subclass of torch's optimizer `kind` that steps as it does, without importing the compiler, as torch does at
-    each step. Not for `differentiable`. An instance is pickled and copied as one of `kind`.
+    """Returns a subclass of torch's optimizer class `kind` whose `step` does not import the compiler.
+
+    It does not support `differentiable`. Instances are pickled and copied as instances of `kind`.
     """
     unwrapped_step: Any = inspect.unwrap(kind.step)
 

@@ -68,11 +68,12 @@ def load_optimizer_state(
     begun: Shared,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
-    """Sets the full state of the optimizer, through its own `load_state_dict`, which knows the devices.
+    """Sets the full state of the optimizer by its own `load_state_dict`, which chooses the devices.
 
-    states: of each parameter, by its `id`. options: of each group, besides those that stay. shared: states under keys of its
-    own, and attributes; `begun`: the attributes with which the optimizer began, for those that `shared` lacks. dtypes: that of
-    each parameter when its states were saved; those of the same dtype get the parameter's, all others keep theirs.
+    states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
+    other keys, and the attributes. begun: the initial attributes, for those that `shared` lacks. dtypes: the dtype of each
+    parameter when its states were saved, by its `id`. States of this dtype are cast to the parameter's present dtype; others
+    keep their dtypes.
     """
     groups, state_by_key = optimizer.param_groups, optimizer.state
     packed = optimizer.state_dict()
@@ -88,7 +89,7 @@ def load_optimizer_state(
     loaded_state = dict(optimizer.state)
     state_by_key.clear()
     state_by_key.update(loaded_state)
-    optimizer.param_groups, optimizer.state = groups, state_by_key  # the same objects as before: others have them
+    optimizer.param_groups, optimizer.state = groups, state_by_key  # the same objects, to which other code may refer
     for parameter in (parameter for group in groups for parameter in group["params"]):
         if saved := states.get(id(parameter)):
             state_by_key[parameter] = _restore_dtypes(state_by_key[parameter], saved, dtypes[id(parameter)])
@@ -97,22 +98,21 @@ def load_optimizer_state(
 
 
 PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay")
-"""Options that the plan gives: those of the present plan hold, not those that were saved."""
+"""The options that always come from the present plan, not from a checkpoint."""
 
 
-def _restore_dtypes(loaded: Any, saved: Any, followed: torch.dtype) -> Any:
-    """Returns the state `loaded` in the dtypes of `saved`, which torch has cast, but for the parameter's own, `followed`."""
+def _restore_dtypes(loaded: Any, saved: Any, parameter_dtype: torch.dtype) -> Any:
+    """Returns the state `loaded`, which torch has cast, with the dtypes of `saved`, except for tensors of `parameter_dtype`."""
 
-    def leaf(new: Any, old: Any) -> Any:
-        if isinstance(new, Tensor) and isinstance(old, Tensor) and old.dtype not in (followed, new.dtype):
-            return old.to(new.device)
-        return new
+    def restore(new: Any, old: Any) -> Any:
+        is_cast = isinstance(new, Tensor) and isinstance(old, Tensor) and old.dtype not in (parameter_dtype, new.dtype)
+        return old.to(new.device) if is_cast else new
 
-    return tree_map(leaf, loaded, saved)
+    return tree_map(restore, loaded, saved)
 
 
 def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group that differ from those with which the optimizer began."""
+    """Returns the options of a group that differ from the optimizer's defaults."""
     defaults = optimizer.defaults
     return {
         key: value
@@ -122,8 +122,8 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
-    """Returns the values of a checkpoint besides options and parameter states: states under other keys, and attributes that
-    differ from those of `begun`. Raises RunError `optimizer-state` for a state that is not plain data.
+    """Returns the values for a checkpoint in addition to options and parameter states: states under other keys, and attributes
+    that differ from those in `begun`. Raises RunError "optimizer-state" for a state that is not plain data.
     """
     current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
     for key in extra_states(optimizer):
@@ -151,21 +151,20 @@ def _containing_dict(
 
 
 def changed_values(before: Shared, after: Shared) -> Shared:
-    """Returns the values of `after` that are new or differ; one that is not on the host counts as different."""
+    """Returns the values in `after` that are new or changed; a tensor on a device counts as changed."""
     return {place: value for place, value in after.items() if place not in before or not is_equal(value, before[place])}
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """Returns whether two pieces of plain data are equal; False for tensors on another device than the host."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.device.type != "cpu" or other.device.type != "cpu":
-            return False
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+def is_equal(first: Any, second: Any) -> bool:
+    """Returns whether two pieces of plain data are equal; False for tensors that are not on the host."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        is_on_host = first.device.type == second.device.type == "cpu"
+        return is_on_host and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(map(is_equal, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(is_equal(value, second[key]) for key, value in first.items())
+    return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
 def can_compare(value: Any) -> bool:
@@ -189,7 +188,7 @@ def extra_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """Yields owner's path, name and value of each attribute that is not torch's, of the optimizer and of those it wraps."""
+    """Yields the owner's path, name and value of each attribute that is not torch's, including those of wrapped optimizers."""
     for path, owner in _owners(optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _torch_attributes() and not isinstance(value, torch.optim.Optimizer):
@@ -197,7 +196,7 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, st
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yields name and value of the attributes that are, or hold, optimizers with groups or states of their own."""
+    """Yields the path and value of each optimizer in an attribute that does not share the groups and states."""
     for path, owner in _owners(optimizer):
         for name, value in vars(owner).items():
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
@@ -207,7 +206,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, to
 
 
 def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yields the optimizer, and those in its attributes that have the same groups and states, each with its path."""
+    """Yields the path and value of the optimizer, and of each wrapped optimizer that shares its groups and states."""
     yield path, optimizer
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer and _is_shared(value, optimizer):
@@ -231,9 +230,11 @@ def _torch_attributes() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Traits:
-    """Describes the behaviour of an optimizer. keeps_gradients: it keeps the gradient itself, not a copy. draws: its steps draw
-    random numbers. has_modes: it has `train()` and `eval()`, as schedule-free ones do: after `eval()` the weights are those to
-    evaluate and to save.
+    """Describes the behaviour of an optimizer.
+
+    keeps_gradients: whether it keeps the gradient tensors instead of copies. draws: whether its steps draw random numbers.
+    has_modes: whether it has `train()` and `eval()`, like schedule-free optimizers, whose weights after `eval()` are evaluated
+    and saved.
     """
 
     keeps_gradients: bool = False
@@ -252,12 +253,12 @@ def has_modes(optimizer: object) -> bool:
 def set_training_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Calls `train()` if the optimizer has modes; returns the same `optimizer`."""
     if has_modes(optimizer):
-        optimizer.train()  # type: ignore[attr-defined]  # it has it
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
 def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that replaces each gradient by a private copy, and then calls `step`."""
+    """Returns a function that replaces each gradient by a copy and then calls `step`."""
 
     def stepped() -> Any:
         for group in optimizer.param_groups:
@@ -270,9 +271,9 @@ def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], An
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `step_if` can skip a step of `optimizer`: torch's fused ones read a flag in their kernels.
+    """Returns whether `step_if` can skip a step of `optimizer`, as torch's fused optimizers allow.
 
-    Not in the first step, in which SGD creates its momentum from the kernel's output.
+    It cannot skip the first step, in which SGD creates its momentum from the kernel's output.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -1,6 +1,6 @@
 """Writes safetensors files and their index into a folder that appears completely or not at all.
 
-    begin_folder(folder) ──> TensorFiles: header ── add ── add ... ── close, each file by one process ──> complete_folder
+    begin_folder(folder) ──> TensorFiles: add ── add ... ── close, each file by one process ──> complete_folder
 
 Tensors are written one at a time, unlike with the safetensors library, so only one gathered tensor is in memory.
 """
@@ -97,45 +97,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class TensorFile:
-    """Writes a new safetensors file. Each tensor of `specs` must be added once, in any order. Methods raise OSError."""
-
-    def __init__(self, path: Path, specs: Sequence[Spec], metadata: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._specs = {spec.name: spec for spec in specs}
-        self._missing = set(self._specs)
-        header, self._starts = build_header(specs, metadata)
-        self._file: BinaryIO = path.open("xb")
-        try:
-            self._file.write(header)
-            self._file.truncate(len(header) + sum(spec.num_bytes for spec in specs))
-        except BaseException:
-            self._file.close()
-            raise
-
-    def add(self, name: str, value: Tensor) -> None:
-        spec = self._specs[name]
-        assert name in self._missing, f"{name} is added twice"
-        assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
-        self._missing.remove(name)
-        self._file.seek(self._starts[name])
-        self._file.write(bytes_of(value.detach().cpu().contiguous()))
-
-    def close(self) -> None:
-        assert not self._missing, f"{sorted(self._missing)} were not written"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def drop(self) -> None:
-        """Closes an incomplete file."""
-        self._file.close()
-
-
 class TensorFiles(AbstractContextManager["TensorFiles"]):
-    """Writes new files in `folder`, one after the other. Methods raise OSError.
+    """Writes new safetensors files in `folder`, one after the other. Methods raise OSError.
 
-    Tensors must be added in the order of `files`, which maps file names to the tensors of each file. A file that is not closed
-    when the block ends is incomplete. metadata: the metadata of each file.
+    files: the tensors of each file by file name. The tensors of a file must be added together, each once. A file that is not
+    closed when the block ends is incomplete. metadata: the metadata of each file.
     """
 
     def __init__(
@@ -145,26 +111,49 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         self._folder = folder
         self._files = files
         self._file_by_tensor = {spec.name: name for name, specs in files.items() for spec in specs}
-        self._open: tuple[str, TensorFile] | None = None
+        self._file: BinaryIO | None = None
+        self._file_name = ""
+        self._starts: dict[str, int] = {}
+        self._missing: dict[str, Spec] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Writes the next tensor. The first tensor of a file closes the previous file."""
-        file = self._file_by_tensor[name]
-        if self._open is None or self._open[0] != file:
+        """Writes a tensor. The first tensor of a file closes the previous file."""
+        if self._file is None or self._file_name != self._file_by_tensor[name]:
             self.close()
-            self._open = file, TensorFile(self._folder / file, self._files[file], self._metadata)
-        self._open[1].add(name, value)
+            self._file = self._open(self._file_by_tensor[name])
+        spec = self._missing.pop(name, None)
+        assert spec is not None, f"{name} is added twice"
+        assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
+        self._file.seek(self._starts[name])
+        self._file.write(bytes_of(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Closes the last file and waits until it is on the disk."""
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
+        """Closes the last file after it has been synced to the disk."""
+        if self._file is not None:
+            assert not self._missing, f"{sorted(self._missing)} were not written"
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
 
     def __exit__(self, *_: object) -> None:
-        if self._open is not None:
+        if self._file is not None:
             with suppress(OSError):
-                self._open[1].drop()
+                self._file.close()
+
+    def _open(self, name: str) -> BinaryIO:
+        """Opens a new file with its header and full size."""
+        specs = self._files[name]
+        self._file_name, self._missing = name, {spec.name: spec for spec in specs}
+        header, self._starts = build_header(specs, self._metadata)
+        file = (self._folder / name).open("xb")
+        try:
+            file.write(header)
+            file.truncate(len(header) + sum(spec.num_bytes for spec in specs))
+        except BaseException:
+            file.close()
+            raise
+        return file
 
 
 def file_names(count: int) -> list[str]:
