@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,38 +24,24 @@ def modules() -> dict[str, ast.Module]:
     return {".".join(name.parts).removesuffix(".__init__"): ast.parse(file.read_text("utf-8")) for name, file in files.items()}
 
 
-def statements(node: ast.AST, *, annotations: bool) -> Iterator[ast.AST]:
-    """All statements within `node`, without a look at what they compute: no import is in there.
-
-    annotations: whether those under `if TYPE_CHECKING` are among them.
-    """
+def imports(node: ast.AST) -> Iterator[str]:
+    """The names that imports within `node` bring, without those for annotations."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            if not annotations and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            yield child
-            yield from statements(child, annotations=annotations)
+        if isinstance(child, ast.ImportFrom) and child.module:
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from imports(child)
 
 
-def named(tree: ast.Module, *, annotations: bool) -> Iterator[str]:
-    """The modules, or things in them, that imports of `tree` name."""
-    for node in statements(tree, annotations=annotations):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}"
-
-
-@cache
-def graph(*, annotations: bool = True) -> dict[str, set[str]]:
-    """By module, the modules that it imports; unless told otherwise, those for annotations too."""
-    trees = modules()
-    found: dict[str, set[str]] = {}
+def graph() -> dict[str, set[str]]:
+    """By module, the modules that it imports."""
+    trees, edges = modules(), {}
     for name, tree in trees.items():
-        targets = {target if target in trees else target.rpartition(".")[0] for target in named(tree, annotations=annotations)}
-        found[name] = {target for target in targets if target in trees and target != name}
-    return found
+        targets = {target if target in trees else target.rpartition(".")[0] for target in imports(tree)}
+        edges[name] = (targets & trees.keys()) - {name}
+    return edges
 
 
 def reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
@@ -78,18 +63,11 @@ def test_folders_are_layers():
         return parts[1] if len(parts) > 1 else ""
 
     folders: dict[str, set[str]] = {}
-    for name, targets in graph(annotations=False).items():
+    for name, targets in graph().items():
         folders.setdefault(place(name), set()).update(place(target) for target in targets)
     edges = {name: targets - {name, ""} for name, targets in folders.items()}
     circles = {name: sorted(reached(name, edges)) for name in edges if name in reached(name, edges)}
     assert not circles, circles
-
-
-def test_nothing_below_the_run_names_it():
-    """Plugins are given `Parts`; whoever needs a run is above it."""
-    names = {name for name, targets in graph().items() if "sley_core.run" in targets}
-    below = {name for name in names if name != "sley_core.assemble"}
-    assert below - {"sley_core"} == set()
 
 
 SUBJECTS = sorted(path.stem for path in (SOURCE / "sley_core" / "api").glob("*.py") if path.stem != "__init__")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from sley_core import protocols
 from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
@@ -43,18 +44,6 @@ from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
 from sley_core.plan.tables import CompileConfig
-from sley_core.protocols import (
-    ActivationPolicy,
-    AttachedModule,
-    Counts,
-    GradientHandler,
-    MetricsWriter,
-    RewindableWriter,
-    SchedulerHook,
-    StageLink,
-    Stateful,
-    WeightCommunicator,
-)
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
@@ -78,7 +67,7 @@ def build_stepper(
     model: Model,
     stage: Stage,
     info: DataInfo,
-    communicator: WeightCommunicator | None,
+    communicator: protocols.WeightCommunicator | None,
     undo: ExitStack,
     unchecked_layers: Sequence[str] | None = None,
     *,
@@ -90,18 +79,18 @@ def build_stepper(
     whether to check the model's code by the values of tensors.
     """
     topology, device = parts.topology, parts.world.device
-    hooks: list[SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
+    hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if config := plan.model.config.compile:
         compile_layers(stage.layers, CompileConfig() if config is True else config, undo)
     undo.callback(parts.store.close)
-    handlers: list[GradientHandler] = [component.build() for component in plan.gradient_handlers]
+    handlers: list[protocols.GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
         handler.attach(parts)
         undo.callback(handler.detach)
     # A hook, or a handler that does not support shards, may read weights at any time.
     records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
     parts.weights.is_eager = bool(hooks) or not all(record.accepts_shards or record.result == "shard" for record in records)
-    link: StageLink | None = None
+    link: protocols.StageLink | None = None
     if plan.link is not None and topology.pp > 1:
         link = plan.link.build()
         link.prepare(parts)
@@ -111,14 +100,14 @@ def build_stepper(
     if hasattr(loss, "attach"):
         loss.attach(parts)
     for layer in parts.layers:
-        if isinstance(layer.module, AttachedModule):
+        if isinstance(layer.module, protocols.AttachedModule):
             layer.module.attach_to_run(parts)
     update = make_update(plan, parts, model, checks=checks)
     if communicator is not None:
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.registry)
         undo.callback(communicator.detach)
-    policy: ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
+    policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     policy.attach(parts)
     undo.callback(policy.detach)
     parts.numbers.agree()
@@ -208,10 +197,10 @@ def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory
     parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(ManagerCounts, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
-        if isinstance(part, Counts):
+        if isinstance(part, protocols.Counts):
             num_same = sum(name.split(" ")[0] == component.name for name in counts)
             counts[f"{component.name} {num_same + 1}" if num_same else component.name] = dict(part.counts())
-    return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, Counts)}
+    return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, protocols.Counts)}
 
 
 def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
@@ -283,13 +272,13 @@ class StepProfiler:
 class RunOutputs:
     """Holds the writers into the run's folder, if it has one. writers: the metrics writers, on rank 0 only."""
 
-    writers: Sequence[MetricsWriter] = ()
+    writers: Sequence[protocols.MetricsWriter] = ()
     profiler: StepProfiler | None = None
 
     def rewind(self, step: int) -> None:
         """Drops the rows of the steps after `step`, which will run again."""
         for writer in self.writers:
-            if isinstance(writer, RewindableWriter):
+            if isinstance(writer, protocols.RewindableWriter):
                 writer.rewind(step)
 
 
@@ -359,10 +348,10 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     )
 
 
-def build_writer(plan: Plan, component: Component, folder: Path) -> MetricsWriter:
+def build_writer(plan: Plan, component: Component, folder: Path) -> protocols.MetricsWriter:
     """Returns the writer of one table of `metrics`. Raises PlanError "metrics-writer" if a factory returns another object."""
     writer = component.build(folder)
-    if not isinstance(writer, MetricsWriter):
+    if not isinstance(writer, protocols.MetricsWriter):
         message = f"`{component.name}` must return an object with `write(row)` and `close()`, not a {type(writer).__name__}"
         raise plan.add_places(PlanError("metrics-writer", message, path=(*component.path, "factory")))
     return writer
@@ -394,7 +383,7 @@ def build_training_state(
     stateful_objects = {
         f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
         for component, part in components_with_objects(plan, stepper)
-        if isinstance(part, Stateful)
+        if isinstance(part, protocols.Stateful)
     }
     tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, stateful_objects)
     checkpoints = plan.checkpoint.config.folder if plan.checkpoint else None

@@ -26,6 +26,7 @@ from sley_core.run_files import COPIES as COPIES
 from sley_core.run_files import PLAN as PLAN
 from sley_core.run_files import WEIGHTS as WEIGHTS
 from sley_core.whole_files import write_atomically
+from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
@@ -255,9 +256,3 @@ class RunAttempt:
             message = f"{location} has checkpoints ({names}), but {self.folder} does not show that this run wrote them"
             hint = "use `--resume PATH` to resume from one of them, or remove `--resume` to start at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)
-
-
-def shorten_names(names: Sequence[str], max_names: int = 4) -> str:
-    """Returns the first `max_names` names and the number of remaining names as text."""
-    suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return f"{', '.join(names[:max_names])}{suffix}"

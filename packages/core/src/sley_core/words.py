@@ -172,3 +172,9 @@ def make_printable(text: str) -> str:
 def is_utf8(text: str) -> bool:
     """Returns whether the text can be encoded. Python represents undecodable bytes of the system as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def shorten_names(names: Sequence[str], max_names: int = 4) -> str:
+    """Returns the first `max_names` names and the number of remaining names as text."""
+    suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"{', '.join(names[:max_names])}{suffix}"

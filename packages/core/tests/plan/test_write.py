@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sley_core.errors import PlanError, format_path
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
 from sley_core.plan.plan import Plan
 from sley_core.plan.write import check_changes, compare_plans
-from sley_testing.plans import loader_of, small_plan
-
-LOADER = loader_of({})
-
-STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-VALUES = st.recursive(
-    st.one_of(
-        STRINGS,
-        st.integers(-(2**63), 2**63 - 1),
-        st.floats(allow_nan=False),
-        st.booleans(),
-        st.datetimes(min_value=datetime(1900, 1, 1)),
-        st.dates(min_value=date(1900, 1, 1)),
-        st.times(min_value=time(1)),
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)),
-    max_leaves=8,
-)
-PATHS = ["a.txt", "./b/*.txt", "/absolute/c", "../up/d", "e é/f"]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    options=st.dictionaries(STRINGS, VALUES, max_size=4),
-    files=st.lists(st.sampled_from(PATHS), min_size=1),
-    lr=st.floats(1e-30, 1e30),
-    steps=st.integers(1, 2**62),
-    folder=st.sampled_from([None, Path("/some/folder"), Path("relative")]),
-)
-def test_round_trip(options: dict[str, Any], files: list[str], lr: float, steps: int, folder: Path | None) -> None:
-    model = {"factory": "my.code:layers", "options": options}
-    tables = small_plan(model=model, data__files=files, optimizer__lr=lr, run__steps=steps, evaluation={"every": 3})
-    plan = plan_from_dict(tables, folder, loader=LOADER)
-    text = plan.to_toml()
-    assert tomli.loads(text) == plan.tables
-    again = plan_from_text(text, folder=Path("/elsewhere") if folder else None, loader=LOADER)
-    assert again == plan
-    assert (again.digest, again.to_toml()) == (plan.digest, text)
+from sley_testing.plans import small_plan
 
 
 def test_a_resolved_plan_stands_anywhere(tmp_path: Path, text: str) -> None:

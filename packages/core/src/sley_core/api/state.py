@@ -2,7 +2,6 @@
 
 from sley_core.attempt import Attempt as Attempt
 from sley_core.attempt import Lineage as Lineage
-from sley_core.attempt import shorten_names as shorten_names
 from sley_core.run_state.pieces import WEIGHTS as WEIGHTS
 from sley_core.run_state.pieces import CheckpointReader as CheckpointReader
 from sley_core.run_state.pieces import Rectangle as Rectangle
@@ -15,3 +14,4 @@ from sley_core.weight_files.write import DTYPES as DTYPES
 from sley_core.weight_files.write import Spec as Spec
 from sley_core.weight_files.write import build_header as build_header
 from sley_core.weight_files.write import bytes_of as bytes_of
+from sley_core.words import shorten_names as shorten_names

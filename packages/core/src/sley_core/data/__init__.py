@@ -1,1 +1,1 @@
-"""Data: datasets, the order of their samples, and the feed that hands each rank its rows of a global batch."""
+"""Datasets, the order of their samples, and the feed, which reads each rank's rows of a global batch."""

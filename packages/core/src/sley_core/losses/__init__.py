@@ -1,1 +1,1 @@
-"""Losses: each is a weight, known from the batch alone, and a sum."""
+"""Losses, each with a weight that depends only on the batch, and a sum."""

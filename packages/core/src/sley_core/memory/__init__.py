@@ -1,1 +1,1 @@
-"""Lists the contents of a run's memory, and moves them off the device and back."""
+"""The memory of a run, and its transfers off the device and back."""

@@ -1,1 +1,1 @@
-"""What a run tells about itself: rows per step, throughput, and the summary at the end."""
+"""The metrics of a run: rows, throughput and memory."""

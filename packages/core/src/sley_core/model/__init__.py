@@ -1,1 +1,1 @@
-"""Models as ordered lists of named layers: how they are given, built and initialised, and one of our own."""
+"""Models as ordered lists of named layers, and how they are built and initialised."""

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from sley_core.errors import PlanError
 from sley_core.model.layers import MODEL, Layer, Model
+from sley_core.words import shorten_names
 
 MAX_NAMES = 3
 
@@ -63,12 +64,8 @@ def train(model: Model) -> None:
 def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
     """Returns a note for the user that lists the modules in evaluation mode; [] if there are none."""
     names = [name for layer in layers for name in _names_in_evaluation(layer.module, layer.name)]
-    remainder = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return (
-        [f"the factory left these modules in evaluation mode, and they stay in it: {', '.join(names[:MAX_NAMES])}{remainder}"]
-        if names
-        else []
-    )
+    message = f"the factory left these modules in evaluation mode, and they stay in it: {shorten_names(names, MAX_NAMES)}"
+    return [message] if names else []
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:

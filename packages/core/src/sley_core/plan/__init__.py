@@ -1,1 +1,1 @@
-"""The plan: what a person writes, read strictly, located to the character, resolved with every default shown."""
+"""Plans: reading, locating, resolving, checking and writing them."""

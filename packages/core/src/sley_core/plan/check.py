@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sley_core import records
 from sley_core.discovery import install_hint
 from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
@@ -27,15 +28,6 @@ from sley_core.plan.tables import (
     RunTable,
     metric_of,
     row_name,
-)
-from sley_core.records import (
-    DatasetRecord,
-    GradientHandlerRecord,
-    OffloadManagerRecord,
-    PartitionerRecord,
-    Problem,
-    Role,
-    WeightCommunicatorRecord,
 )
 from sley_core.table import Table
 from sley_core.topology import Topology
@@ -80,40 +72,42 @@ NEEDED_TABLES = {
 """The table that each axis of [parallel] needs, the part that this table names, and an example."""
 
 
-def _check_parts(plan: Plan) -> Iterator[Problem]:
+def _check_parts(plan: Plan) -> Iterator[records.Problem]:
     """Yields a problem for each table or package that the layout needs but lacks, and for each setting that compiled layers do
     not support.
     """
     for axis, (table, part, example) in NEEDED_TABLES.items():
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
             message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
-            yield Problem(("parallel", axis), message, f"add a table [{table}] with {example}", f"{table}-missing")
+            yield records.Problem(("parallel", axis), message, f"add a table [{table}] with {example}", f"{table}-missing")
     config, wp = plan.model.config, plan.parallel.wp
     if isinstance(config, ModelConfig) and config.compile:
         if plan.precision.accumulation == "direct":  # it needs hooks that compiled layers lack
             message = "compiled layers do not support direct accumulation of weight gradients"
             hint = 'use `accumulation = "autograd"`, or remove `compile`'
-            yield Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
+            yield records.Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
         if wp > 1:
             message = f"compiled layers do not support sharded weights, but `wp = {wp}`"
-            yield Problem(("model", "compile"), message, "remove `compile`, or use `wp = 1`", "weights-compiled")
+            yield records.Problem(("model", "compile"), message, "remove `compile`, or use `wp = 1`", "weights-compiled")
     partition, sp = plan.partition, plan.parallel.sp
-    timer = partition.record.timer if partition and isinstance(partition.record, PartitionerRecord) else None
+    timer = partition.record.timer if partition and isinstance(partition.record, records.PartitionerRecord) else None
     if partition and timer is not None and not partition.config.layer_costs:
         package = timer.partition(".")[0]
         if find_spec(package) is None:
             hint = install_hint(package.removeprefix("sley_")) if package.startswith("sley_") else f"install `{package}`"
             message = f"`{partition.name}` times layers with `{package}`, which is not installed"
-            yield Problem(("partition", "use"), message, f"{hint}; or set `layer_costs`", "timer-missing")
+            yield records.Problem(("partition", "use"), message, f"{hint}; or set `layer_costs`", "timer-missing")
         if sp > 1:
             message = f"`{partition.name}` times layers on whole sequences, but with `sp = {sp}` a rank has only slices"
-            yield Problem(("partition", "use"), message, 'use "pp.balanced", or set `layer_costs`', "sequence-partition")
+            yield records.Problem(
+                ("partition", "use"), message, 'use "pp.balanced", or set `layer_costs`', "sequence-partition"
+            )
     length = getattr(plan.data.config, "sequence", None)
     if isinstance(length, int) and length % sp:
         message = f"the sequence length must be a multiple of sp = {sp}, but is {length}"
         smaller = f"{length // sp * sp} or " if length > sp else ""
         hint = f"use sequence = {smaller}{(length // sp + 1) * sp}"
-        yield Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
+        yield records.Problem(("data", "sequence"), message, hint, "sequence-does-not-divide")
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
@@ -142,7 +136,7 @@ SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all
 ELEMENTWISE_HINT = ', or set `scope = "elementwise"` if every element is updated only from its own gradient'
 
 
-def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
+def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
     """Yields a problem if the optimizer needs whole matrices or the whole model but each rank has only a part."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
@@ -158,7 +152,7 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[Problem]:
     needs = SCOPE_DESCRIPTIONS.get(scope, "may need whole matrices, or all gradients at once")
     hint = "use an elementwise optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if scope == "unknown" else "")
     key = "use" if plan.optimizer.record else "factory"
-    yield Problem(("optimizer", key), f"`{plan.optimizer.name}` {needs}, but {layout}", hint, "optimizer-layout")
+    yield records.Problem(("optimizer", key), f"`{plan.optimizer.name}` {needs}, but {layout}", hint, "optimizer-layout")
 
 
 CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
@@ -167,7 +161,7 @@ CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
 CODE = "canonical-unsupported"
 
 
-def check_canonical(plan: Plan) -> Iterator[Problem]:
+def check_canonical(plan: Plan) -> Iterator[records.Problem]:
     """Yields "canonical-unsupported" for each part of the plan with which results would depend on the layout."""
     if plan.parallel.reduction != "canonical":
         return
@@ -189,7 +183,7 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
         yield _canonical_problem(("optimizer", "options"), message, "remove `fused`")
     for number, handler in enumerate(plan.gradient_handlers):
         record = handler.record
-        if not isinstance(record, GradientHandlerRecord) or record.role == "observer":
+        if not isinstance(record, records.GradientHandlerRecord) or record.role == "observer":
             continue
         if not record.fixed_order or record.tolerance_for(handler.config):
             message = f"`{handler.name}` does not sum in a fixed order, or not exactly"
@@ -197,29 +191,29 @@ def check_canonical(plan: Plan) -> Iterator[Problem]:
                 ("gradient_handlers", number, "use"), message, "use `core.each`, `dp.bucketed` or `dp.sharded`"
             )
     weights = plan.weights
-    if weights is not None and isinstance(weights.record, WeightCommunicatorRecord) and not weights.record.fixed_order:
+    if weights is not None and isinstance(weights.record, records.WeightCommunicatorRecord) and not weights.record.fixed_order:
         message = f"`{weights.name}` does not sum weight gradients in a fixed order"
         yield _canonical_problem(("weights", "use"), message, "use `isp.communicator`")
 
 
-def _canonical_problem(path: KeyPath, message: str, hint: str) -> Problem:
-    return Problem(path, f"{message}, so there is no canonical sum", f'{hint}, or set `reduction = "fast"`', CODE)
+def _canonical_problem(path: KeyPath, message: str, hint: str) -> records.Problem:
+    return records.Problem(path, f"{message}, so there is no canonical sum", f'{hint}, or set `reduction = "fast"`', CODE)
 
 
 SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 """The optimizer scopes, ordered by how many gradients an update may depend on."""
 
 
-def check_offload(plan: Plan) -> Iterator[Problem]:
+def check_offload(plan: Plan) -> Iterator[records.Problem]:
     """Yields the problems of `[[offload]]`. Codes: "offload-twice", "offload-optimizer"."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record
-        assert isinstance(record, OffloadManagerRecord), component.name
+        assert isinstance(record, records.OffloadManagerRecord), component.name
         for part in record.parts(component.config):
             if part in manager_by_part:
                 message = f"`{manager_by_part[part]}` and `{component.name}` both offload the run's {part.replace('_', ' ')}"
-                yield Problem(("offload", number, "use"), message, "remove one of them", "offload-twice")
+                yield records.Problem(("offload", number, "use"), message, "remove one of them", "offload-twice")
                 break
             manager_by_part[part] = component.name
         supported, needed = record.scope(component.config), scope_of(plan.optimizer.record, plan.optimizer.config)
@@ -227,14 +221,14 @@ def check_offload(plan: Plan) -> Iterator[Problem]:
             needs = "may need all gradients at once" if needed == "unknown" else "needs all gradients at once"
             message = f"`{component.name}` steps the optimizer on a few weights at a time, but `{plan.optimizer.name}` {needs}"
             hint = "use an optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if needed == "unknown" else "")
-            yield Problem(("offload", number, "use"), message, hint, "offload-optimizer")
+            yield records.Problem(("offload", number, "use"), message, hint, "offload-optimizer")
 
 
-UNIQUE_ROLES: tuple[Role, ...] = ("reducer", "tie")
+UNIQUE_ROLES: tuple[records.Role, ...] = ("reducer", "tie")
 """The roles that must occur at most once, because a second sum would be wrong."""
 
 
-def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
+def check_handlers(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
     """Yields the problems of the plan's gradient handlers.
 
     Codes: "handler-missing", "handler-twice", "handler-conflict" (two handlers with one job), "handler-order",
@@ -243,51 +237,51 @@ def check_handlers(plan: Plan, topology: Topology) -> Iterator[Problem]:
     handlers = [
         (("gradient_handlers", number, "use"), handler.name, handler.record)
         for number, handler in enumerate(plan.gradient_handlers)
-        if isinstance(handler.record, GradientHandlerRecord)
+        if isinstance(handler.record, records.GradientHandlerRecord)
     ]
     ranks = topology.ranks_per_stage
     if ranks > 1 and not any(record.role == "reducer" for _, _, record in handlers):
         message = f"{ranks} ranks hold the same weights, but no gradient handler sums their gradients"
         hint = 'add [[gradient_handlers]] with `use = "core.each"`, or remove the list'
-        yield Problem(("gradient_handlers",), message, hint, "handler-missing")
+        yield records.Problem(("gradient_handlers",), message, hint, "handler-missing")
     names: set[str] = set()
-    name_by_role: dict[Role, str] = {}
+    name_by_role: dict[records.Role, str] = {}
     for path, name, record in handlers:
         if name in names:
-            yield Problem(path, f"`{name}` is listed twice", "remove one of them", "handler-twice")
+            yield records.Problem(path, f"`{name}` is listed twice", "remove one of them", "handler-twice")
             continue
         names.add(name)
         if record.role in UNIQUE_ROLES and record.role in name_by_role:
             job = "sum gradients" if record.role == "reducer" else "sum gradients of shared weights"
             message = f"`{name_by_role[record.role]}` and `{name}` both {job}, so the sum would be wrong"
-            yield Problem(path, message, "remove one of them", "handler-conflict")
+            yield records.Problem(path, message, "remove one of them", "handler-conflict")
         name_by_role.setdefault(record.role, name)
     for number, (path, name, record) in enumerate(handlers):
         conflicts = [("before", peer, role.role) for _, peer, role in handlers[:number] if role.role in record.before]
         conflicts += [("after", peer, role.role) for _, peer, role in handlers[number + 1 :] if role.role in record.after]
         for order, peer, role in conflicts:
             message = f"`{name}` must come {order} `{peer}`, because it must run {order} every {role}"
-            yield Problem(path, message, f"move its table {order} that of `{peer}`", "handler-order")
+            yield records.Problem(path, message, f"move its table {order} that of `{peer}`", "handler-order")
     reducer = ""
     for path, name, record in handlers:
         if reducer and record.role in ("tie", "transform") and not record.accepts_shards:
             message = f"`{name}` needs whole gradients, but `{reducer}` leaves only a shard on each rank"
-            yield Problem(path, message, "use a reducer such as `dp.bucketed`", "handler-shards")
+            yield records.Problem(path, message, "use a reducer such as `dp.bucketed`", "handler-shards")
         if record.role == "reducer" and record.result == "shard" and topology.ranks_per_stage > 1:
             reducer = name
 
 
 def has_tie_handler(plan: Plan) -> bool:
     """Returns whether a gradient handler of the plan sums the gradients of parameters shared by several stages."""
-    records = (handler.record for handler in plan.gradient_handlers)
-    return any(isinstance(record, GradientHandlerRecord) and record.role == "tie" for record in records)
+    handlers = (handler.record for handler in plan.gradient_handlers)
+    return any(isinstance(record, records.GradientHandlerRecord) and record.role == "tie" for record in handlers)
 
 
 GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",), "fp64": ("fp64",)}
 """The supported dtypes of `gradients` for each dtype of `compute`, the default first."""
 
 
-def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[Problem]:
+def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[records.Problem]:
     """Yields the conflicts within and between core's `tables`. A table that is None or missing is optional or invalid; checks
     that need it are skipped.
 
@@ -304,13 +298,13 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
             dtypes = " or ".join(GRADIENT_DTYPES[compute])
             message = f'with `compute = "{compute}"`, gradients must be accumulated in {dtypes}, not {gradients}'
             hint = f'use "{GRADIENT_DTYPES[compute][0]}", or remove the key'
-            yield Problem(("precision", "gradients"), message, hint, "precision-unsupported")
+            yield records.Problem(("precision", "gradients"), message, hint, "precision-unsupported")
         if precision.loss_scale is not None:
             yield from _check_loss_scale(precision.loss_scale, compute)
     if isinstance(run, RunTable):
         if run.on_nan == "stop" and run.max_skips is not None:
             message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
-            yield Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
+            yield records.Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
         if isinstance(profile, ProfileTable):
             yield from _check_profile(run, *profile.steps)
     if dp is None and isinstance(parallel, ParallelTable) and parallel.dp != "auto":
@@ -319,20 +313,20 @@ def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> I
         yield from _check_batch(batch, dp)
 
 
-def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[Problem]:
+def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[records.Problem]:
     """Yields the problems that the record of `data` reports in its table and its files. Datasets from a factory are checked
     when they are built.
 
     model: None if its table is invalid. evaluates: whether the plan needs held-out data.
     """
-    if isinstance(data.record, DatasetRecord) and data.record.check is not None:
+    if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
         vocab_size = None if model is None or model.record is None else getattr(model.config, "vocab_size", None)
         yield from data.record.load(data.record.check)(data.config, evaluates=evaluates, vocab_size=vocab_size)
 
 
 def check_all_data(
     data: Component, model: Component | None, evaluation: EvaluationTable | None, sets: Mapping[str, EvaluationSet]
-) -> Iterator[Problem]:
+) -> Iterator[records.Problem]:
     """Yields the problems of [data] and of the data of each evaluation set."""
     for problem in check_data(data, model, evaluates=evaluation is not None and evaluation.held_out):
         if problem.code == "held-out" and sets:
@@ -343,7 +337,7 @@ def check_all_data(
             yield replace(problem, path=("evaluation", "sets", name, *problem.path[1:]))
 
 
-def _check_keep_best(plan: Plan) -> Iterator[Problem]:
+def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
     """Yields a problem if no checkpoint can follow `keep_best`, or if evaluations do not compute its metric."""
     best = plan.evaluation.best if plan.evaluation is not None else None
     if plan.evaluation is None or best is None:
@@ -351,39 +345,39 @@ def _check_keep_best(plan: Plan) -> Iterator[Problem]:
     path: KeyPath = ("evaluation", "keep_best")
     if plan.checkpoint is None:
         message = "`keep_best` keeps a checkpoint, but the plan saves no checkpoints"
-        yield Problem(path, message, "add a table [checkpoint], for example with `every_steps = 1000`", "keep-best")
+        yield records.Problem(path, message, "add a table [checkpoint], for example with `every_steps = 1000`", "keep-best")
     elif not getattr(plan.checkpoint.record, "keeps_best", False):
         message = f"`{plan.checkpoint.name}` does not support `keep_best`"
-        yield Problem(path, message, f'use "{CHECKPOINTER}" in [checkpoint], or remove `keep_best`', "keep-best")
+        yield records.Problem(path, message, f'use "{CHECKPOINTER}" in [checkpoint], or remove `keep_best`', "keep-best")
     sets = [*([""] if plan.evaluation.held_out else []), *plan.evaluation_sets]
     names = [row_name(metric, set_name) for set_name in sets for metric in BEST_MODES]
     custom_names = [row_name(metric_of(best.metric), set_name) for set_name in sets if plan.evaluation.metric is not None]
     if best.metric not in (*names, *custom_names):
         hint = suggestion(best.metric, names, f"use one of {', '.join(names)}")
-        yield Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")
+        yield records.Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")
 
 
-def _check_loss_scale(scale: LossScaleTable, compute: str) -> Iterator[Problem]:
+def _check_loss_scale(scale: LossScaleTable, compute: str) -> Iterator[records.Problem]:
     path: KeyPath = ("precision", "loss_scale")
     if compute != "fp16":
         message = f"only fp16 uses a loss scale, but this plan computes in {compute}"
-        yield Problem(path, message, "remove `loss_scale`", "loss-scale-unused")
+        yield records.Problem(path, message, "remove `loss_scale`", "loss-scale-unused")
     elif scale.min_scale > scale.init_scale:
         message = f"the loss scale would start at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
-        yield Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
+        yield records.Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
-def _check_profile(run: RunTable, first: int, last: int) -> Iterator[Problem]:
+def _check_profile(run: RunTable, first: int, last: int) -> Iterator[records.Problem]:
     path: KeyPath = ("profile", "steps")
     if first > last:
         message = f"the first step to record, {first}, is after the last, {last}"
-        yield Problem(path, message, f"use [{last}, {first}]", "beyond-the-run")
+        yield records.Problem(path, message, f"use [{last}, {first}]", "beyond-the-run")
     elif last > run.steps:
         message = f"the run has {run.steps} steps, so steps {first} to {last} cannot be recorded"
-        yield Problem(path, message, f"use steps up to {run.steps}", "beyond-the-run")
+        yield records.Problem(path, message, f"use steps up to {run.steps}", "beyond-the-run")
 
 
-def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
+def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:
     """Yields a problem that suggests valid sizes if global_size is not a multiple of dp x micro_size."""
     size, micro = batch.global_size, batch.micro_size
     unit = dp * micro
@@ -393,4 +387,4 @@ def _check_batch(batch: BatchTable, dp: int) -> Iterator[Problem]:
         micros = [divisor for divisor in range(min(micro, size // dp), 0, -1) if size % (dp * divisor) == 0]
         hint = f"use global_size = {sizes}" + (f", or micro_size = {micros[0]}" if micros else "")
         message = f"global_size must be a multiple of dp x micro_size = {dp} x {micro} = {unit}, but is {size}"
-        yield Problem(("batch", "global_size"), message, hint, "batch-does-not-divide")
+        yield records.Problem(("batch", "global_size"), message, hint, "batch-does-not-divide")

@@ -35,6 +35,7 @@ from sley_core.run_state.tensors import (
     restore_generators,
 )
 from sley_core.weight_files.read import WeightFiles, weight_files_error
+from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from sley_core.attempt import RunAttempt
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from sley_core.weight_files.read import TensorReader
 
 T = TypeVar("T")
-
-_MAX_NAMES = 4
 
 
 @dataclass(eq=False)
@@ -207,8 +206,7 @@ class TrainingState:
         if description.optimizer != self.plan.optimizer.name:
             problems.append(f"its optimizer is {description.optimizer}, the plan's is {self.plan.optimizer.name}")
         if problems:
-            suffix = f", and {len(problems) - _MAX_NAMES} more" if len(problems) > _MAX_NAMES else ""
-            message = f"{saved.place} does not fit this run: {', '.join(problems[:_MAX_NAMES])}{suffix}"
+            message = f"{saved.place} does not fit this run: {shorten_names(problems)}"
             hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
             raise RunError("checkpoint-mismatch", message, hint=hint)
         if changed_base := next((names[0] for _, _, _, names in reports if names), ""):

@@ -28,16 +28,7 @@ from sley_core.json_text import decode_value, encode_value
 from sley_core.model.build import build_on_meta
 from sley_core.model.tensors import checksum
 from sley_core.model.values import HostModel
-from sley_core.optim.shared import (
-    Shared,
-    attributes_of,
-    copy_values,
-    load_optimizer_state,
-    options_to_save,
-    set_training_mode,
-    shared_to_save,
-    shared_values,
-)
+from sley_core.optim import shared
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
@@ -137,10 +128,10 @@ class RunTensors:
                 values[state_name(stepped.name, leaf.name)] = _encode_state(leaf.value, stepped.name, leaf.name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
         for group in self.update.optimizer.param_groups:
-            options = options_to_save(self.update.optimizer, group)
+            options = shared.options_to_save(self.update.optimizer, group)
             if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
-        for path, value in shared_to_save(self.update.optimizer, self.update.begun).items():
+        for path, value in shared.shared_to_save(self.update.optimizer, self.update.begun).items():
             key = ".".join(map(str, path[1:]))
             values[f"{SHARED}{path[0]}/{key}"] = _encode_state([list(path), value], "all parameters", key)
         return values
@@ -330,7 +321,7 @@ class Restoring:
         states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
-        load_optimizer_state(
+        shared.load_optimizer_state(
             update.optimizer, states, list(map(self._read_options, names)), _shared_states(self.saved), update.begun, dtypes
         )
 
@@ -410,12 +401,15 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
         for state, path in _names_by_parameter(saved).get(name, [])
     )
     options = decode_value(values.get(OPTIONS + name, {}))
-    dtype, initial = BY_NAME[saved.kind(WEIGHTS + name).dtype], copy_values(attributes_of(shared_values(optimizer)))
+    dtype, initial = (
+        BY_NAME[saved.kind(WEIGHTS + name).dtype],
+        shared.copy_values(shared.attributes_of(shared.shared_values(optimizer))),
+    )
     key = id(parameter)
-    load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), initial, {key: dtype})
+    shared.load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), initial, {key: dtype})
 
 
-def _shared_states(saved: CheckpointReader) -> Shared:
+def _shared_states(saved: CheckpointReader) -> shared.Shared:
     """Returns the values, except options, that the optimizer keeps for all parameters."""
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
@@ -473,7 +467,7 @@ class SavedWeights:
         parameter = nn.Parameter(value)
         config: Any = self._plan.optimizer.config
         group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
-        optimizer: Any = set_training_mode(self._plan.optimizer.build([group], parameter.device))
+        optimizer: Any = shared.set_training_mode(self._plan.optimizer.build([group], parameter.device))
         load_parameter_state(optimizer, self.saved, name)
         optimizer.eval()
         return parameter.detach()

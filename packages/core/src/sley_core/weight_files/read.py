@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from safetensors import SafetensorError, safe_open
 
 from sley_core.errors import RunError
+from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of initial weights, by their names in safetensors."""
 
 _MAX_INDEX_BYTES = 1 << 27
-_MAX_NAMES = 4
 
 
 class TensorKind(NamedTuple):
@@ -69,7 +69,9 @@ class WeightFiles:
         for file in files:
             tensors = _read_header(folder / file)
             if duplicates := sorted(self.stored.keys() & tensors):
-                raise weight_files_error(f"{_format_names(duplicates)} in `{folder / file}` and also in another file")
+                raise weight_files_error(
+                    f"{shorten_names(list(map(repr, duplicates)))} in `{folder / file}` and also in another file"
+                )
             self.stored |= tensors
         if index is not None:
             stored = self.stored
@@ -82,7 +84,7 @@ class WeightFiles:
             }
             for problem, names in problems.items():
                 if names:
-                    raise weight_files_error(f"`{folder / INDEX}` {problem}: {_format_names(names)}")
+                    raise weight_files_error(f"`{folder / INDEX}` {problem}: {shorten_names(list(map(repr, names)))}")
 
     @property
     def names(self) -> Sequence[str]:
@@ -138,11 +140,6 @@ def _read_index(folder: Path) -> dict[str, str]:
     if foreign := sorted({file for file in files.values() if Path(file).name != file}):
         raise weight_files_error(f"`{path}` names `{foreign[0]}`, which is not in its folder")
     return dict(files)
-
-
-def _format_names(names: Sequence[str]) -> str:
-    suffix = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + suffix
 
 
 def weight_files_error(message: str, hint: str | None = None) -> RunError:
