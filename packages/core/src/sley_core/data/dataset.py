@@ -91,8 +91,7 @@ class Dataset(Protocol):
     collate: `collate(samples) -> batch`; by default samples are stacked along each field's `batch_dim`.
     set_epoch: `set_epoch(epoch)` is called before the samples of an epoch are read.
     data_digest: a text that changes if any sample changes. A resumed run then rejects changed data. Without it, the run
-    compares
-        a few samples and only warns.
+        compares a few samples and only warns.
     is_ordered: True if the dataset orders each epoch itself; it is then read from index 0 to its end.
     sources: the names of the sources of a mixture. An int64 field `source` has the index of each sample's source. Metrics rows
         then have the loss and share of each source.

@@ -1,9 +1,8 @@
 """Builds datasets, and declares the fields of your own datasets: any map-style dataset or stream of dicts of tensors.
 
-`fields`, `vocab_size` and `sequence` are each taken from `[data]` or else from the dataset's `info`. Missing fields are
-inferred
-from the first sample: each key becomes a field with the tensor's dtype, stacked along dim 0, without a sequence dim. A sample
-with int64 `tokens` and `labels` of equal length has `TOKEN_FIELDS`.
+`fields`, `vocab_size` and `sequence` come from `[data]`, or else from the dataset's `info`. Missing fields are inferred from
+the first sample: each key becomes a field with the tensor's dtype, stacked along dim 0, without a sequence dim. A sample with
+int64 `tokens` and `labels` of equal length has `TOKEN_FIELDS`.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class _WithInfo:
     def _infer_fields(self) -> dict[str, Field]:
         """Returns the fields of the first sample. Raises PlanError "data-factory" if it is not a dict of tensors."""
         try:
-            sample = self._read_first()
+            sample = next(iter(self._dataset), None) if is_stream(self._dataset) else self._dataset[0]
             collate = getattr(self._dataset, "collate", None)
             sample = collate([sample]) if collate is not None else sample
         except (Exception, SystemExit) as error:
@@ -137,9 +136,6 @@ class _WithInfo:
             return dict(TOKEN_FIELDS)
         return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in sample.items()}
 
-    def _read_first(self) -> Any:
-        raise NotImplementedError
-
 
 class _DatasetWithInfo(_WithInfo):
     def __len__(self) -> int:
@@ -151,16 +147,10 @@ class _DatasetWithInfo(_WithInfo):
     def __getitem__(self, index: int) -> Sample:
         return cast(Sample, self._dataset[index])
 
-    def _read_first(self) -> Any:
-        return self._dataset[0]
-
 
 class _StreamWithInfo(_WithInfo):
     def __iter__(self) -> Iterator[Sample]:
         return iter(self._dataset)
-
-    def _read_first(self) -> Any:
-        return next(iter(self._dataset), None)
 
 
 def _factory_error(message: str, hint: str | None) -> PlanError:

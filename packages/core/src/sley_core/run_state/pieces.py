@@ -170,10 +170,9 @@ class SavedRun:
 
     run: the name of the run. step: the number of completed steps. lineage: the attempts that ran these steps. plan: the
     resolved plan in TOML. versions: the versions of torch and the plugins. layout: the number of ranks along each axis, and
-    `world`.
-    optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that are equal
-    on all ranks. `with_ranks` adds the fields of all ranks. values: the optimizer's values that are not tensors, by name.
-    paths: the paths of tensors in nested optimizer states. ranks: the state of each rank.
+    `world`. optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that
+    are equal on all ranks. `with_ranks` adds the fields of all ranks. values: the optimizer's values that are not tensors, by
+    name. paths: the paths of tensors in nested optimizer states. ranks: the state of each rank.
     """
 
     run: str
