@@ -1,4 +1,4 @@
-"""What the tests of the test kit share."""
+"""Fixtures of the tests of the test kit."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import pytest
 
 @pytest.fixture
 def parts(plugin_folder: Callable[..., None]) -> None:
-    """The plugin `parts`: for each kind a part that is right, and some that are wrong in one way each."""
+    """Installs the plugin `parts`: a correct part of each type, and parts with one bug each."""
     plugin_folder(Path(__file__).parent / "own", parts="parts_plugin")

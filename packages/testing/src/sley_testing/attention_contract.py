@@ -11,17 +11,14 @@ small fp64 model is trained on two ranks and compared with one process.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.assemble import assemble
 from sley_core.comm.group import Group
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, SleyError
@@ -32,9 +29,8 @@ from sley_core.protocols import SequenceCommunicator
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import model_plan
-from sley_testing.parity import assert_same_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, gradients, weights
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, assert_same_run, record
 
 Table = dict[str, Any]
 Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
@@ -62,24 +58,27 @@ class CaseResult:
     is_restored: bool = False
 
 
-@contextmanager
-def attention_on_ranks(sequence: Table) -> Iterator[tuple[Group, Callable[[], SequenceCommunicator]]]:
-    """Yields the group of all ranks and a function that builds the attention over this group."""
-    with World.join("cpu") as world:
-        group = world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
-        component = plan_from_dict(tables(sequence)).sequence
-        assert component is not None, sequence
-        yield group, partial(component.build, group)
+def _slice_group(world: World) -> Group:
+    return world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
+
+
+def _build_attention(sequence: Table, group: Group) -> SequenceCommunicator:
+    """Returns a new attention over `group`."""
+    component = plan_from_dict(tables(sequence)).sequence
+    assert component is not None, sequence
+    attention: SequenceCommunicator = component.build(group)
+    return attention
 
 
 def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
     """Runs each case on this rank: the attention on a slice, with two inputs, then full attention after `detach`."""
     results = []
-    with attention_on_ranks(sequence) as (group, build):
+    with World.join("cpu") as world:
+        group = _slice_group(world)
         for case in cases:
+            attention = _build_attention(sequence, group)
             result, layer = CaseResult(), Layer("layer", _AttentionLayer())
             names_before = list(dict(layer.module.named_parameters()))
-            attention = build()
             attention.attach([layer])
             names_attached = list(dict(layer.module.named_parameters()))
             with collectives() as result.calls:
@@ -96,30 +95,16 @@ def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
     return results
 
 
-def attachment_error_code(sequence: Table) -> str:
-    """Returns the error code for a model without attention, or "" if the model is accepted."""
-    with attention_on_ranks(sequence) as (_, build):
-        try:
-            build().attach([Layer("layer", nn.Linear(2, 2))])
-        except PlanError as error:
-            return error.diagnostics[0].code
-    return ""
+def train(plan: Table) -> tuple[Recorded, list[Collective]]:
+    """Takes NUM_STEPS steps on this rank, and returns the record and all collectives."""
+    with collectives() as calls:
+        recorded = record(plan, NUM_STEPS)
+    return recorded, calls
 
 
-def train(plan: Table) -> tuple[Recorded, float, list[list[Collective]]]:
-    """Takes NUM_STEPS steps on this rank. Returns the record, the initial held-out loss, and the collectives of each step."""
-    recorded, calls_by_step = Recorded(), []
-    with World.join("cpu") as world, assemble(plan_from_dict(plan), world) as run:
-        recorded.first = weights(run)
-        initial_loss = run.evaluate()
-        for _ in range(NUM_STEPS):
-            with collectives() as calls:
-                recorded.rows.append(run.step())
-            calls_by_step.append(list(calls))
-            recorded.gradients.append(gradients(run))
-        recorded.weights = weights(run)
-        recorded.held_out = run.evaluate()
-    return recorded, initial_loss, calls_by_step
+def train_twice(plan: Table) -> tuple[float | None, Recorded, Recorded]:
+    """Returns the initial held-out loss and the records of two equal runs on this rank."""
+    return record(plan, 0).held_out, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
 
 
 class SequenceAttentionContract:
@@ -130,59 +115,58 @@ class SequenceAttentionContract:
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
         """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`."""
-        results: list[list[CaseResult]] = ranks(2, self.timeout_s)(run_cases, self.sequence, DIVISIBLE)
-        for case, case_results in zip(DIVISIBLE, zip(*results, strict=True), strict=True):
-            for result in case_results:
-                label = f"(heads, kv_heads, packed) = {case}"
+        for case, results in self._run_cases(ranks, DIVISIBLE):
+            label = f"(heads, kv_heads, packed) = {case}"
+            for result in results:
                 assert not result.refusal, f"{label} is refused by `{result.refusal}`"
-                largest = max(result.errors)
-                assert largest <= 1e-10, (
-                    f"{label}: the context or gradients of a slice are off by {largest:.3g} of the largest element"
+                error = max(result.errors)
+                assert error <= 1e-10, (
+                    f"{label}: the context or gradients of a slice are off by {error:.3g} of the largest element"
                 )
                 assert result.is_restored, f"{label}: `detach` does not restore attention over whole sequences"
-            assert_same_sequence([result.calls for result in case_results])
+            assert_same_sequence([result.calls for result in results])
 
     def test_indivisible_heads_are_correct_or_refused(self, ranks: Callable[..., Ranks]) -> None:
         """Checks that all ranks agree, since a rank must not wait for a peer that has refused."""
-        results: list[list[CaseResult]] = ranks(2, self.timeout_s)(run_cases, self.sequence, ODD)
-        for case, case_results in zip(ODD, zip(*results, strict=True), strict=True):
-            label, codes = f"(heads, kv_heads, packed) = {case}", [result.refusal for result in case_results]
+        for case, results in self._run_cases(ranks, ODD):
+            label, codes = f"(heads, kv_heads, packed) = {case}", [result.refusal for result in results]
             assert len(set(codes)) == 1, f"{label}: only some ranks refuse the case, {codes}, so the others would hang"
-            largest = max((error for result in case_results for error in result.errors), default=0.0)
-            assert codes[0] or largest <= 1e-10, f"{label} is neither correct nor refused: the relative error is {largest:.3g}"
-            assert all(result.is_restored for result in case_results), (
+            error = max((error for result in results for error in result.errors), default=0.0)
+            assert codes[0] or error <= 1e-10, f"{label} is neither correct nor refused: the relative error is {error:.3g}"
+            assert all(result.is_restored for result in results), (
                 f"{label}: `detach` does not restore attention over whole sequences"
             )
 
-    def test_model_without_attention_is_refused(self, ranks: Callable[..., Ranks]) -> None:
+    def test_model_without_attention_is_refused(self) -> None:
         """Expects a PlanError. Without it, positions would silently miss the other slices."""
-        codes = ranks(2, self.timeout_s)(attachment_error_code, self.sequence)
-        assert all(codes), "a model without attention is not refused, although no position would see another slice"
+        with World.fake(0, 2) as world, pytest.raises(PlanError):
+            _build_attention(self.sequence, _slice_group(world)).attach([Layer("layer", nn.Linear(2, 2))])
 
-    @pytest.mark.parametrize("fraction", [0.0, 1.0])
-    def test_runs_match_one_process(self, ranks: Callable[..., Ranks], fraction: float) -> None:
-        """Compares losses, norms, gradients and weights, with and without recomputation. Ranks must stay bit-identical."""
-        activations: Table = {"activations": {"use": "core.recompute", "fraction": fraction}}
-        baseline, baseline_loss, _ = train(tables(None, **activations))
-        results = ranks(2, self.timeout_s)(train, tables(self.sequence, **activations))
-        recorded, initial_losses, calls_by_rank = zip(*results, strict=True)
+    def test_runs_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
+        """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Ranks must stay bit-identical."""
+        activations = {"use": "core.recompute", "fraction": 0.5}
+        baseline = record(tables(None, activations=activations), NUM_STEPS)
+        results = ranks(2, self.timeout_s)(train, tables(self.sequence, activations=activations))
+        recorded, calls_by_rank = zip(*results, strict=True)
         assert_parity(baseline, recorded, "fp64")
         assert_equal_replicas(recorded)
-        assert list(initial_losses) == pytest.approx([baseline_loss] * len(initial_losses), rel=1e-10)
         assert [rank.held_out for rank in recorded] == pytest.approx([baseline.held_out] * len(recorded), rel=1e-9)
-        for calls in zip(*calls_by_rank, strict=True):
-            assert_same_sequence(list(calls))
+        assert_same_sequence(calls_by_rank)
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Compares two runs. Slices draw different numbers than one process, so only the evaluation equals one process."""
-        _, baseline_loss, _ = train(tables(None, dropout=0.3))
-        plan = tables(self.sequence, dropout=0.3)
-        first_run, second_run = (ranks(2, self.timeout_s)(train, plan) for _ in range(2))
-        for (first, initial_loss, _), (second, _, _) in zip(first_run, second_run, strict=True):
-            assert initial_loss == pytest.approx(baseline_loss, rel=1e-10)
-            assert [row["loss"] for row in first.rows] == [row["loss"] for row in second.rows]
-            assert_same_bits(first.weights, second.weights)
-        assert_equal_replicas([recorded for recorded, _, _ in first_run])
+        initial_loss = record(tables(None, dropout=0.3), 0).held_out
+        results = ranks(2, self.timeout_s)(train_twice, tables(self.sequence, dropout=0.3))
+        for rank_initial_loss, first, second in results:
+            assert rank_initial_loss == pytest.approx(initial_loss, rel=1e-10)
+            assert_same_run(first, second)
+        assert_equal_replicas([recorded for _, recorded, _ in results])
+
+    def _run_cases(self, ranks: Callable[..., Ranks], cases: list[Case]) -> list[tuple[Case, tuple[CaseResult, ...]]]:
+        """Returns the results of all ranks for each of `cases`, from one run of all cases."""
+        all_cases = DIVISIBLE + ODD
+        results = zip(*ranks(2, self.timeout_s).once(run_cases, self.sequence, all_cases), strict=True)
+        return [(case, by_rank) for case, by_rank in zip(all_cases, results, strict=True) if case in cases]
 
 
 class _AttentionLayer(nn.Module):

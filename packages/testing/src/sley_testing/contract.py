@@ -69,7 +69,7 @@ class Squares:
 
 
 class Uneven(nn.Module):
-    """Uses the linear `often` twice and `never` not at all; `frozen` is not train_bits.
+    """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
 
     The store reports parameters in reverse order, and `never` only after the backward. So `often` is reported during the
     backward, and earlier modules after it.
@@ -143,9 +143,9 @@ class Observation:
 
 
 def observe(
-    handlers: list[Handler], num_micro_batches: int, fail: bool, splits: bool = True, reduction: str = "fast"
+    handlers: list[Handler], num_micro_batches: int, fails: bool, splits: bool = True, reduction: str = "fast"
 ) -> Observation:
-    """Runs the contract's plan on this rank. fail: whether to add a failing step before the first and before the last step.
+    """Runs the contract's plan on this rank. fails: whether to add a failing step before the first and before the last step.
 
     A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
     reductions are in flight or pending. splits: whether parameters of ALONE are reduced over one rank.
@@ -165,7 +165,7 @@ def observe(
             for handler in run.stepper.handlers:
                 handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
         for number in range(NUM_STEPS):
-            if fail and number in (0, NUM_STEPS - 1):
+            if fails and number in (0, NUM_STEPS - 1):
                 fail_once(run, num_micro_batches - 1)
             with collectives() as calls:
                 run.step()
@@ -218,8 +218,8 @@ class GradientHandlerContract:
 
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Expects the same bits in two runs, and the same gradients on both replicas."""
-        first = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
-        second = ranks_of_two(observe, self._handlers(), 2, False, self._splits())
+        first = ranks_of_two.once(observe, self._handlers(), 3, False, self._splits())
+        second = ranks_of_two(observe, self._handlers(), 3, False, self._splits())
         _assert_same_bits(first, second, "a second run gives different bits")
         for step, (first_rank, second_rank) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
             differing_names = [
@@ -246,8 +246,8 @@ class GradientHandlerContract:
 
     def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:
         """Expects that the next `begin_step` discards the state of a failed step."""
-        clean = ranks_of_two.once(observe, self._handlers(), 2, False, self._splits())
-        failed = ranks_of_two(observe, self._handlers(), 2, True, self._splits())
+        clean = ranks_of_two.once(observe, self._handlers(), 3, False, self._splits())
+        failed = ranks_of_two(observe, self._handlers(), 3, True, self._splits())
         _assert_same_bits(clean, failed, "the bits differ after a failed step")
 
     def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
@@ -258,7 +258,7 @@ class GradientHandlerContract:
         plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
         one_rank, two_ranks = ({**plan, "batch": {"global_size": 12, "micro_size": 2}} for plan in plans)
         assert differing_names([train_bits(one_rank, 2)], ranks_of_two(train_bits, two_ranks, 2)) == []
-        clean, failed = (ranks_of_two(observe, self._handlers(), 1, fail, False, "canonical") for fail in (False, True))
+        clean, failed = (ranks_of_two(observe, self._handlers(), 1, fails, False, "canonical") for fails in (False, True))
         _assert_same_bits(clean, failed, "the bits of canonical sums differ after a failed step")
 
     def test_detach_removes_all_hooks(self, ranks_of_two: Ranks) -> None:

@@ -43,13 +43,13 @@ PLAN = small_plan(
 
 @dataclass
 class Observation:
-    """Holds one rank's results. rows: the metrics of each step. weights: the final weights. calls: the collectives per step.
+    """Holds one rank's results. rows: the metrics of each step. weights: the final weights. calls: all collectives.
     graphs: the live tensors with an autograd graph after each step. counts: the hook's counts after each step.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    calls: list[list[Collective]] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     graphs: list[list[str]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Obs
                     fail_once(run)
                 with collectives() as calls:
                     observation.rows.append(run.step())
-                observation.calls.append(list(calls))
+                observation.calls += calls
                 gc.collect()
                 tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
                 graphs = ((tensor.shape, tensor.grad_fn) for tensor in tensors)
@@ -114,21 +114,20 @@ class SchedulerHookContract:
 
     def test_run_is_bit_identical_with_hook(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Compares losses, norms, held-out losses and weights with a run without the hook."""
-        self._compare(ranks, texts, fails=False, label="with the hook")
+        self._compare(ranks, texts, self._observe(ranks, texts), "with the hook")
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects that the step after a failed one is bit-identical to a run without the hook."""
-        self._compare(ranks, texts, fails=True, label="with the hook, after a failed step")
+        """Expects that a run with a failed step is bit-identical to a run without the step and the hook."""
+        failed = ranks(2)(observe, [self.hook], texts, fails=True)
+        self._compare(ranks, texts, failed, "with the hook, after a failed step")
 
     def test_ranks_issue_same_collectives(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Includes the collectives that the hook adds."""
-        observations = ranks(2).once(observe, [self.hook], texts)
-        for calls in zip(*(observation.calls for observation in observations), strict=True):
-            assert_same_sequence(list(calls))
+        assert_same_sequence([observation.calls for observation in self._observe(ranks, texts)])
 
     def test_hook_keeps_no_graph(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Expects that the hook detaches the tensors that it keeps, so that saved activations are freed."""
-        baselines, observations = (ranks(2).once(observe, hooks, texts, fails=False) for hooks in ([], [self.hook]))
+        baselines, observations = ranks(2).once(observe, [], texts), self._observe(ranks, texts)
         for baseline, observation in zip(baselines, observations, strict=True):
             for number, (expected, actual) in enumerate(zip(baseline.graphs, observation.graphs, strict=True), start=1):
                 extra = [name for name in actual if name not in expected]
@@ -136,7 +135,7 @@ class SchedulerHookContract:
 
     def test_counts_are_numbers(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Expects finite counts with the same names in every step."""
-        for observation in ranks(2).once(observe, [self.hook], texts):
+        for observation in self._observe(ranks, texts):
             assert len({tuple(counts) for counts in observation.counts}) <= 1, "the names of the counts differ between steps"
 
     def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
@@ -144,10 +143,12 @@ class SchedulerHookContract:
         errors = failing_calls([self.hook], texts)
         assert not errors, "\n".join(errors)
 
-    def _compare(self, ranks: Callable[..., Ranks], texts: Path, *, fails: bool, label: str) -> None:
-        """Asserts that rows and weights of runs with and without the hook are bit-identical."""
-        baselines, observations = (ranks(2).once(observe, hooks, texts, fails=fails) for hooks in ([], [self.hook]))
-        for rank, (baseline, observation) in enumerate(zip(baselines, observations, strict=True)):
+    def _observe(self, ranks: Callable[..., Ranks], texts: Path) -> list[Observation]:
+        return ranks(2).once(observe, [self.hook], texts)
+
+    def _compare(self, ranks: Callable[..., Ranks], texts: Path, observations: Sequence[Observation], label: str) -> None:
+        """Asserts that rows and weights are bit-identical to those of a run without the hook."""
+        for rank, (baseline, observation) in enumerate(zip(ranks(2).once(observe, [], texts), observations, strict=True)):
             for expected, actual in zip(baseline.rows, observation.rows, strict=True):
                 for key in ("loss", "grad_norm", "held_out_loss"):
                     is_equal = repr(expected.get(key)) == repr(actual.get(key))

@@ -47,6 +47,8 @@ ROUTES = {
 }
 """The stage of each position, for each placement."""
 
+WAIT_S = 10.0  # the time limit of a collective in these walks
+
 
 def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]], keeps_tensors: bool, seed: int) -> None:
     """Executes walks on this rank; every second walk is followed by its forwards only. walks: the microbatch lengths of each
@@ -75,11 +77,13 @@ def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[
     return ""
 
 
-def abort_seconds(link: Table) -> float:
-    """Begins and aborts two walks on the first stage only; returns the elapsed seconds."""
+def abort_seconds(link: Table, timeout_s: float) -> float:
+    """Begins and aborts two walks on the first stage only; returns the elapsed seconds. timeout_s: the time limit of a
+    collective.
+    """
     placement = Placement((0, 1, 1, 0))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
-    with open_link(link) as (stage_link, stage):
+    with open_link(link, timeout_s) as (stage_link, stage):
         start = time.monotonic()
         for _ in range(2 if stage == 0 else 0):
             stage_link.begin([("tokens", (2, 3))] * 2, [1])
@@ -91,10 +95,13 @@ def abort_seconds(link: Table) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: walks per placement."""
+    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: walks per placement.
+    abort_timeout_s: the time limit of a collective in the test of aborts.
+    """
 
     link: ClassVar[Table]
     num_walks: ClassVar[int] = 4
+    abort_timeout_s: ClassVar[float] = 10.0
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
@@ -127,23 +134,22 @@ class StageLinkContract:
 
     def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that a stage can abort a walk whose neighbours never join, and then begin another."""
-        assert max(ranks(2)(abort_seconds, self.link)) < WAIT_S / 2
-
-
-WAIT_S = 10.0  # the time limit of a collective in these walks
+        assert max(ranks(2)(abort_seconds, self.link, self.abort_timeout_s)) < self.abort_timeout_s / 2
 
 
 @contextmanager
-def open_link(table: dict[str, Any]) -> Iterator[tuple[StageLink, int]]:
-    """Yields the prepared link of the table `[link]` and this rank's stage, in a world of one rank per stage."""
+def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tuple[StageLink, int]]:
+    """Yields the prepared link of the table `[link]` and this rank's stage, in a world of one rank per stage. timeout_s: the
+    time limit of a collective.
+    """
     loader = Loader()
     record = loader.record("stage_links", table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
     plan = plan_from_dict(tables([], 1))  # provides the other tables
-    with World.join("cpu", timeout_s=WAIT_S) as world:
+    with World.join("cpu", timeout_s=timeout_s) as world:
         topology = Topology.of(world.size, pp=world.size)
-        groups, registry = world.groups(topology, WAIT_S), ParameterRegistry([[]])
+        groups, registry = world.groups(topology, timeout_s), ParameterRegistry([[]])
         link.prepare(make_parts(plan, world, topology, groups, (), registry))
         yield link, groups["pp"].coord
 

@@ -58,7 +58,7 @@ def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
 class Observation:
     """Holds one rank's results. first: the initial values of the stepped parameters. step_gradients: the gradients of each
     step. rates: the learning rate of each step. stepped: the final values of the stepped parameters. weights: the final
-    model weights. evaluated: the held-out loss before the last step, if requested.
+    model weights.
     """
 
     first: Tensors = field(default_factory=dict)
@@ -66,7 +66,6 @@ class Observation:
     rates: list[float] = field(default_factory=list)
     stepped: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
-    evaluated: list[float] = field(default_factory=list)
 
 
 def train(
@@ -98,7 +97,7 @@ def train(
         observation.first = {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
         while run.num_steps_done < NUM_STEPS:
             if evaluates and run.num_steps_done == NUM_STEPS - 1:
-                observation.evaluated.append(run.evaluate())
+                run.evaluate()
             row = run.step()
             observation.rates.append(float(row["lr"]))
             if save is not None and run.num_steps_done == SAVED_AT:
@@ -142,13 +141,12 @@ class OptimizerContract:
     def test_optimizer_probe_passes(self) -> None:
         """Runs the check of every run: full and partial, joint and separate steps, a resume, and other learning rates."""
         plan = plan_from_dict(self._plan())
-        ndims = (2,) if self.only_matrices else (2, 1)
         for dtype in (torch.float32, torch.float64):
-            _, faults = try_optimizer(plan, ndims, dtype, torch.device("cpu"))
+            _, faults = try_optimizer(plan, self._ndims(), dtype, torch.device("cpu"))
             messages = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)
             assert not faults, f"`{plan.optimizer.name}` {messages}"
 
-    @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
+    @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_run_matches_plain_loop(self, compute: str) -> None:
         """Compares with a plain loop at a decreasing rate. In bf16, weights must be the rounded master weights."""
         tables = self._plan(precision={"compute": compute})
@@ -169,8 +167,7 @@ class OptimizerContract:
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
         observation = train(tables, steps_separately=True)
-        ndims = (2,) if self.only_matrices else (2, 1)
-        if not try_optimizer(plan_from_dict(tables), ndims, torch.float64, torch.device("cpu"))[0].draws:
+        if not try_optimizer(plan_from_dict(tables), self._ndims(), torch.float64, torch.device("cpu"))[0].draws:
             assert_close_gradients(train_plainly(tables, observation), observation.stepped, EXACT)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
@@ -201,14 +198,14 @@ class OptimizerContract:
         for name, parameter in baseline.stepped.items():
             assert torch.equal(parameter, evaluated.stepped[name]), f"{name} has different bits after an evaluation"
 
-    @pytest.mark.parametrize("compute", ["fp64", "bf16"])
-    def test_eval_weights_are_evaluated_and_saved(self, compute: str, tmp_path: Path) -> None:
+    def test_eval_weights_are_evaluated_and_saved(self, tmp_path: Path) -> None:
         """Checks the `eval()` weights of schedule-free optimizers in evaluations, weight files and exports."""
-        tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": compute})
+        tables = self._plan(evaluation={"every": 100, "steps": 2}, precision={"compute": "bf16"})
+        plan = plan_from_dict(tables)
+        if not try_optimizer(plan, self._ndims(), torch.float32, torch.device("cpu"))[0].has_modes:
+            pytest.skip("the optimizer has no modes")
         observation = train(tables, save=tmp_path / "saved")
-        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
-            if not run.stepper.update.traits.has_modes:
-                pytest.skip("the optimizer has no modes")
+        with World.join("cpu") as world, assemble(plan, world) as run:
             run.load_checkpoint(tmp_path / "saved")
             while run.num_steps_done < NUM_STEPS:
                 run.step()
@@ -225,13 +222,10 @@ class OptimizerContract:
             run.load_weights(saved)
             reloaded_loss = run.evaluate()
         expected = train_plainly(tables, observation, evaluates=True)
-        tolerance = EXACT if compute == "fp64" else 1e-5
-        assert_close_gradients(expected, saved, tolerance)
-        assert_close_gradients(expected, {name: exported.tensor(name) for name in exported.names}, tolerance)
+        assert_close_gradients(expected, saved, 1e-5)
+        assert_close_gradients(expected, {name: exported.tensor(name) for name in exported.names}, 1e-5)
         error = abs(loss - reloaded_loss) / abs(reloaded_loss)
-        assert error < (EXACT if compute == "fp64" else 2**-7), (
-            f"the held-out loss is {loss}, but {reloaded_loss} with the weights after `eval()`"
-        )
+        assert error < 2**-7, f"the held-out loss is {loss}, but {reloaded_loss} with the weights after `eval()`"
 
     def test_parameter_without_gradient_is_unchanged(self) -> None:
         """Tests a parameter that a program freezes between two steps."""
@@ -246,6 +240,9 @@ class OptimizerContract:
         except Exception as error:
             raise AssertionError(f"a parameter whose `grad` is None cannot be updated: {error}") from error
         assert torch.equal(parameters[1].parameter, torch.ones(3, 4)), "a parameter without a gradient has changed"
+
+    def _ndims(self) -> tuple[int, ...]:
+        return (2,) if self.only_matrices else (2, 1)
 
     def _plan(self, **tables: Any) -> dict[str, Any]:
         return contract_plan(

@@ -75,15 +75,16 @@ def record(
     *,
     folder: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
+    before_step: Callable[[Run, int], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
     device: Device | None = None,
     is_single_process: bool = False,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
-    folder: the plan's folder. prepare: is called with the run before its first step. batches: global batches that replace the
-    plan's data; this rank uses its rows. device: replaces the plan's device. is_single_process: whether to run as one process,
-    even on a rank of a larger world.
+    folder: the plan's folder. prepare: is called with the run before its first step. before_step: is called with the run and
+    the number of steps so far before each step. batches: global batches that replace the plan's data; this rank uses its rows.
+    device: replaces the plan's device. is_single_process: whether to run as one process, even on a rank of a larger world.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
@@ -93,6 +94,8 @@ def record(
             prepare(run)
         recorded.first = weights(run)
         for number in range(num_steps):
+            if before_step is not None:
+                before_step(run, number)
             local_batch = None if batches is None else batches[number]
             if isinstance(local_batch, Mapping):  # this rank's rows, or those of its microbatches
                 local_batch = {name: value[run.rows] for name, value in local_batch.items()}

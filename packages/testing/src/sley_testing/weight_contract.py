@@ -31,72 +31,61 @@ from sley_testing.collectives import Collective, assert_same_sequence, collectiv
 from sley_testing.contract_model import LENGTH, WIDTH, Fragile, model_plan
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, counts_of, gradients, weights
+from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, counts_of, record, weights
 
 Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
 SAMPLES = 2  # per microbatch
+SIZE = 4 * SAMPLES  # the global batch of two ranks with two microbatches each
 
 
 @dataclass
-class Observation:
-    """Holds one rank's results. calls: the collectives of each step and of an evaluation.
+class Inspection:
+    """Holds one rank's results beside those of `record`. calls: all collectives.
 
-    counts: the communicator's counts after each step. sharded: the names of sharded parameters. read_errors: errors of reads
-    between steps. call_errors: errors of layer calls after the run.
+    counts: the communicator's counts after each step. is_sharded: whether a parameter of the model is sharded. read_errors:
+    errors of reads between steps. call_errors: errors of layer calls after the run.
     """
 
-    recorded: Recorded = field(default_factory=Recorded)
-    calls: list[list[Collective]] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
-    sharded: list[str] = field(default_factory=list)
+    is_sharded: bool = False
     read_errors: list[str] = field(default_factory=list)
     call_errors: list[str] = field(default_factory=list)
 
 
-def observe(plan: Table, change: Change | None = None) -> Observation:
-    """Takes NUM_STEPS steps and an evaluation on this rank. change: is called before each step with the step number."""
-    observation = Observation()
-    with World.join("cpu") as world:
+def inspect(plan: Table) -> Inspection:
+    """Takes NUM_STEPS steps and an evaluation on this rank, and inspects the run between them and after it."""
+    inspection = Inspection()
+    with World.join("cpu") as world, collectives() as inspection.calls:
         with assemble(plan_from_dict(plan), world) as run:
-            observation.sharded = [param.name for param in run.registry if param.shard is not None]
-            observation.recorded.first = weights(run)
-            for number in range(NUM_STEPS):
-                if change is not None:
-                    change(run, number)
+            inspection.is_sharded = any(param.shard is not None for param in run.registry)
+            for _ in range(NUM_STEPS):
+                run.step()
                 with collectives() as calls:
-                    observation.recorded.rows.append(run.step())
-                observation.calls.append(list(calls))
-                observation.recorded.gradients.append(gradients(run))
-                with collectives() as calls:
-                    observation.counts.append(counts_of(run.stepper.executor.weights))
+                    inspection.counts.append(counts_of(run.stepper.executor.weights))
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
-            observation.recorded.weights = weights(run)
-            observation.read_errors = _read_errors(run)
-            with collectives() as calls:
-                observation.recorded.held_out = run.evaluate()
-            observation.calls.append(list(calls))
-        observation.call_errors = _closed_call_errors(run)
-    return observation
+            run.evaluate()
+            inspection.read_errors = _read_errors(run)
+        inspection.call_errors = _closed_call_errors(run)
+    return inspection
 
 
-def rewrite(run: Run, number: int) -> None:
-    """Evaluates, writes to weights, and freezes and unfreezes a weight between steps."""
-    if number == 1:
+def change_weights(run: Run, number: int) -> None:
+    """Loads different weights and freezes a weight after the first step; rewrites all and unfreezes it after the second. Both
+    follow an evaluation.
+    """
+    if number in (1, 2):
         run.evaluate()
+        run.registry["second.wide.weight"].parameter.requires_grad_(number == 2)
+    if number == 1:
+        run.load_weights({name: value * 0.5 for name, value in weights(run).items()})
+    if number == 2:
         with torch.no_grad():
             for param in run.registry:
                 param.parameter.mul_(1.25)
-    if number in (1, 2):
-        run.registry["second.wide.weight"].parameter.requires_grad_(number == 2)
-
-
-def load(run: Run, number: int) -> None:
-    """Loads different full weights, as from a checkpoint."""
-    if number == 1:
-        run.load_weights({name: value * 0.5 for name, value in weights(run).items()})
 
 
 def delay_weights(run: Run, number: int) -> None:
@@ -135,40 +124,25 @@ class WeightCommunicatorContract:
     weights: ClassVar[Table]
     timeout_s: ClassVar[float] = 120.0
 
-    @pytest.mark.parametrize(
-        ("world", "wp", "num_micro_batches", "changes"),
-        [
-            (2, 2, 2, {}),
-            (2, 2, 2, {"activations": {"use": "core.recompute", "fraction": 1.0}}),
-            (4, 2, 1, {}),
-            (4, 4, 1, {"activations": {"use": "core.recompute", "fraction": 0.5}}),
-        ],
-        ids=["shards", "microbatches and recomputation", "copies of shards", "four shards"],
-    )
+    @pytest.mark.parametrize(("world", "wp", "num_micro_batches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
     def test_layouts_match_unsharded_weights(
-        self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int, changes: Table
+        self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
         size = num_micro_batches * SAMPLES * world
-        observations = self._observe(ranks, world, tables(self.weights, wp, size, SAMPLES, **changes))
-        _assert_parity(_unsharded_results(size), observations)
-        assert observations[0].sharded, f"{self.weights} shards no parameter of the model"
+        _assert_parity(_unsharded_results(size), self._record(ranks, world, wp, size))
 
-    @pytest.mark.parametrize("change", [rewrite, load])
-    def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks], change: Change) -> None:
+    def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that no gathered weight is reused after a write."""
-        observations = self._observe(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES), change)
-        _assert_parity(_unsharded_results(4 * SAMPLES, change), observations)
+        _assert_parity(_unsharded_results(SIZE, change_weights), self._record(ranks, before_step=change_weights))
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that a layer's waits run before its weights are read, gathered or prefetched."""
-        plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
-        _assert_same(self._observe(ranks, 2, plan), self._observe(ranks, 2, plan, delay_weights), "weights that come late")
+        self._assert_same_run(ranks, delay_weights, "weights that come late")
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that `begin` discards everything in flight."""
-        plan = tables(self.weights, 2, 4 * SAMPLES, SAMPLES)
-        _assert_same(self._observe(ranks, 2, plan), self._observe(ranks, 2, plan, fail_steps), "after a failed step")
+        self._assert_same_run(ranks, fail_steps, "after a failed step")
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
         """Checks the collectives, counts and weight reads of a run, and layer calls after it.
@@ -177,43 +151,43 @@ class WeightCommunicatorContract:
         must be finite. Reading a sharded weight must return the full weight or raise an error with its name. Calling a sharded
         layer after the run must raise RunError.
         """
-        observations = self._observe(ranks, 2, tables(self.weights, 2, 4 * SAMPLES, SAMPLES))
-        for calls in zip(*(observation.calls for observation in observations), strict=True):
-            assert_same_sequence(list(calls))
-        for observation in observations:
-            assert len({tuple(counts) for counts in observation.counts[1:]}) == 1, (
-                "the names of the counts differ between steps"
-            )
-            assert not observation.read_errors, "\n".join(observation.read_errors)
-            assert not observation.call_errors, "\n".join(observation.call_errors)
+        inspections = ranks(2, self.timeout_s)(inspect, tables(self.weights, 2, SIZE, SAMPLES))
+        assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
+        assert_same_sequence([inspection.calls for inspection in inspections])
+        for inspection in inspections:
+            names = {tuple(counts) for counts in inspection.counts[1:]}
+            assert len(names) == 1, "the names of the counts differ between steps"
+            errors = inspection.read_errors + inspection.call_errors
+            assert not errors, "\n".join(errors)
 
-    def _observe(self, ranks: Callable[..., Ranks], world: int, plan: Table, change: Change | None = None) -> list[Observation]:
+    def _record(
+        self, ranks: Callable[..., Ranks], world: int = 2, wp: int = 2, size: int = SIZE, before_step: Change | None = None
+    ) -> list[Recorded]:
         launch = ranks(world, self.timeout_s)
-        observations: list[Observation] = (launch.once if change is None else launch)(observe, plan, change)
-        return observations
+        call = launch.once if before_step is None else launch
+        return call(record, tables(self.weights, wp, size, SAMPLES), NUM_STEPS, before_step=before_step)
+
+    def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change, label: str) -> None:
+        """Asserts that losses and weights are bit-identical with `before_step`."""
+        for expected, actual in zip(self._record(ranks), self._record(ranks, before_step=before_step), strict=True):
+            assert [row["loss"] for row in expected.rows] == [row["loss"] for row in actual.rows], label
+            assert_same_bits(expected.weights, actual.weights)
 
 
 @cache
-def _unsharded_results(global_size: int, change: Change | None = None) -> Observation:
+def _unsharded_results(global_size: int, before_step: Change | None = None) -> Recorded:
     """Returns the results of one process that holds all weights; callers must not modify them."""
-    return observe(tables(None, 1, global_size, SAMPLES), change)
+    return record(tables(None, 1, global_size, SAMPLES), NUM_STEPS, before_step=before_step)
 
 
-def _assert_parity(baseline: Observation, observations: Sequence[Observation]) -> None:
+def _assert_parity(baseline: Recorded, recorded: Sequence[Recorded]) -> None:
     """Asserts that losses, gradients, weights and held-out losses of all ranks match one process."""
-    recorded = [observation.recorded for observation in observations]
-    assert_parity(baseline.recorded, recorded, "fp64")
+    assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
-    for record in recorded:
-        for expected_step, step in zip(baseline.recorded.gradients, record.gradients, strict=True):
+    for rank in recorded:
+        for expected_step, step in zip(baseline.gradients, rank.gradients, strict=True):
             assert_close_gradients(expected_step, step, 1e-8, floor=1e-8)
-        assert record.held_out == pytest.approx(baseline.recorded.held_out, rel=1e-10), "the held-out loss"
-
-
-def _assert_same(baselines: Sequence[Observation], observations: Sequence[Observation], label: str) -> None:
-    for baseline, observation in zip(baselines, observations, strict=True):
-        assert [row["loss"] for row in baseline.recorded.rows] == [row["loss"] for row in observation.recorded.rows], label
-        assert_same_bits(baseline.recorded.weights, observation.recorded.weights)
+        assert rank.held_out == pytest.approx(baseline.held_out, rel=1e-10), "the held-out loss"
 
 
 def _read_errors(run: Run) -> list[str]:
@@ -255,8 +229,13 @@ def _closed_call_errors(run: Run) -> list[str]:
     return errors
 
 
-def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan. weights: the communicator's table for `wp` ranks; None for one process."""
-    optimizer = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5}
-    plan = model_plan(batch={"global_size": global_size, "micro_size": micro_size}, optimizer=optimizer)
-    return plan | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {}) | changes
+def tables(weights: dict[str, Any] | None, wp: int, global_size: int, micro_size: int) -> dict[str, Any]:
+    """Returns the contract's plan, which recomputes one of two blocks. weights: the communicator's table for `wp` ranks; None
+    for one process.
+    """
+    plan = model_plan(
+        batch={"global_size": global_size, "micro_size": micro_size},
+        optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
+        activations={"use": "core.recompute", "fraction": 0.5},
+    )
+    return plan | ({"parallel": {"dp": "auto", "wp": wp}, "weights": weights} if weights else {})

@@ -1,4 +1,4 @@
-"""Gradient handlers of a few lines; one of them is broken."""
+"""Short gradient handlers: an observer, two correct reducers, and `Hoards` with a bug."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sley_core.table import Table
 
 
 class Early(GradientHandler):
-    """Sees what this rank has before the reducer sums it, as a gradient noise scale must."""
+    """Records norms of local gradients before the reducer sums them, as for a gradient noise scale."""
 
     def __init__(self, config: Table) -> None:
         self.norms: list[float] = []
@@ -22,7 +22,7 @@ class Early(GradientHandler):
 
 
 class Late(GradientHandler):
-    """Notes what is ready, and sums it when the step is over."""
+    """Sums all ready gradients at the end of the step."""
 
     def __init__(self, config: Table) -> None:
         self._ready: list[Param] = []
@@ -45,31 +45,31 @@ class Late(GradientHandler):
 
 
 class Hoards(Late):
-    """Keeps what a failed step had noted, and sums it twice in the next one."""
+    """Keeps the parameters of a failed step and sums their gradients twice in the next step."""
 
     def begin_step(self, step: StepState) -> None:
         pass
 
 
 class Halves(GradientHandler):
-    """Sums each half of the gradients of a reduce group in one exchange, as soon as the last of them is there."""
+    """Sums each half of a reduce group's gradients in one exchange, when the last of them is ready."""
 
     def __init__(self, config: Table) -> None:
         self._pending: list[Pending] = []
 
     def attach(self, parts: Parts) -> None:
         self._store, self._groups = parts.store, parts.groups
-        parts.store.lay_out(halves)  # from now on, also after a parameter was frozen
+        parts.store.lay_out(halves)
 
     def begin_step(self, step: StepState) -> None:
-        self._wait()  # for what a failed step has left
-        self._missing: dict[GradientBuffer, set[Param]] = {one: set(one.params) for one in self._store.buffers}
+        self._wait()  # for the exchanges of a failed step
+        self._missing: dict[GradientBuffer, set[Param]] = {buffer: set(buffer.params) for buffer in self._store.buffers}
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        buffer = next(one for one, missing in self._missing.items() if param in missing)
+        buffer = next(buffer for buffer, missing in self._missing.items() if param in missing)
         self._missing[buffer].remove(param)
         if not self._missing[buffer]:
-            # The buffer's reduce group; its ranks are told of the same parameters in one order.
+            # The ranks of the reduce group get the same parameters in the same order.
             group = self._groups[buffer.reduce_group]
             self._pending.append(group.all_reduce(buffer.data, label=f"the half of {param.name}"))
 
@@ -83,9 +83,9 @@ class Halves(GradientHandler):
 
 
 def halves(params: list[Param]) -> Layout:
-    """The planner: from the trainable parameters, in reverse order of use, to the buffers that are wanted."""
+    """Plans two buffers per family from the trainable parameters, which are in reverse order of use."""
     families: dict[object, list[Param]] = {}
     for param in params:
         families.setdefault(param.family, []).append(param)
-    cut = [part for one in families.values() for part in (one[: len(one) // 2], one[len(one) // 2 :])]
-    return Layout(buffers=cut, order=params)
+    buffers = [half for family in families.values() for half in (family[: len(family) // 2], family[len(family) // 2 :])]
+    return Layout(buffers=buffers, order=params)

@@ -1,4 +1,4 @@
-"""Datasets: an indexed one and a stream that hold their contract, and some that are wrong in one way each."""
+"""Datasets: a correct indexed one, a correct stream, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH, WORDS = 5, 11
 
 
 class Naive:
-    """30 samples, each drawn from a generator of its own."""
+    """Holds 30 samples, each drawn from a separate generator."""
 
     def __init__(self, context: DataContext) -> None:
         self.first = 1000 * context.seed + (500 if context.split == "held_out" else 0)
@@ -29,39 +29,39 @@ class Naive:
         return 30
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.drawn(torch.Generator().manual_seed(self.first + index))
+        return self.draw_sample(torch.Generator().manual_seed(self.first + index))
 
-    def drawn(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def draw_sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         tokens = torch.randint(WORDS, (LENGTH,), generator=generator)
         return {"x": torch.randn(3, generator=generator), "tokens": tokens}
 
 
 class Stream:
-    """The samples of `Naive` one after the other; it can be asked where it is, and go there."""
+    """Yields the samples of `Naive` in order, from a restored position."""
 
     def __init__(self, context: DataContext) -> None:
         self.samples = Naive(context)
-        self.at = self.begin = 0
+        self.position = self.start = 0
 
     @property
     def info(self) -> DataInfo:
         return self.samples.info
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self.at, self.begin = self.begin, 0
-        while self.at < len(self.samples):
-            self.at += 1
-            yield self.samples[self.at - 1]
+        self.position, self.start = self.start, 0
+        while self.position < len(self.samples):
+            self.position += 1
+            yield self.samples[self.position - 1]
 
     def state(self) -> int:
-        return self.at
+        return self.position
 
     def restore(self, state: int) -> None:
-        self.begin = state
+        self.start = state
 
 
 class Draws(Naive):
-    """Draws from torch's default generator, which it seeds."""
+    """Seeds torch's default generator and draws from it."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         torch.manual_seed(self.first + index)
@@ -69,28 +69,28 @@ class Draws(Naive):
 
 
 class Fresh(Naive):
-    """Draws each sample anew whenever it is read, as an augmentation does that knows no index."""
+    """Draws a new sample at each read."""
 
     def __init__(self, context: DataContext) -> None:
         super().__init__(context)
         self.generator = torch.Generator().manual_seed(self.first)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.drawn(self.generator)
+        return self.draw_sample(self.generator)
 
 
-class Own(Naive):
-    """Is another dataset on every rank."""
+class Counted(Naive):
+    """Differs between instances, as between ranks."""
 
-    made = count()
+    instances = count()
 
     def __init__(self, context: DataContext) -> None:
         super().__init__(context)
-        self.first += 31 * next(Own.made)
+        self.first += 31 * next(Counted.instances)
 
 
 class Reuses(Naive):
-    """Gives every sample in the same memory."""
+    """Returns every sample in the same memory."""
 
     def __init__(self, context: DataContext) -> None:
         super().__init__(context)
@@ -103,7 +103,7 @@ class Reuses(Naive):
 
 
 class Threaded(Naive):
-    """Is open in the thread alone that made it."""
+    """Works only in the thread that created it."""
 
     def __init__(self, context: DataContext) -> None:
         super().__init__(context)
@@ -116,50 +116,22 @@ class Threaded(Naive):
 
 
 class Wider(Naive):
-    """Declares fewer positions than samples have."""
+    """Declares fewer positions than its samples have."""
 
     @property
     def info(self) -> DataInfo:
         return DataInfo(FIELDS, vocab_size=WORDS, sequence=LENGTH - 1)
 
 
-class Odd(Naive):
-    """Declares fewer words than there are."""
-
-    @property
-    def info(self) -> DataInfo:
-        return DataInfo(FIELDS, vocab_size=WORDS - 1, sequence=LENGTH)
-
-
 class Leaks(Naive):
-    """Holds out samples that it trains on."""
+    """Holds out training samples."""
 
     def __init__(self, context: DataContext) -> None:
         self.first = 1000 * context.seed
 
 
-class Shrinks(Naive):
-    """Leaves out what it has read."""
-
-    read = 0
-
-    def __len__(self) -> int:
-        return 30 - self.read // 100
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.read += 10
-        return super().__getitem__(index)
-
-
 class Restarts(Stream):
-    """Says where it is, and begins anew all the same."""
+    """Ignores the restored position."""
 
     def restore(self, state: int) -> None:
-        self.begin = 0
-
-
-class Ahead(Stream):
-    """Says where its reader is that reads four samples ahead."""
-
-    def state(self) -> int:
-        return self.at + 4
+        self.start = 0

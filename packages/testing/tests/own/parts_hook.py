@@ -1,4 +1,4 @@
-"""Scheduler hooks: one that holds its contract, and some that are wrong in one way each."""
+"""Scheduler hooks: a correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sley_core.protocols import SchedulerHook
 
 
 class Naive(SchedulerHook):
-    """Keeps the largest output, and counts backwards."""
+    """Records the largest output and the number of backwards."""
 
     def __init__(self, config, parts) -> None:
         self.parts = parts
@@ -28,7 +28,7 @@ class Naive(SchedulerHook):
 
 
 class Scales(Naive):
-    """Keeps outputs small, where they lie."""
+    """Scales outputs in place."""
 
     def after_forward(self, micro, output) -> None:
         with torch.no_grad():
@@ -36,35 +36,35 @@ class Scales(Naive):
 
 
 class Keeps(Naive):
-    """Keeps the last loss, with its graph."""
+    """Keeps the last loss with its graph."""
 
     def after_loss(self, micro, loss) -> None:
         self.loss = loss
 
 
 class Asks(Naive):
-    """Asks a tensor of every action."""
+    """Expects a tensor in every action."""
 
     def before_backward(self, micro, output_gradient) -> None:
         self.largest = max(self.largest, float(output_gradient.abs().max()))
 
 
 class Differs(Naive):
-    """Sums over the ranks what each has in another dtype."""
+    """Sums tensors whose dtype depends on the rank."""
 
     def after_loss(self, micro, loss) -> None:
-        given = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self.parts.world.rank]
-        self.parts.groups["control"].all_reduce(given, label="what each has").wait()
+        value = (torch.zeros(4), torch.zeros(4, dtype=torch.int32))[self.parts.world.rank]
+        self.parts.groups["control"].all_reduce(value, label="a value").wait()
 
 
 class Unbalanced(Naive):
-    """Turns gradients off from a forward to its backward, and a step that failed leaves them off."""
+    """Counts open backwards, and changes a weight after a failed step."""
 
     depth = 0
 
     def before_backward(self, micro, output_gradient) -> None:
         self.depth += 1
-        if self.depth > 1:  # what the step that failed has left
+        if self.depth > 1:  # a failed step left one open
             self.parts.registry.trainable[0].parameter.data.mul_(2)
 
     def after_backward(self, micro, input_gradient) -> None:
@@ -72,7 +72,7 @@ class Unbalanced(Naive):
 
 
 class Asked(Naive):
-    """Counts how often it is asked."""
+    """Counts the calls of `counts`."""
 
     def counts(self):
         self.num_backwards += 1
@@ -80,7 +80,7 @@ class Asked(Naive):
 
 
 class Hooked(Naive):
-    """Looks at a weight by an autograd hook of its own, which stays."""
+    """Registers a forward hook and does not remove it."""
 
     def before_forward(self, micro, inputs) -> None:
         if not self.num_backwards:

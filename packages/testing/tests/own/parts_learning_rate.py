@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: one that holds its contract, and some that are wrong in one way each."""
+"""Learning-rate schedules: a correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -7,31 +7,26 @@ from itertools import count
 
 
 def naive(config, num_steps: int) -> Callable[[int], float]:
-    """Falls by half over the run, and stays there."""
+    """Decreases to one half over the run."""
     return lambda step: 1.0 - 0.5 * min(step, num_steps) / num_steps
 
 
 def counting(config, num_steps: int) -> Callable[[int], float]:
-    """Counts its calls in place of the steps."""
+    """Counts its calls instead of using the step."""
     calls = count(1)
     return lambda step: 1.0 / next(calls)
 
 
 def negative(config, num_steps: int) -> Callable[[int], float]:
-    """Goes below 0 after the run's end."""
+    """Is negative after the end of the run."""
     return lambda step: 1.0 - step / num_steps
 
 
 def short(config, num_steps: int) -> Callable[[int], float]:
-    """Divides by the steps that are left after the first."""
+    """Divides by zero in a run of one step."""
     return lambda step: max(0.1, 1.0 - step / (num_steps - 1))
 
 
 def nothing(config, num_steps: int) -> Callable[[int], float]:
-    """Takes whole numbers for shares."""
+    """Rounds to integers, so that all rates are 0."""
     return lambda step: 1 - -(-(step + 1) // (num_steps + 100))
-
-
-def none(config, num_steps: int) -> Callable[[int], float | None]:
-    """Has no rate for the steps after the run's end."""
-    return lambda step: 1.0 if step < num_steps else None

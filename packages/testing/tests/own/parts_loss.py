@@ -1,4 +1,4 @@
-"""Losses: one that holds its contract, and some that are wrong in one way each."""
+"""Losses: a correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Naive:
-    """Squared errors of the elements that are not masked, summed in fp32 at least."""
+    """Sums the squared errors of unmasked elements in at least fp32."""
 
     fields = ("y", "mask")
 
@@ -20,28 +20,28 @@ class Naive:
 
 
 class Mean(Naive):
-    """Divides by what it sums."""
+    """Returns a mean."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         return super().loss(output, batch) / self.weight(batch)
 
 
 class Calls(Naive):
-    """Weighs each call as one."""
+    """Returns the weight 1 for every batch."""
 
     def weight(self, batch) -> float:
         return 1.0
 
 
 class Narrow(Naive):
-    """Sums in the dtype of the model."""
+    """Sums in the dtype of the output."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         return ((output - batch["y"].to(output.dtype)).square() * batch["mask"].to(output.dtype)).sum()
 
 
 class Doubled(torch.autograd.Function):
-    """A sum whose backward is twice its derivative."""
+    """Computes a sum with twice its gradient."""
 
     @staticmethod
     def forward(ctx, terms: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Twice(Naive):
-    """Has a backward of its own, which forgets a factor."""
+    """Has a wrong factor in its backward."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         wide = output if output.dtype == torch.float64 else output.float()
@@ -63,7 +63,7 @@ class Twice(Naive):
 
 
 class Keeps(Naive):
-    """Keeps the last output, to report it."""
+    """Keeps the last output."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         self.last = output
@@ -71,7 +71,7 @@ class Keeps(Naive):
 
 
 class Running(Naive):
-    """Takes the mean of all batches so far from the labels."""
+    """Subtracts the mean of earlier batches from the labels."""
 
     total = 0.0
 
@@ -81,7 +81,7 @@ class Running(Naive):
 
 
 class Writes(Naive):
-    """Masks the model's output where it lies."""
+    """Masks the model's output in place."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         with torch.no_grad():
@@ -90,28 +90,20 @@ class Writes(Naive):
 
 
 class Fields(Naive):
-    """Reads a field that it does not name."""
+    """Does not name a field that it reads."""
 
     fields = ("y",)
 
 
 class Detached(Naive):
-    """Returns a number."""
+    """Detaches the output."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
         return super().loss(output.detach(), batch)
 
 
-class Each(Naive):
-    """Returns the loss of each sample."""
-
-    def loss(self, output: Tensor, batch) -> Tensor:
-        wide = output if output.dtype == torch.float64 else output.float()
-        return ((wide - batch["y"]).square() * batch["mask"]).sum(1)
-
-
 class Empty(Naive):
-    """Counts one too many, so as not to divide by 0."""
+    """Returns a weight of at least 1."""
 
     def weight(self, batch) -> float:
         return max(1.0, super().weight(batch))

@@ -1,4 +1,4 @@
-"""The simplest offload manager that holds its contract, and some that are wrong in one way each."""
+"""Offload managers: the simplest correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PARTS = ("weights", "buffers", "masters", "optimizer_states")
 
 
 class Naive(OffloadManager):
-    """Copies each storage to the host and back, and waits for every copy at once."""
+    """Copies each storage to the host and back, and waits for each copy immediately."""
 
     parts = PARTS
 
@@ -39,7 +39,7 @@ class Naive(OffloadManager):
         if part not in self._away:
             moved.num_no_ops += 1
             return lambda: None
-        copies = self._away.pop(part)  # the host's memory stays until its copies are done
+        copies = self._away.pop(part)  # keeps host memory until its copies are complete
         for piece, copy in copies:
             piece.grow()
             self._stream.follow()
@@ -75,14 +75,14 @@ class Naive(OffloadManager):
 
 
 class Careless(Naive):
-    """Waits for no copy."""
+    """Does not wait for copies."""
 
     def _hold(self, event) -> None:
         pass
 
 
 class Skips(Naive):
-    """Copies whole blocks of 256 bytes, and not what is left."""
+    """Copies blocks of 256 bytes and omits the remainder."""
 
     def _copied(self, memory):
         copy = self._device.host_memory(memory.nbytes)
@@ -92,22 +92,14 @@ class Skips(Naive):
 
 
 class Open(Naive):
-    """Refuses nothing."""
+    """Accepts the use of offloaded parts."""
 
     def require(self, part, caller) -> None:
         pass
 
 
-class Vague(Naive):
-    """Refuses, and does not say what."""
-
-    def require(self, part, caller) -> None:
-        if part in self._away:
-            raise StateError.away("memory", caller)
-
-
 class Twice(Naive):
-    """Copies again what is away, and counts that."""
+    """Copies offloaded parts again instead of counting a no-op."""
 
     def offload(self, part):
         if part in self._away:
@@ -116,14 +108,14 @@ class Twice(Naive):
 
 
 class Stays(Naive):
-    """Leaves memory where it is when the run closes."""
+    """Does not reload memory when the run closes."""
 
     def detach(self) -> None:
         pass
 
 
 class Half(Naive):
-    """Frees every second storage."""
+    """Frees only every second storage."""
 
     def offload(self, part):
         wait = super().offload(part)
@@ -134,7 +126,7 @@ class Half(Naive):
 
 
 class Silent(Naive):
-    """Counts no bytes."""
+    """Reports no bytes."""
 
     def moved(self, part):
         return Moved(num_no_ops=self._moved[part].num_no_ops)

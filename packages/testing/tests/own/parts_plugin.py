@@ -1,4 +1,4 @@
-"""The plugin `parts`: of each kind the simplest part that holds its contract, and some that are broken, one fault each."""
+"""The plugin `parts`: the simplest correct part of each type, and parts with one bug each."""
 
 from __future__ import annotations
 
@@ -19,48 +19,58 @@ from sley_core.records import (
 )
 
 
-class Nothing(Table):
+class Empty(Table):
     """A table without keys."""
 
 
-MOVED = ("weights", "buffers", "masters", "optimizer_states")
+MOVABLE_PARTS = ("weights", "buffers", "masters", "optimizer_states")
 PARTS: dict[str, tuple[type[Record], str]] = {
     "hook": (SchedulerHookRecord, "Naive Scales Keeps Asks Differs Unbalanced Asked Hooked"),
-    "learning_rate": (LRScheduleRecord, "naive counting negative short nothing none"),
-    "offload": (OffloadManagerRecord, "Naive Careless Skips Open Vague Twice Stays Half Silent"),
-    "pool": (MemoryPoolRecord, "Naive Shared Elements Inferred Hoards Loses Counts Frees Keeps Silent Again"),
-    "sequence": (SequenceAttentionRecord, "Naive Local Unsummed Together Stays Silent"),
-    "weights": (WeightCommunicatorRecord, "Naive Mean Own Cached Eager Left Shards Hoards"),
-    "writer": (MetricsWriterRecord, "Naive Begins First Whole Late Deaf Eager Once Mute Strict"),
+    "learning_rate": (LRScheduleRecord, "naive counting negative short nothing"),
+    "offload": (OffloadManagerRecord, "Naive Careless Skips Open Twice Stays Half Silent"),
+    "pool": (MemoryPoolRecord, "Naive Shared Elements Inferred Loses Counts Frees Keeps Silent Reused"),
+    "sequence": (SequenceAttentionRecord, "Naive Local Unsummed Undivided Patched Silent"),
+    "weights": (WeightCommunicatorRecord, "Naive Mean Cached Eager Patched Shards Hoards"),
+    "writer": (MetricsWriterRecord, "Naive Begins First Integers Late Deaf Once Mute Strict"),
 }
-"""By kind: its record, and the names of its parts in the module `parts_KIND`."""
+"""By type of part: its record, and the names of its parts in the module `parts_TYPE`."""
 
-MORE: dict[str, dict[str, Any]] = {"offload": {"parts": lambda _: MOVED}, "sequence": {"config": SequenceConfig}}
-"""What records of a kind say besides."""
+EXTRA_FIELDS: dict[str, dict[str, Any]] = {
+    "offload": {"parts": lambda _: MOVABLE_PARTS},
+    "sequence": {"config": SequenceConfig},
+}
+"""Further fields of the records of a type."""
 
 
-def records(kind: str) -> list[Any]:
-    record, names = PARTS[kind]
+def records(part_type: str) -> list[Any]:
+    record, names = PARTS[part_type]
     return [
-        record(**{"name": f"{kind}_{name.lower()}", "config": Nothing, "build": f"parts_{kind}:{name}", **MORE.get(kind, {})})
+        record(
+            **{
+                "name": f"{part_type}_{name.lower()}",
+                "config": Empty,
+                "build": f"parts_{part_type}:{name}",
+                **EXTRA_FIELDS.get(part_type, {}),
+            }
+        )
         for name in names.split()
     ]
 
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
-    inexact = {"Noisy": 2**-6, "Apart": 2**-6, "Coarse": 2**-6}
-    right = {"Naive": "Late", "Halves": "Halves", "Hoards": "Hoards"}
-    wrong = "Mean World Early Tail Reverse Twice Chatty Types Watches Noisy Apart Coarse"
-    builds = {name: f"naive_handlers:{of}" for name, of in right.items()}
-    builds |= {name: f"parts_handler:{name}" for name in wrong.split()}
+    inexact = {"Noisy": 2**-6, "Rounded": 2**-6, "Coarse": 2**-6}
+    correct = {"Naive": "Late", "Halves": "Halves", "Hoards": "Hoards"}
+    buggy = "Mean World Early Tail Chatty Watches Noisy Rounded Coarse"
+    builds = {name: f"naive_handlers:{cls}" for name, cls in correct.items()}
+    builds |= {name: f"parts_handler:{name}" for name in buggy.split()}
     early = "naive_handlers:Early"
     return [
-        GradientHandlerRecord(name="handler_before", config=Nothing, build=early, role="observer", before=("reducer",)),
+        GradientHandlerRecord(name="handler_before", config=Empty, build=early, role="observer", before=("reducer",)),
         *(
             GradientHandlerRecord(
                 name=f"handler_{name.lower()}",
-                config=Nothing,
+                config=Empty,
                 build=build,
                 role="reducer",
                 exact=name not in inexact,
@@ -73,7 +83,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    return [record for kind in PARTS if kind != "hook" for record in records(kind)]
+    return [record for part_type in PARTS if part_type != "hook" for record in records(part_type)]
 
 
 @hookimpl

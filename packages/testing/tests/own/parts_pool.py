@@ -1,4 +1,4 @@
-"""The simplest memory pool that holds its contract, and some that are wrong in one way each."""
+"""Memory pools: the simplest correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -13,141 +13,134 @@ from sley_core.protocols import MemoryPool
 
 
 class Naive(MemoryPool):
-    """Keeps what is given back, by shape and dtype."""
+    """Caches returned buffers by shape and dtype."""
 
     def __init__(self, config) -> None:
         self.free: dict[object, list[Tensor]] = {}
-        self.lent: list[Tensor] = []
+        self.leased: list[Tensor] = []
 
     @contextmanager
     def lease(self, shape, dtype, device) -> Iterator[Tensor]:
-        buffer = self.take(tuple(shape), dtype, device)
-        self.lent.append(buffer)
+        buffer = self.acquire(tuple(shape), dtype, device)
+        self.leased.append(buffer)
         try:
             yield buffer
         finally:
-            self.lent = [one for one in self.lent if one is not buffer]
-            self.give(buffer)
+            self.leased = [leased for leased in self.leased if leased is not buffer]
+            self.release(buffer)
 
-    def take(self, shape, dtype, device) -> Tensor:
+    def acquire(self, shape, dtype, device) -> Tensor:
         free = self.free.get((shape, dtype, device))
-        return free.pop() if free else self.made(shape, dtype, device)
+        return free.pop() if free else self.allocate(shape, dtype, device)
 
-    def made(self, shape, dtype, device) -> Tensor:
+    def allocate(self, shape, dtype, device) -> Tensor:
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=device)
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         self.free.setdefault((tuple(buffer.shape), buffer.dtype, buffer.device), []).append(buffer)
 
     def trim(self) -> int:
-        num_bytes = sum(one.nbytes for kept in self.free.values() for one in kept)
+        num_bytes = sum(buffer.nbytes for buffers in self.free.values() for buffer in buffers)
         self.free.clear()
         return num_bytes
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        every = [*self.lent, *(one for kept in self.free.values() for one in kept)]
-        return ((f"{number}", one) for number, one in enumerate(every))
+        buffers = [*self.leased, *(buffer for cached in self.free.values() for buffer in cached)]
+        return ((f"{number}", buffer) for number, buffer in enumerate(buffers))
 
 
 class Shared(Naive):
-    """Has one buffer of a size, whoever has it."""
+    """Leases one buffer per size to all users."""
 
-    def take(self, shape, dtype, device) -> Tensor:
-        kept = self.free.setdefault((shape, dtype, device), [])
-        if not kept:
-            kept.append(self.made(shape, dtype, device))
-        return kept[0]
+    def acquire(self, shape, dtype, device) -> Tensor:
+        buffers = self.free.setdefault((shape, dtype, device), [])
+        if not buffers:
+            buffers.append(self.allocate(shape, dtype, device))
+        return buffers[0]
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         pass
 
 
 class Elements(Naive):
-    """Takes buffers of as many elements for one another."""
+    """Ignores shapes and compares only the number of elements."""
 
-    def take(self, shape, dtype, device) -> Tensor:
+    def acquire(self, shape, dtype, device) -> Tensor:
         free = self.free.get((prod(shape), dtype))
-        return free.pop() if free else self.made(shape, dtype, device)
+        return free.pop() if free else self.allocate(shape, dtype, device)
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         self.free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
 
 class Inferred(Naive):
-    """Allocates in whatever mode it is called."""
+    """Allocates in the mode of its caller, such as inference mode."""
 
-    def made(self, shape, dtype, device) -> Tensor:
+    def allocate(self, shape, dtype, device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-class Hoards(Naive):
-    """Allocates for each lease, and keeps all."""
-
-    def take(self, shape, dtype, device) -> Tensor:
-        return self.made(shape, dtype, device)
-
-
 class Loses(Naive):
-    """Does not take back what a block that failed had."""
+    """Loses the buffer of a block that raises."""
 
     @contextmanager
     def lease(self, shape, dtype, device) -> Iterator[Tensor]:
-        buffer = self.take(tuple(shape), dtype, device)
-        self.lent.append(buffer)
+        buffer = self.acquire(tuple(shape), dtype, device)
+        self.leased.append(buffer)
         yield buffer
-        self.lent = [one for one in self.lent if one is not buffer]
-        self.give(buffer)
+        self.leased = [leased for leased in self.leased if leased is not buffer]
+        self.release(buffer)
 
 
 class Counts(Naive):
-    """Says that it trims more than it does."""
+    """Reports more trimmed bytes than it frees."""
 
     def trim(self) -> int:
-        return super().trim() + sum(one.nbytes for one in self.lent)
+        return super().trim() + sum(buffer.nbytes for buffer in self.leased)
 
 
 class Frees(Naive):
-    """Frees what is lent, too."""
+    """Frees leased buffers too."""
 
     def trim(self) -> int:
-        num_bytes = sum(one.nbytes for _, one in self.named_tensors())
-        for _, one in self.named_tensors():
-            one.untyped_storage().resize_(0)
+        num_bytes = sum(buffer.nbytes for _, buffer in self.named_tensors())
+        for _, buffer in self.named_tensors():
+            buffer.untyped_storage().resize_(0)
         self.free.clear()
         return num_bytes
 
 
 class Keeps(Naive):
-    """Has a second list of all that it made."""
+    """Keeps a second list of all buffers."""
 
-    def made(self, shape, dtype, device) -> Tensor:
-        self.all = [*getattr(self, "all", ()), super().made(shape, dtype, device)]
+    def allocate(self, shape, dtype, device) -> Tensor:
+        self.all = [*getattr(self, "all", ()), super().allocate(shape, dtype, device)]
         return self.all[-1]
 
 
 class Silent(Naive):
-    """Tells of what is free alone."""
+    """Reports only free buffers."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((f"{at}", one) for at, one in enumerate(one for kept in self.free.values() for one in kept))
+        return ((f"{number}", cached[0]) for number, cached in enumerate(filter(None, self.free.values())))
 
 
-class Again(Naive):
-    """A lease takes the buffer that it had before."""
+class Reused(Naive):
+    """Returns the same buffer on each use of a lease."""
 
     def lease(self, shape, dtype, device):
-        return _Kept(self, self.take(tuple(shape), dtype, device))
+        return _ReusedLease(self, self.acquire(tuple(shape), dtype, device))
 
 
-class _Kept:
-    def __init__(self, pool: Again, buffer: Tensor) -> None:
+class _ReusedLease:
+    def __init__(self, pool: Reused, buffer: Tensor) -> None:
         self.pool, self.buffer = pool, buffer
 
     def __enter__(self) -> Tensor:
-        self.pool.lent.append(self.buffer)
+        self.pool.leased.append(self.buffer)
         return self.buffer
 
     def __exit__(self, *_: object) -> None:
-        self.pool.lent = [one for one in self.pool.lent if one is not self.buffer]
-        self.pool.give(self.buffer)
+        self.pool.leased = [leased for leased in self.pool.leased if leased is not self.buffer]
+        self.pool.release(self.buffer)

@@ -1,4 +1,4 @@
-"""Sharded weights as simply as can be: gathered whole where they are used, kept until the backward, all gradients summed."""
+"""Weight communicators: the simplest correct one, which gathers weights before each use, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ from sley_core.api.weights import StandIn
 from sley_core.protocols import WeightCommunicator
 
 
-def gathered(param, group):
-    """The whole of which `param.parameter` is this rank's shard; all ranks of `wp` run the same forwards."""
+def gather_weight(param, group):
+    """Returns the full weight of the shard `param.parameter`. All ranks of `wp` run the same forwards."""
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
     group.all_gather(parts, own[None].contiguous(), label=param.name, channel="gather").wait()
     return param.shard.joined(parts)
 
 
-def summed(param, group, gradient):
-    """This rank's shard of the sum of all ranks' gradients of the whole."""
+def reduce_gradient(param, group, gradient):
+    """Returns this rank's shard of the sum of all ranks' full gradients."""
     parts = torch.stack([replace(param.shard, index=index).cut(gradient) for index in range(group.size)])
     received = torch.empty_like(parts)
     group.all_to_all(received, parts, label=f"the gradient of {param.name}", channel="reduce").wait()
     return received.sum(0)
 
 
-class Whole(torch.autograd.Function):
-    """The whole weight, whose gradient goes to the store; autograd knows by the shard that somebody wants it."""
+class FullWeight(torch.autograd.Function):
+    """Returns the full weight and adds its gradient to the store. The shard is an input so that autograd calls the backward."""
 
     @staticmethod
     def forward(ctx, _shard, param, communicator):
         ctx.param, ctx.communicator = param, communicator
-        return communicator.whole(param)
+        return communicator.gather(param)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.communicator.take(ctx.param, ctx.communicator.reduce(ctx.param, gradient))
+        ctx.communicator.accumulate(ctx.param, ctx.communicator.reduce(ctx.param, gradient))
         return None, None, None
 
 
 class Naive(WeightCommunicator):
     def __init__(self, config):
-        self.patched = []
+        self.patched_modules = []
 
     def prepare(self, layers):
         pass
 
-    def shard_dim(self, places):
-        known = all(type(module) in (nn.Linear, nn.Embedding) and name == "weight" for module, name in places)
-        return 0 if known else None
+    def shard_dim(self, owners):
+        is_weight = all(type(module) in (nn.Linear, nn.Embedding) and name == "weight" for module, name in owners)
+        return 0 if is_weight else None
 
     def attach(self, parts):
         self.parts, self.group = parts, parts.groups["wp"]
-        of_module = {
+        params_by_module = {
             id(holder.module): param for param in parts.registry if param.shard is not None for holder in param.holders
         }
-        for param in of_module.values():
+        for param in params_by_module.values():
             parts.store.expect_products(param)
         for layer in parts.layers:
             for module in layer.module.modules():
-                if id(module) in of_module:
-                    module.forward = partial(self.forward, layer.name, module, of_module[id(module)])
-                    self.patched.append(module)
+                if id(module) in params_by_module:
+                    module.forward = partial(self.forward, layer.name, module, params_by_module[id(module)])
+                    self.patched_modules.append(module)
         self.replace_weights()
 
     def replace_weights(self):
@@ -79,83 +79,76 @@ class Naive(WeightCommunicator):
         return nullcontext()
 
     def detach(self):
-        for module in self.patched:
+        for module in self.patched_modules:
             del module.forward
 
-    def forward(self, layer, module, param, given):
+    def forward(self, layer, module, param, input):
         self.parts.waits.wait_for(layer)
-        weight = Whole.apply(param.parameter, param, self)
-        return F.embedding(given, weight) if isinstance(module, nn.Embedding) else F.linear(given, weight, module.bias)
+        weight = FullWeight.apply(param.parameter, param, self)
+        return F.embedding(input, weight) if isinstance(module, nn.Embedding) else F.linear(input, weight, module.bias)
 
-    def whole(self, param):
-        return gathered(param, self.group)
+    def gather(self, param):
+        return gather_weight(param, self.group)
 
     def reduce(self, param, gradient):
-        return summed(param, self.group, gradient)
+        return reduce_gradient(param, self.group, gradient)
 
-    def take(self, param, gradient):
+    def accumulate(self, param, gradient):
         self.parts.store.add(param, gradient)
 
 
 class Mean(Naive):
-    """Wrong: a sum over ranks that is divided by their number, as data-parallel trainers have it."""
+    """Averages gradients over the ranks."""
 
     def reduce(self, param, gradient):
         return super().reduce(param, gradient) / self.group.size
 
 
-class Own(Naive):
-    """Wrong: keeps its own part of its own gradient, and sums nothing."""
-
-    def reduce(self, param, gradient):
-        return param.shard.cut(gradient)
-
-
 class Cached(Naive):
-    """Wrong: what was gathered once is used for ever."""
+    """Reuses gathered weights in all steps."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.kept = {}
+        self.full_weights = {}
 
-    def whole(self, param):
-        if param not in self.kept:
-            self.kept[param] = super().whole(param)
-        return self.kept[param]
+    def gather(self, param):
+        if param not in self.full_weights:
+            self.full_weights[param] = super().gather(param)
+        return self.full_weights[param]
 
 
 class Eager(Cached):
-    """Wrong: gathers all weights as a step begins, and waits for none of them."""
+    """Gathers all weights at the start of a step, before they are complete."""
 
     def begin(self, actions, phase):
-        self.kept.clear()
+        self.full_weights.clear()
         for param in self.parts.registry:
             if param.shard is not None:
-                self.whole(param)
+                self.gather(param)
 
 
-class Left(Naive):
-    """Wrong: leaves its forwards where they are."""
+class Patched(Naive):
+    """Leaves its patched forwards in the modules."""
 
     def detach(self):
         pass
 
 
 class Shards(Naive):
-    """Wrong: a module's weight is a shard that anybody may take for the weight."""
+    """Leaves shards in the modules, which can be read as full weights."""
 
     def replace_weights(self):
         pass
 
 
 class Hoards(Naive):
-    """Wrong: gives the store its sums when a step's last gradient action ends, with what a failed step has left in them."""
+    """Adds sums to the store in the last gradient action, including those of a failed step."""
 
     def __init__(self, config):
         super().__init__(config)
         self.sums = {}
 
-    def take(self, param, gradient):
+    def accumulate(self, param, gradient):
         self.sums[param] = self.sums.get(param, 0) + gradient
 
     def begin(self, actions, phase):

@@ -1,4 +1,4 @@
-"""Metrics writers: one that holds its contract, and some that are wrong in one way each."""
+"""Metrics writers: a correct one, and some with one bug each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "numbers.txt"
 
 
 class Naive(MetricsWriter):
-    """A line of JSON for each row."""
+    """Writes a line of JSON for each row."""
 
     mode = "a"
 
@@ -36,13 +36,13 @@ class Naive(MetricsWriter):
 
 
 class Begins(Naive):
-    """Begins the file anew."""
+    """Overwrites an existing file."""
 
     mode = "w"
 
 
 class First(Naive):
-    """Writes the names of its first row alone, as a table with a head does."""
+    """Writes only the names of its first row, as in a table with a header."""
 
     names: tuple[str, ...] = ()
 
@@ -51,36 +51,29 @@ class First(Naive):
         super().write({name: row[name] for name in self.names if name in row})
 
 
-class Whole(Naive):
-    """Writes whole numbers alone."""
+class Integers(Naive):
+    """Truncates numbers to integers."""
 
     def write(self, row: Mapping[str, float | int]) -> None:
         super().write({name: int(value) if abs(value) < 1e9 else value for name, value in row.items()})
 
 
 class Late(Naive):
-    """Leaves rows in its buffer."""
+    """Does not flush rows."""
 
     def write(self, row: Mapping[str, float | int]) -> None:
         self.file.write(json.dumps(row) + "\n")
 
 
 class Deaf(Naive):
-    """Rewinds nothing."""
+    """Ignores `rewind`."""
 
     def rewind(self, step: int) -> None:
         pass
 
 
-class Eager(Naive):
-    """Rewinds one step too many."""
-
-    def rewind(self, step: int) -> None:
-        super().rewind(step - 1)
-
-
 class Once(Naive):
-    """Has no file any more after `close`."""
+    """Raises in a second `close`."""
 
     def close(self) -> None:
         self.file.flush()
@@ -89,7 +82,7 @@ class Once(Naive):
 
 
 class Mute(Naive):
-    """Goes on where the disk is full, and says nothing."""
+    """Ignores errors of a full disk."""
 
     def write(self, row: Mapping[str, float | int]) -> None:
         with suppress(OSError):
@@ -101,7 +94,7 @@ class Mute(Naive):
 
 
 class Strict(Naive):
-    """Writes no row with a number that is not finite."""
+    """Omits rows with non-finite numbers."""
 
     def write(self, row: Mapping[str, float | int]) -> None:
         with suppress(ValueError):
