@@ -15,7 +15,6 @@ import torch
 from sley_core.actions.action import Action, Kind
 from sley_core.actions.draw import draw_text
 from sley_core.comm.device import Device
-from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bytes.rank import rank_bytes
@@ -50,7 +49,7 @@ def plan_of(**changes: Any) -> Plan:
 
 
 TIES = {"model__tie_embeddings": True, "gradient_handlers": [{"use": "pp.shared_modules"}]}
-STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 12, "micro_size": 1}}
+STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 4, "micro_size": 1}}
 
 
 def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
@@ -162,18 +161,6 @@ def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
     return estimate_seconds(plan, size, machine_from_dict(machine)).step.seconds
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"precision": {"compute": "bf16"}}, r"no `\[device.matmul.bf16\]`"),
-        ({**FP32, "offload": [{"use": "memory.host_optimizer"}], "run__device": "cuda"}, r"no `\[host\]`"),
-    ],
-)
-def test_what_the_machine_file_does_not_have_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        seconds(plan_of(**changes), 1, changed(MACHINE, device__kind=changes.get("run__device", "cpu")))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dp", "reduced"), [(2, {"gradient_handlers": [{"use": "dp.bucketed"}]}), (1, {})])
 def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, reduced: dict[str, Any]) -> None:
@@ -193,8 +180,7 @@ def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, r
 def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handler: str) -> None:
     plan = plan_of(
         **FP32,
-        model__num_layers=6,
-        batch={"global_size": 16, "micro_size": 1},
+        batch={"global_size": 8, "micro_size": 1},
         parallel={"pp": 4, "dp": 2},
         pipeline={"use": f"pp.{schedule}"},
         partition={"use": "pp.uniform"},
@@ -259,14 +245,11 @@ def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) 
 
 
 def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:
-    """On a CPU they are: its memory is the host's."""
-
-    def on(device: str, **changes: Any) -> Any:
-        return rank_bytes(plan_from_dict(changed(COPIED, run__device=device, **changes), texts), 0, 1)
-
-    here, away = on("cuda"), on("cuda", offload=[OPTIMIZER])
+    here, away = (
+        rank_bytes(plan_from_dict(changed(COPIED, run__device="cuda", **changes), texts), 0, 1)
+        for changes in ({}, {"offload": [OPTIMIZER]})
+    )
     moved = here.states["masters"] + here.states["optimizer_states"]
     assert moved > 0
     assert away.states["masters"] == away.states["optimizer_states"] == 0
     assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
-    assert on("cpu", offload=[OPTIMIZER]).states == on("cpu").states

@@ -110,7 +110,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
         os.kill(process.pid, signal.SIGSTOP)  # so that the run does not end before the checks
     sockets = [listener for process in ranks for listener in listening_sockets(process.pid)]
     assert sockets, "gloo listens"
-    assert all(listener.is_loopback for listener in sockets), [str(listener) for listener in sockets]
+    assert all(address.is_loopback for address, _ in sockets), sockets
     assert listening_sockets(program.process.pid) == []
     second = cli("run", plan, "--overwrite")
     assert (second.code, second.err.count("is used by an active run")) == (3, 1), second.err

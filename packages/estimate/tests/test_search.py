@@ -65,7 +65,7 @@ def plan_with(plugins=None, **changes):
 
 
 def plan_of(**changes: Any) -> Plan:
-    return plan_from_dict(small_plan(**{"data": DATA, "batch": {"global_size": 8, "micro_size": 1}, **changes}))
+    return plan_with(**{"batch": {"global_size": 8, "micro_size": 1}, **changes})
 
 
 def test_what_a_plugin_names_is_offered_and_nothing_else():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -184,21 +185,13 @@ def test_an_orphan_is_found_by_what_it_was_started_with(family):
 
 
 @READS_PROC
-@pytest.mark.parametrize(
-    ("family_of_address", "address", "loopback"),
-    [
-        (socket.AF_INET, "127.0.0.1", True),
-        (socket.AF_INET, "0.0.0.0", False),
-        (socket.AF_INET6, "::1", True),
-        (socket.AF_INET6, "::", False),
-    ],
-)
-def test_a_listening_socket_is_found_and_judged(family_of_address, address, loopback):
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
+def test_listening_sockets_are_reported(family, address):
     try:
-        door = socket.create_server((address, 0), family=family_of_address)
+        server = socket.create_server((address, 0), family=family)
     except OSError as error:
         pytest.skip(f"no {address} here: {error}")
-    with door:
-        found = [each for each in listening_sockets(os.getpid()) if each.port == door.getsockname()[1]]
-        assert [(str(each.address), each.is_loopback) for each in found] == [(address, loopback)]
-    assert all(each.port != found[0].port for each in listening_sockets(os.getpid()))
+    with server:
+        listener = ip_address(address), server.getsockname()[1]
+        assert listener in listening_sockets(os.getpid())
+    assert listener not in listening_sockets(os.getpid())

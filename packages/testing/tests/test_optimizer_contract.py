@@ -1,10 +1,8 @@
-"""The contract of optimizers holds for all of torch.optim that can be stepped and for unusual ones, and says what is wrong with
-others.
-"""
+"""Tests the optimizer contract with torch.optim, unusual correct optimizers, and optimizers with one bug each."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -13,62 +11,42 @@ from sley_testing.optimizer_contract import OptimizerContract
 
 pytestmark = pytest.mark.usefixtures("parts")
 
-OWN = "own_optimizers"
+TORCH_OPTIMIZERS = sorted(ELEMENTWISE | PER_MATRIX)
 
 
-def table(factory: str, **more: Any) -> dict[str, Any]:
-    return {"factory": factory, "lr": 0.05, **more}
+def contract_of(factory: str, *, only_matrices: bool = False, **table: Any) -> type[OptimizerContract]:
+    """Returns the contract of the optimizer `factory` of `torch.optim` or `own_optimizers`."""
+    module = "torch.optim" if factory in TORCH_OPTIMIZERS else "own_optimizers"
+    optimizer = {"factory": f"{module}:{factory}", "lr": 0.05, **table}
+    return type("TestOptimizer", (OptimizerContract,), {"optimizer": optimizer, "only_matrices": only_matrices})
 
 
-def of(optimizer: dict[str, Any], **more: Any) -> type[OptimizerContract]:
-    return type("TestOf", (OptimizerContract,), {"optimizer": optimizer, **more})
+UNUSUAL_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("AssignsData", "KeepsGradients", "Averages", "LooksAtDims", "ManyKinds", "Within")},
+    **{f"Draws_{source}": {"options": {"source": source}} for source in ("own", "torch", "random")},
+    **{f"Counts_{place}": {"options": {"place": place}} for place in ("state", "attribute", "option", "tensor")},
+}
+for name, table in UNUSUAL_OPTIMIZERS.items():
+    contract = contract_of(name.partition("_")[0], scope="elementwise", **table)
+    globals()[f"Test{name}"] = contract if name in ("Averages", "Draws_own") else pytest.mark.campaign(contract)
+for name in TORCH_OPTIMIZERS:
+    contract = contract_of(name, only_matrices=name == "Muon")
+    globals()[f"Test{name}"] = contract if name == "NAdam" else pytest.mark.campaign(contract)
 
 
-for name in sorted((ELEMENTWISE | PER_MATRIX) - {"Muon", "NAdam"}):
-    globals()[f"Test{name}"] = pytest.mark.campaign(of(table(f"torch.optim:{name}")))
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_probe_accepts_torch_optimizers(name: str) -> None:
+    contract_of(name, only_matrices=name == "Muon")().test_optimizer_probe_passes()
 
 
-class TestNAdam(OptimizerContract):
-    optimizer: ClassVar[dict[str, Any]] = table("torch.optim:NAdam")
+@pytest.mark.parametrize("name", ["AssignsData", "KeepsGradients", "LooksAtDims", "ManyKinds", "Within", "Counts"])
+def test_unusual_optimizers_match_plain_loop(name: str) -> None:
+    contract = contract_of(name, scope="elementwise")()
+    contract.test_optimizer_probe_passes()
+    contract.test_run_matches_plain_loop("bf16")
 
 
-@pytest.mark.campaign
-class TestMuon(OptimizerContract):
-    optimizer: ClassVar[dict[str, Any]] = table("torch.optim:Muon")
-    only_matrices = True
-
-
-@pytest.mark.campaign
-class TestCore(OptimizerContract):
-    optimizer: ClassVar[dict[str, Any]] = {"use": "core.adamw", "lr": 0.05}
-
-
-for source in ("torch", "random", "own"):
-    made = of(table(f"{OWN}:Draws", scope="elementwise", options={"source": source}))
-    globals()[f"TestDraws{source.title()}"] = made if source == "own" else pytest.mark.campaign(made)
-
-for name in ("AssignsData", "KeepsGradients", "Averages"):
-    globals()[f"Test{name}"] = of(table(f"{OWN}:{name}", scope="elementwise"))
-
-for name in ("LooksAtDims", "ManyKinds", "Within"):
-    globals()[f"Test{name}"] = pytest.mark.campaign(of(table(f"{OWN}:{name}", scope="elementwise")))
-
-for where in ("attribute", "option", "tensor", "state"):
-    made = of(table(f"{OWN}:Counts", scope="elementwise", options={"where": where}))
-    globals()[f"TestCounts{where.title()}"] = made if where == "state" else pytest.mark.campaign(made)
-
-
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE | PER_MATRIX))
-def test_nothing_is_wrong_with_those_of_torch(name: str) -> None:
-    of(table(f"torch.optim:{name}"), only_matrices=name == "Muon")().test_optimizer_probe_passes()
-
-
-@pytest.mark.parametrize("name", ["LooksAtDims", "ManyKinds", "Within"])
-def test_nothing_is_wrong_with_what_a_run_makes_right(name: str) -> None:
-    of(table(f"{OWN}:{name}", scope="elementwise"))().test_optimizer_probe_passes()
-
-
-WRONG = [
+BUGS = [
     ("InnerOfItsOwn", "has another optimizer in `inner`.*no learning rate or checkpoint"),
     ("TensorsInAttribute", "grow with the parameters in the attribute `means`"),
     ("TensorsUnderOwnKey", "grow with the parameters in the state 'means'"),
@@ -85,13 +63,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "words"), WRONG)
-def test_what_is_wrong_is_said(name: str, words: str) -> None:
-    wrong = of(table(f"{OWN}:{name}", scope="elementwise"))
-    with pytest.raises(AssertionError, match=words):
-        wrong().test_optimizer_probe_passes()
+@pytest.mark.parametrize(("name", "message"), BUGS)
+def test_probe_reports_bug(name: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        contract_of(name, scope="elementwise")().test_optimizer_probe_passes()
 
 
-def test_a_gradient_of_none_is_allowed_for() -> None:
+def test_missing_gradient_is_reported() -> None:
     with pytest.raises(AssertionError, match="whose `grad` is None cannot be updated"):
-        of(table(f"{OWN}:NeedsAllGradients", scope="elementwise"))().test_parameter_without_gradient_is_unchanged()
+        contract_of("NeedsAllGradients", scope="elementwise")().test_parameter_without_gradient_is_unchanged()

@@ -16,19 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 
 from sley_core.errors import SleyError
-from sley_core.plan.loader import Loader, Plugin
+from sley_core.plan.loader import Loader
 from sley_core.records import GradientHandlerRecord, Record
 from sley_core.table import RecordKind
 from sley_testing.plans import Tables
-
-Level = Literal["loads", "contract"]
-Status = Literal["passed", "failed", "skipped"]
-LEVELS: tuple[Level, ...] = get_args(Level)
 
 CONTRACTS: dict[RecordKind, tuple[str, str, str]] = {
     "gradient_handlers": ("contract", "GradientHandlerContract", "handler"),
@@ -51,62 +47,40 @@ class Verdict:
     or skip, in one or more lines.
     """
 
-    level: Level
+    level: Literal["loads", "contract"]
     plugin: str
     record: str
-    status: Status
+    status: Literal["passed", "failed", "skipped"]
     reason: str = ""
 
 
 def certify(distribution: str) -> Iterator[Verdict]:
-    """Yields the verdicts on the plugins of `distribution`, level by level; stops after a level that failed.
+    """Yields the verdicts on the plugins of `distribution`: first whether all records load, then, if they do, the contracts.
 
-    Takes seconds for each record of "contract"; starts processes. Yields nothing if the distribution has no plugin.
+    Takes seconds for each contract; starts processes. Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
-    names = [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]
-    failed = False
-    for current in LEVELS:
-        for name in names:
-            for verdict in _CHECKS[current](name, loader):
-                failed |= verdict.status == "failed"
-                yield verdict
-        if failed:
-            return
-
-
-def _check_loading(name: str, loader: Loader) -> Iterator[Verdict]:
-    try:
-        plugin = loader.load(name)
-    except SleyError as error:
-        yield Verdict("loads", name, "", "failed", str(error))
-        return
-    for _, record in _records_by_type(plugin):
+    records: list[tuple[str, RecordKind, Record]] = []
+    has_failed = False
+    for name in [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]:
+        record_name = ""
         try:
-            plugin.load_builder(record)
+            plugin = loader.load(name)
+            for record_kind, named in plugin.records.items():
+                for record_name, record in named.items():
+                    plugin.load_builder(record)
+                    records.append((name, record_kind, record))
+                    yield Verdict("loads", name, record_name, "passed")
         except SleyError as error:
-            yield Verdict("loads", name, record.name, "failed", str(error))
-        else:
-            yield Verdict("loads", name, record.name, "passed")
-
-
-def _check_contracts(name: str, loader: Loader) -> Iterator[Verdict]:
-    for record_kind, record in _records_by_type(loader.load(name)):
+            has_failed = True
+            yield Verdict("loads", name, record_name, "failed", str(error))
+    for name, record_kind, record in records if not has_failed else ():
         if reason := _skip_reason(record_kind, record):
             yield Verdict("contract", name, record.name, "skipped", reason)
-            continue
-        report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
-        status: Status = "failed" if report.failures else "passed"
-        yield Verdict("contract", name, record.name, status, "\n".join(report.failures or report.left_open))
-
-
-_CHECKS = {"loads": _check_loading, "contract": _check_contracts}
-
-
-def _records_by_type(plugin: Plugin) -> Iterator[tuple[RecordKind, Record]]:
-    for record_kind, named in plugin.records.items():
-        for record in named.values():
-            yield record_kind, record
+        else:
+            report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
+            reason = "\n".join(report.failures or report.left_open)
+            yield Verdict("contract", name, record.name, "failed" if report.failures else "passed", reason)
 
 
 def _skip_reason(record_kind: RecordKind, record: Record) -> str:

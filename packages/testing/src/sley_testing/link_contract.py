@@ -39,13 +39,12 @@ from sley_testing.runs import random_action_lists
 
 Table = dict[str, Any]
 
-ROUTES = {
-    "two stages": (0, 1),
-    "a V": (0, 1, 1, 0),
-    "a wave": (0, 1, 1, 0, 0, 1, 1, 0),
-    "three stages in random order": (2, 0, 1, 1, 0, 2),
-}
+WAVE = (0, 1, 1, 0, 0, 1, 1, 0)
+ROUTES = {"two stages": (0, 1), "a wave": WAVE, "three stages in random order": (2, 0, 1, 1, 0, 2)}
 """The stage of each position, for each placement."""
+
+MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
+"""Lengths of microbatches that differ between two stages."""
 
 WAIT_S = 10.0  # the time limit of a collective in these walks
 
@@ -65,16 +64,18 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]],
             walker.check_stored_tensors()
 
 
-def mismatch_error_code(link: Table, route: tuple[int, ...], by_stage: Sequence[Sequence[int]]) -> str:
-    """Executes a walk with different lengths on each stage; returns the code of its error, or ""."""
-    placement = Placement(route)
-    with open_link(link) as (stage_link, stage):
-        try:
-            lengths = by_stage[stage]
-            Walker(stage_link, placement, stage).walk(random_action_lists(placement, len(lengths), Random(1)), lengths)
-        except RunError as error:
-            return error.diagnostics[0].code
-    return ""
+def mismatch_error_codes(link: Table) -> list[str]:
+    """Executes a walk with different lengths on each stage for each of MISMATCHES; returns the codes of the errors, or ""."""
+    placement, codes = Placement((0, 1)), []
+    for lengths_by_stage in MISMATCHES:
+        with open_link(link) as (stage_link, stage):
+            lengths, code = lengths_by_stage[stage], ""
+            try:
+                Walker(stage_link, placement, stage).walk(random_action_lists(placement, len(lengths), Random(1)), lengths)
+            except RunError as error:
+                code = error.diagnostics[0].code
+            codes.append(code)
+    return codes
 
 
 def abort_seconds(link: Table, timeout_s: float) -> float:
@@ -109,28 +110,17 @@ class StageLinkContract:
         route = ROUTES[name]
         ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * self.num_walks, False, len(route))
 
-    @pytest.mark.parametrize("name", ["two stages", "a wave"])
-    def test_micro_batches_of_different_lengths(self, ranks: Callable[..., Ranks], name: str) -> None:
+    def test_micro_batches_of_different_lengths(self, ranks: Callable[..., Ranks]) -> None:
         """Changes lengths within a walk and between walks."""
-        ranks(2)(observe, self.link, ROUTES[name], [(3, 5, 1, 3), (5,), (1, 1, 8), (3, 5, 1, 3)], False, 3)
+        ranks(2)(observe, self.link, WAVE, [(3, 5, 1, 3), (5,), (1, 1, 8), (3, 5, 1, 3)], False, 3)
 
-    @pytest.mark.parametrize("name", ["two stages", "a wave"])
-    def test_received_tensors_stay_unchanged_while_referenced(self, ranks: Callable[..., Ranks], name: str) -> None:
+    def test_received_tensors_stay_unchanged_while_referenced(self, ranks: Callable[..., Ranks]) -> None:
         """Keeps tensors, views and arrays over all walks. A write to one tensor must not change another."""
-        ranks(2)(observe, self.link, ROUTES[name], [(3, 3, 3, 3)] * 3 + [(5, 2)], True, 5)
+        ranks(2)(observe, self.link, WAVE, [(3, 3, 3, 3)] * 3 + [(5, 2)], True, 5)
 
-    @pytest.mark.parametrize(
-        "by_stage",
-        [((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3))],
-        ids=["different number", "different shapes", "different order"],
-    )
-    def test_differing_walks_are_reported_on_both_stages(
-        self, ranks: Callable[..., Ranks], by_stage: Sequence[Sequence[int]]
-    ) -> None:
-        """Expects RunError `stages-differ` before the time limit of a collective."""
-        start = time.monotonic()
-        assert ranks(2)(mismatch_error_code, self.link, ROUTES["two stages"], by_stage) == ["stages-differ"] * 2
-        assert time.monotonic() - start < WAIT_S
+    def test_differing_walks_are_reported_on_both_stages(self, ranks: Callable[..., Ranks]) -> None:
+        """Expects RunError `stages-differ` for another number, other shapes and another order of microbatches."""
+        assert ranks(2)(mismatch_error_codes, self.link) == [["stages-differ"] * len(MISMATCHES)] * 2
 
     def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that a stage can abort a walk whose neighbours never join, and then begin another."""

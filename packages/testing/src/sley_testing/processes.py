@@ -33,22 +33,6 @@ class Process:
     command: str
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Describes a listening socket."""
-
-    address: IPv4Address | IPv6Address
-    port: int
-
-    @property
-    def is_loopback(self) -> bool:
-        mapped = self.address.ipv4_mapped if isinstance(self.address, IPv6Address) else None
-        return (mapped or self.address).is_loopback
-
-    def __str__(self) -> str:
-        return f"[{self.address}]:{self.port}" if self.address.version == 6 else f"{self.address}:{self.port}"
-
-
 def descendants(pid: int | None = None) -> list[Process]:
     """Returns all descendants of `pid` (default: this process), except fork servers and resource trackers of Python."""
     root, everything = os.getpid() if pid is None else pid, list(_processes())
@@ -98,8 +82,8 @@ def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_
         time.sleep(0.02)
 
 
-def listening_sockets(pid: int) -> list[Listener]:
-    """Returns the TCP sockets on which process `pid` listens, or none if the process has ended."""
+def listening_sockets(pid: int) -> list[tuple[IPv4Address | IPv6Address, int]]:
+    """Returns address and port of the TCP sockets on which process `pid` listens, or none if the process has ended."""
     sockets = set()
     with suppress(OSError):
         for descriptor in (_PROC / str(pid) / "fd").iterdir():
@@ -114,7 +98,7 @@ def listening_sockets(pid: int) -> list[Listener]:
                     # In hex: the address as 32-bit words in the byte order of the host, a colon, the port.
                     address, port = local.split(":")
                     words = (int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8))
-                    listeners.append(Listener(ip_address(b"".join(words)), int(port, 16)))
+                    listeners.append((ip_address(b"".join(words)), int(port, 16)))
     return listeners
 
 

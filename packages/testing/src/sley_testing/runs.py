@@ -165,26 +165,25 @@ def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
 
 def assert_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
     """Asserts that each rank in `layouts` matches the one-process `reference` within the tolerances of this precision."""
-    # A gradient below this share of the model's largest gradient is rounding noise.
-    floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
-    for rank, layout in enumerate(layouts):
-        assert_same_bits(reference.first, layout.first)
-        assert_close_gradients(reference.gradients[0], layout.gradients[0], GRADIENTS[precision], floor=floor)
-        _assert_close_rows(reference, layout, precision, rank)
-        assert_close_gradients(reference.weights, layout.weights, WEIGHTS[precision])
+    for layout in layouts:
+        assert layout.first.keys() == reference.first.keys(), sorted(layout.first.keys() ^ reference.first.keys())
+        assert layout.gradients[0].keys() == reference.gradients[0].keys()
+    assert_parity_of_parts(reference, layouts, precision)
 
 
 def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
     """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
-    gradient_tolerance, weight_tolerance = GRADIENTS[precision], WEIGHTS[precision]
+    weight_tolerance = WEIGHTS[precision]
+    # A gradient below this share of the model's largest gradient is rounding noise.
+    floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
     for rank, layout in enumerate(layouts):
         assert_same_bits(_select(reference.first, layout.first), layout.first)
         local_gradients = layout.gradients[0]
         assert_close_gradients(
-            _select(reference.gradients[0], local_gradients), local_gradients, gradient_tolerance, floor=1e-6
+            _select(reference.gradients[0], local_gradients), local_gradients, GRADIENTS[precision], floor=floor
         )
-        assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
         _assert_close_rows(reference, layout, precision, rank)
+        assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
         if reference.held_out is not None:
             assert layout.held_out is not None
             assert math.isclose(layout.held_out, reference.held_out, rel_tol=weight_tolerance), (

@@ -1,4 +1,4 @@
-"""Plugins of somebody else's: beside core, and no other package of ours is used."""
+"""Installs the plugins of a third party, which use only core."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import pytest
 
 @pytest.fixture
 def installed(plugin_folder: Callable[..., None]) -> None:
-    own = Path(__file__).parent / "own"
-    plugin_folder(own, wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")
+    folder = Path(__file__).parent / "own"
+    plugin_folder(folder, wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")

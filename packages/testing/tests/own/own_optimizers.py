@@ -1,4 +1,4 @@
-"""Optimizers that do what a plain loop allows: each is right there, in a way that a run must notice."""
+"""Optimizers that are correct in a plain loop but unusual, and optimizers that a run cannot support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Plain(torch.optim.Optimizer):
-    """Gradient descent; the others differ in one thing each."""
+    """Implements gradient descent. Each other class changes one thing."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -47,28 +47,28 @@ class LooksAtDims(Plain):
 
 
 class Counts(Plain):
-    """Divides by the number of the step, which it keeps in an attribute, an option, a tensor among the options, or a state."""
+    """Divides by the step number, stored in an attribute, an option, a tensor option or a state, as `place` names."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, where: str = "attribute") -> None:
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, place: str = "attribute") -> None:
         super().__init__(params, lr, weight_decay)
-        self.where, self.count = where, 0
+        self.place, self.count = place, 0
 
     def step(self, closure: Any = None) -> None:
-        self.count += self.where == "attribute"
-        if self.where == "state":
+        self.count += self.place == "attribute"
+        if self.place == "state":
             self.state.setdefault("all", {"count": torch.zeros(4)})["count"] += 1
         for group in self.param_groups:
-            group["count"] = group.get("count", torch.zeros(()) if self.where == "tensor" else 0)
-            group["count"] += self.where in ("option", "tensor")
+            group["count"] = group.get("count", torch.zeros(()) if self.place == "tensor" else 0)
+            group["count"] += self.place in ("option", "tensor")
         super().step()
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = float(self.state["all"]["count"][0]) if self.where == "state" else 0.0
+        state = float(self.state["all"]["count"][0]) if self.place == "state" else 0.0
         parameter.sub_(gradient, alpha=group["lr"] / (self.count + float(group["count"]) + state))
 
 
 class ManyKinds(Plain):
-    """Has states that are nested, of other dtypes, replaced in each step, and no tensors."""
+    """Has nested states, states of other dtypes, states that are replaced in each step, and states that are no tensors."""
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -83,7 +83,7 @@ class ManyKinds(Plain):
 
 
 class Draws(Plain):
-    """Draws from torch's generator, from `random`, or from one of its own."""
+    """Draws from torch's generator, from `random`, or from its own generator."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0, source: str = "torch") -> None:
         super().__init__(params, lr, weight_decay)
@@ -99,7 +99,7 @@ class Draws(Plain):
 
 
 class Within(Plain):
-    """Lets another optimizer step, which has its groups and states."""
+    """Steps an inner optimizer that shares its groups and states."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
@@ -111,23 +111,23 @@ class Within(Plain):
 
 
 class Averages(Plain):
-    """Trains at a point between the last one and the mean of all: `eval()` goes to the mean."""
+    """Trains between the last point and the mean of all points. `eval()` moves to the mean."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
         self.is_training = False
 
     def train(self) -> None:
-        self._go(to_mean=False)
+        self._move(to_mean=False)
 
     def eval(self) -> None:
-        self._go(to_mean=True)
+        self._move(to_mean=True)
 
     @torch.no_grad()
-    def _go(self, *, to_mean: bool) -> None:
+    def _move(self, *, to_mean: bool) -> None:
         if self.is_training is to_mean:
             self.is_training = not to_mean
-            for parameter in (one for group in self.param_groups for one in group["params"]):
+            for parameter in (param for group in self.param_groups for param in group["params"]):
                 if (last := self.state[parameter].get("last")) is not None:
                     parameter.lerp_(last, -1.0 if to_mean else 0.5)
 
@@ -140,7 +140,7 @@ class Averages(Plain):
         parameter.copy_((0.9 * mean + 1.1 * last) / 2)
 
 
-# Wrong ones: a run would not train as a plain loop does.
+# With these, a run would not train like a plain loop.
 
 
 class InnerOfItsOwn(Plain):
@@ -155,7 +155,7 @@ class InnerOfItsOwn(Plain):
 class TensorsInAttribute(Plain):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
-        self.means = {id(one): torch.zeros_like(one) for group in self.param_groups for one in group["params"]}
+        self.means = {id(param): torch.zeros_like(param) for group in self.param_groups for param in group["params"]}
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         super().update(parameter, self.means[id(parameter)].lerp_(gradient, 0.5), group)
@@ -170,7 +170,7 @@ class TensorsUnderOwnKey(Plain):
 class StatesOfCopies(Plain):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
-        for parameter in (one for group in self.param_groups for one in group["params"]):
+        for parameter in (param for group in self.param_groups for param in group["params"]):
             self.state[parameter.detach().clone()]["count"] = 0
 
 
@@ -181,14 +181,14 @@ class LooksAtSizes(Plain):
 
 class LooksAtAll(Plain):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        norm = sum(float(one.grad.norm()) for every in self.param_groups for one in every["params"])
+        norm = sum(float(param.grad.norm()) for group_ in self.param_groups for param in group_["params"])
         parameter.sub_(gradient, alpha=group["lr"] / (1 + norm))
 
 
 class Stacks(Plain):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            torch.stack([one.grad.norm() for one in group["params"]])
+            torch.stack([param.grad.norm() for param in group["params"]])
         super().step()
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -124,40 +123,39 @@ def search_layouts(
     if not verify:
         result.fastest = best[:top]
         return result
-    valid_layouts = _valid_layouts(space, order_by_variety(best, space), result)
-    batch = list(islice(valid_layouts, NUM_EXACT))
+    candidates = order_by_variety(best, space)[: NUM_EXACT * MAX_ROUNDS]
+    started: list[Layout] = []
     end_s = time.monotonic() + budget_s
     verified: list[Result] = []
+    result_cache = OpResultCache()
 
-    def estimate_layout(layout: Layout, result_cache: OpResultCache) -> tuple[ExactEstimate | SleyError | None, OpResultCache]:
+    def estimate_layout(layout: Layout) -> tuple[ExactEstimate | SleyError | None, OpResultCache]:
         try:
             return estimate_plan(layout.plan(space.plan, space.world), space.world, machine, memory, result_cache), result_cache
         except SleyError as error:
             return error, result_cache
 
-    def within_budget(calls: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-        """Yields calls as processes become free, until the budget is used up."""
-        for index, call in enumerate(calls, result.num_exact):
-            if index >= MIN_EXACT and verified and time.monotonic() > end_s:
+    def next_calls() -> Iterator[Callable[[], tuple[ExactEstimate | SleyError | None, OpResultCache]]]:
+        """Yields calls as processes become free: NUM_EXACT within the budget, and more while too few layouts fit."""
+        for layout in _valid_layouts(space, candidates, result):
+            if len(started) >= NUM_EXACT and len(verified) >= top:
                 return
-            yield call
+            if len(started) >= MIN_EXACT and verified and time.monotonic() > end_s:
+                result.not_begun = max(1, min(NUM_EXACT, len(candidates)) - len(started))
+                return
+            started.append(layout)
+            yield partial(estimate_layout, layout)
 
-    while batch:
-        result_cache = OpResultCache()
-        calls = within_budget([partial(estimate_layout, layout, result_cache) for layout in batch])
-        num_done = 0
-        for num_done, (number, (estimate, call_cache)) in enumerate(_run_calls(calls, cores, space, is_forked=is_forked), 1):
-            result_cache.merge(call_cache)
-            report_progress(num_done, len(batch))
-            if isinstance(estimate, SleyError):
-                result.refuse(estimate)
-            elif estimate is None:
-                result.dropped += 1
-            else:
-                verified.append(Result(batch[number], estimate))
-        result.num_exact += num_done
-        result.not_begun = len(batch) - num_done
-        batch = list(islice(valid_layouts, NUM_EXACT)) if len(verified) < top and not result.not_begun else []
+    for number, (estimate, call_cache) in _run_calls(next_calls(), cores, space, is_forked=is_forked):
+        result_cache.merge(call_cache)
+        result.num_exact += 1
+        report_progress(result.num_exact, max(result.num_exact, min(NUM_EXACT, len(candidates))))
+        if isinstance(estimate, SleyError):
+            result.refuse(estimate)
+        elif estimate is None:
+            result.dropped += 1
+        else:
+            verified.append(Result(started[number], estimate))
     verified.sort(key=lambda verified_result: verified_result.estimate.seconds)
     result.fastest = verified[:top]
     return result

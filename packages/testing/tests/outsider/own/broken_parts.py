@@ -1,4 +1,4 @@
-"""The plugin `broken`: links, schedules and handlers of ties that are wrong in one way each; the rest is that of `wave`."""
+"""The plugin `broken`: links, schedules and tie handlers with one bug each, based on the plugin `wave`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINKS = ("reusing", "disorderly", "rigid", "late", "deaf", "patient")
 
 
 class Reusing(Link):
-    """Receives into the memory of the walk before, whatever has that."""
+    """Receives into memory of the previous walk, even if it is still referenced."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -28,40 +28,40 @@ class Reusing(Link):
 
     def _received(self, transfer):
         description, tensors = super()._received(transfer)
-        places = [self._memory.setdefault((transfer, at, each.shape), each) for at, each in enumerate(tensors)]
-        return description, [place.copy_(each) for place, each in zip(places, tensors, strict=True)]
+        memory = [self._memory.setdefault((transfer, index, tensor.shape), tensor) for index, tensor in enumerate(tensors)]
+        return description, [reused.copy_(tensor) for reused, tensor in zip(memory, tensors, strict=True)]
 
 
 class Disorderly(Link):
-    """Gives out what comes first, whatever is asked for."""
+    """Returns messages in order of arrival."""
 
     def receive(self, transfer):
-        way = "up" if transfer.peer < self._stage else "down"
-        return self._received(self._due[way].popleft())
+        direction = "up" if transfer.peer < self._stage else "down"
+        return self._received(self._due[direction].popleft())
 
 
 class Rigid(Link):
-    """Takes all messages of a boundary for ones like the first."""
+    """Describes all messages of a boundary like the first one."""
 
     def __init__(self, config):
         super().__init__(config)
-        self._known = {}
+        self._descriptions = {}
 
     def _received(self, transfer):
         description, tensors = super()._received(transfer)
-        return self._known.setdefault((transfer.flow, transfer.chunk), description), tensors
+        return self._descriptions.setdefault((transfer.flow, transfer.chunk), description), tensors
 
 
 class Late(Link):
-    """Reads what it sends when it is next called, and not at once."""
+    """Reads sent tensors at its next call instead of at once."""
 
     def __init__(self, config):
         super().__init__(config)
-        self._late = []
+        self._unsent = []
 
     def send(self, *message):
         self._flush()
-        self._late.append(message)
+        self._unsent.append(message)
 
     def post_receive(self, transfer, key):
         self._flush()
@@ -76,12 +76,12 @@ class Late(Link):
         super().drain()
 
     def _flush(self):
-        while self._late:
-            super().send(*self._late.pop(0))
+        while self._unsent:
+            super().send(*self._unsent.pop(0))
 
 
 class Deaf(Link):
-    """Hears what its neighbours walk through, and does not compare."""
+    """Receives the walks of its neighbours but does not compare them."""
 
     def _agree(self, peer):
         if peer not in self._agreed:
@@ -90,25 +90,25 @@ class Deaf(Link):
 
 
 class Patient(Link):
-    """Waits for its neighbours before it aborts."""
+    """Waits for its neighbours before an abort."""
 
     def abort(self, why):
         self.drain()
 
 
 def forwards_first(micros: int) -> list[Action]:
-    """All forwards, then all backwards."""
+    """Returns all forwards, then all backwards."""
     return [Action(kind, 0, micro) for kind in (Kind.FORWARD, Kind.BACKWARD) for micro in range(micros)]
 
 
 def one_by_one(stages: int, chunks: int, micros: int) -> Lists:
-    """Right, and slow: a microbatch goes through all stages and back before the next one begins."""
+    """Returns correct, slow lists: each microbatch passes through all stages and back before the next."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [[Action(kind, 0, micro) for micro in range(micros) for kind in kinds] for _ in range(stages)]
 
 
 def blocked(stages: int, chunks: int, micros: int) -> Lists:
-    """The last stage wants the last microbatch first, which comes when it has finished the first one."""
+    """Returns lists whose last stage starts with the last microbatch, which deadlocks."""
     lists = one_by_one(stages, chunks, micros)
     if stages > 1:
         lists[-1] = [action for micro in reversed(range(micros)) for action in lists[-1] if action.micro == micro]
@@ -116,18 +116,18 @@ def blocked(stages: int, chunks: int, micros: int) -> Lists:
 
 
 def careless(stages: int, chunks: int, micros: int) -> Lists:
-    """Of five microbatches or more the last one has a backward too few."""
+    """Returns lists without the last backward, from five microbatches on."""
     lists = one_by_one(stages, chunks, micros)
     return [actions[:-1] for actions in lists] if micros >= 5 else lists
 
 
 def greedy(stages: int, chunks: int, micros: int) -> Lists:
-    """Holds all microbatches, and says that it holds one."""
+    """Returns lists that hold all microbatches instead of one."""
     return [forwards_first(micros) for _ in range(stages)]
 
 
 def forgetful(calls: count[int], stages: int, chunks: int, micros: int) -> Lists:
-    """Every second call writes another list."""
+    """Returns different lists in every second call."""
     return greedy(stages, chunks, micros) if next(calls) % 2 else one_by_one(stages, chunks, micros)
 
 
@@ -148,7 +148,7 @@ build_one_by_one, build_blocked, build_careless, build_greedy, build_forgetful =
 
 
 class Twice(Ties):
-    """Sums what it has summed."""
+    """Sums gradients twice."""
 
     def finish_step(self, step):
         super().finish_step(step)
@@ -156,7 +156,7 @@ class Twice(Ties):
 
 
 class Unsummed(Ties):
-    """Leaves each stage its own."""
+    """Does not sum gradients."""
 
     def finish_step(self, step):
         pass
@@ -164,10 +164,10 @@ class Unsummed(Ties):
 
 @hookimpl
 def sley_records():
-    beside = {"config": HanayoConfig, "link": "wave.link", "partition": "wave.even"}
+    options = {"config": HanayoConfig, "link": "wave.link", "partition": "wave.even"}
     return [
         *(StageLinkRecord(name=name, config=LinkConfig, build=f"broken_parts:{name.title()}") for name in LINKS),
-        *(ScheduleRecord(name=name, build=f"broken_parts:build_{name}", **beside) for name in GENERATORS),
+        *(ScheduleRecord(name=name, build=f"broken_parts:build_{name}", **options) for name in GENERATORS),
     ]
 
 

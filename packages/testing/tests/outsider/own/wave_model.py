@@ -1,4 +1,4 @@
-"""The model and the data of the plans in waves: `factory = "wave_model:layers"`."""
+"""Defines the model and the data of the plans with waves: `factory = "wave_model:layers"`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ VOCAB, LENGTH, HIDDEN = 12, 5, 4
 
 
 class Rows:
-    """Samples by their number; labels of which some do not count."""
+    """Holds samples that depend on their index; some labels are ignored."""
 
     info = DataInfo({"tokens": Field("int64", sequence_dim=1), "labels": Field("int64", sequence_dim=1)}, VOCAB, LENGTH)
 
     def __init__(self, context: DataContext) -> None:
-        del context  # both splits are the same
+        del context  # both splits are equal
 
     def __len__(self) -> int:
         return 64
@@ -44,9 +44,9 @@ class Head(nn.Linear):
 
 
 def layers(data: DataInfo, depth: int = 7) -> list[tuple[str, nn.Module]]:
-    """The head has the embedding's weight, and the last block the first one's bias."""
+    """Returns layers whose head shares the weight of the embedding, and whose last block shares the bias of the first block."""
     embed, head = Embed(VOCAB, HIDDEN), Head(HIDDEN, VOCAB, bias=False)
     blocks = [Block(HIDDEN, HIDDEN) for _ in range(depth)]
     head.weight = embed.weight
     blocks[-1].bias = blocks[0].bias
-    return [("embed", embed), *((f"blocks.{at}", block) for at, block in enumerate(blocks)), ("head", head)]
+    return [("embed", embed), *((f"blocks.{index}", block) for index, block in enumerate(blocks)), ("head", head)]
