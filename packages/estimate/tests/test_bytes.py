@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +14,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import FakeTransport
 from sley_estimate.bytes.ledger import Ledger, StepPosition
-from sley_estimate.bytes.rank import rank_bytes, time_limit
+from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan
 
@@ -156,48 +152,6 @@ def test_a_layer_that_asks_for_values_is_named(texts, own_layers):
     ) as caught:
         rank_bytes(plan_from_dict(tables, own_layers), 0, 1)
     assert caught.value.diagnostics[0].code == "estimate-layer"
-
-
-FOR_EVER_S = 20.0
-"""What waits here would else end by itself, so that a limit that does nothing fails the test and hangs nothing."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = signal.getsignal(signal.SIGALRM)
-    yield
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGALRM) is before
-
-
-def test_a_layer_that_waits_is_interrupted(own_layers):
-    plan = plan_from_dict(
-        small_plan(
-            model={"factory": "waiting_layer:layers", "options": {"seconds": FOR_EVER_S}}, limits={"estimate_timeout_s": 0.5}
-        ),
-        folder=own_layers,
-    )
-    began = time.monotonic()
-    with pytest.raises(RunError, match=r"estimate-late.*not complete after 0.5 s") as caught:
-        rank_bytes(plan, 0, 1)
-    assert time.monotonic() - began < FOR_EVER_S / 2
-    assert "[limits] estimate_timeout_s" in caught.value.diagnostics[0].hint
-
-
-def test_a_timer_that_is_due_before_stays():
-    """Somebody else's limit on all of this."""
-
-    def due(number, frame):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, due)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(TimeoutError), time_limit(FOR_EVER_S):
-            threading.Event().wait(FOR_EVER_S)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def imitated() -> tuple[FakeTransport, Members, list[int]]:

@@ -308,9 +308,6 @@ class LimitsTable(Table):
     data_timeout_s: Seconds = 600.0
     """The seconds until the dataset returns a batch."""
 
-    estimate_timeout_s: Seconds = 600.0
-    """The seconds to simulate the steps of one stage on fake tensors, in `estimate`, `search` and `show`."""
-
 
 class CompileConfig(Table):
     """The arguments of torch.compile."""

@@ -7,14 +7,10 @@ fake world ──> assemble ──> first step ──> second ──> third: the
 from __future__ import annotations
 
 import gc
-import signal
-import threading
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -94,8 +90,8 @@ def rank_bytes(
     """Returns the bytes of rank `rank` of `size` from steps in a fake world. Needs no devices and no peers.
 
     result_cache: the operation results of other ranks of this plan; new results are added. draft: the plan's model and stages,
-    which the run consumes. recording: records the last step. Raises PlanError for each failed check of the plan, RunError
-    `estimate-layer` for a layer that needs values, and RunError `estimate-late` after `limits.estimate_timeout_s`.
+    which the run consumes. recording: records the last step. Raises PlanError for each failed check of the plan, and RunError
+    `estimate-layer` for a layer that needs values.
     """
     result_cache = result_cache or OpResultCache()
     result, is_exact = _run_steps(plan, rank, size, result_cache, draft, recording, is_first_full=False)
@@ -175,8 +171,7 @@ def fake_run(
 ) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the mode that makes its tensors.
 
-    Raises PlanError for each failed check of the plan. Within the block raises RunError `estimate-late` after
-    `limits.estimate_timeout_s`.
+    Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
     plan = replace(plan, checkpoint=None, evaluation=evaluation)  # steps without values save nothing
@@ -185,10 +180,9 @@ def fake_run(
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, result_cache or OpResultCache(), has_scratch=not is_cuda)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
-    limit = time_limit(plan.limits.estimate_timeout_s)
     device_type = assume_device_type("cuda") if is_cuda else nullcontext()
     world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))
-    with disable_gc(), limit, tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
+    with disable_gc(), tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
         progress.follow(run)
         yield run, ledger, tensors
 
@@ -263,42 +257,3 @@ def _peaks(lists: Lists, num_micro_batches: int) -> Peaks:
         boundary_bytes=(11,) * (positions - 1),
     )
     return compute_peaks(lists.training(num_micro_batches), lists.stage, lists.placement, costs)
-
-
-@contextmanager
-def time_limit(limit_s: float) -> Iterator[None]:
-    """Raises RunError `estimate-late` in the block after `limit_s` seconds.
-
-    The system timer interrupts Python code and waits that a signal can end. There is no limit outside the main thread, on a
-    system without such timers, or if another timer expires earlier.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    previous_limit_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < previous_limit_s <= limit_s:
-        yield
-        return
-
-    def raise_timeout(number: int, frame: FrameType | None) -> None:
-        raise timeout_error(limit_s)
-
-    start_s = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if previous_limit_s:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-6, previous_limit_s - (time.monotonic() - start_s)), interval_s)
-
-
-def timeout_error(limit_s: float) -> RunError:
-    return RunError(
-        "estimate-late",
-        f"the simulated steps of a stage were not complete after {limit_s:g} s",
-        hint="check whether a layer waits for a lock, a file or a peer; if a step is only slow, set a larger [limits] "
-        "estimate_timeout_s",
-    )

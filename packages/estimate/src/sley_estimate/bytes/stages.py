@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -34,20 +33,13 @@ from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPosition
-from sley_estimate.bytes.rank import (
-    RankBytes,
-    min_equivalent_micro_batches,
-    min_schedulable_micro_batches,
-    rank_bytes,
-    timeout_error,
-)
+from sley_estimate.bytes.rank import RankBytes, min_equivalent_micro_batches, min_schedulable_micro_batches, rank_bytes
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from train_cli.meta_model import meta_micro_batch
 
 T = TypeVar("T")
 
-FORK_CHECK_TIMEOUT_S = 60.0  # the time limit of a one-element backward in a fork
 MAX_UNFORKED_RANKS = 2  # up to this number, ranks run in this process, since a fork does not pay off
 
 
@@ -120,7 +112,7 @@ def take_steps(
         return result
     by_number: dict[int, tuple[RankBytes, RankRecord | None]] = {}
     calls = [partial(estimate_rank, rank, draft) for rank in ranks]
-    for number, (memory, record, rank_cache) in run_forked(calls, cores, plan.limits.estimate_timeout_s):
+    for number, (memory, record, rank_cache) in run_forked(calls, cores):
         result_cache.merge(rank_cache)
         by_number[number] = memory, record
     return [by_number[number] for number in range(len(ranks))]
@@ -250,7 +242,7 @@ def can_fork() -> bool:
     if "fork" not in multiprocessing.get_all_start_methods():
         return False
     try:
-        return all(is_done for _, is_done in run_forked([_run_backward], 1, FORK_CHECK_TIMEOUT_S))
+        return all(is_done for _, is_done in run_forked([_run_backward], 1))
     except (RuntimeError, RunError):
         return False
 
@@ -262,17 +254,17 @@ def _import_fake_tensors() -> None:
         torch.empty(2).add_(1)
 
 
-def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: float) -> Iterator[tuple[int, T]]:
+def run_forked(calls: Iterable[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
     """Yields the number of each call and its result on completion. Each call runs in a forked process, `num_processes` at a
     time, and is read from `calls` when its process starts.
 
-    Results are pickled. Raises the errors of the calls, RunError `estimate-ended` if a process exits before its call is done,
-    and RunError `estimate-late` if a call takes longer than `limit_s`. On an error the remaining processes are killed.
+    Results are pickled. Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is
+    done. On an error the remaining processes are killed.
     """
     _import_fake_tensors()
     context = multiprocessing.get_context("fork")
     remaining = enumerate(calls)
-    running: dict[Any, tuple[int, Any, float]] = {}
+    running: dict[Any, tuple[int, Any]] = {}
     try:
         while True:
             for number, call in islice(remaining, num_processes - len(running)):
@@ -280,16 +272,12 @@ def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: fl
                 process = context.Process(target=_run_call, args=(call, sender), daemon=True)
                 process.start()
                 sender.close()
-                running[receiver] = number, process, time.monotonic() + limit_s
+                running[receiver] = number, process
             if not running:
                 return
-            deadline = min(end for _, _, end in running.values())
-            ready = wait(list(running), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise timeout_error(limit_s)
-            for connection in ready:
+            for connection in wait(list(running)):
                 assert isinstance(connection, Connection), connection
-                number, process, _ = running[connection]
+                number, process = running[connection]
                 try:
                     is_done, result = cast("tuple[bool, Any]", connection.recv())
                 except EOFError:
@@ -306,7 +294,7 @@ def run_forked(calls: Iterable[Callable[[], T]], num_processes: int, limit_s: fl
                 del running[connection]
                 yield number, result
     finally:
-        for _, process, _ in running.values():
+        for _, process in running.values():
             process.kill()
             process.join()
 

@@ -113,9 +113,9 @@ def search_layouts(
     PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
-    is_forked = can_fork()
+    run = run_forked if can_fork() else _run_in_process
     call = partial(rank_layouts, space, machine, memory, max(top, NUM_EXACT * MAX_ROUNDS))
-    (_, (result, ranked)), *_ = _run_calls([call], 1, space, is_forked=is_forked)
+    (_, (result, ranked)), *_ = run([call], 1)
     numbers = {number for group in ranked for number in group}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
     best, smallest = ([Result(layouts[number], rough) for number, rough in group.items()] for group in ranked)
@@ -146,7 +146,7 @@ def search_layouts(
             started.append(layout)
             yield partial(estimate_layout, layout)
 
-    for number, (estimate, call_cache) in _run_calls(next_calls(), cores, space, is_forked=is_forked):
+    for number, (estimate, call_cache) in run(next_calls(), cores):
         result_cache.merge(call_cache)
         result.num_exact += 1
         report_progress(result.num_exact, max(result.num_exact, min(NUM_EXACT, len(candidates))))
@@ -230,13 +230,9 @@ def _valid_layouts(space: Layouts, layouts: Sequence[Layout], result: SearchResu
             yield layout
 
 
-def _run_calls(calls: Iterable[Callable[[], T]], cores: int, space: Layouts, *, is_forked: bool) -> Iterator[tuple[int, T]]:
-    """Yields the index of each call and its result, from `cores` parallel forked processes or from this process."""
-    if is_forked:
-        limit_s = 2 * space.world * space.plan.limits.estimate_timeout_s  # the steps of each stage have their own limit
-        yield from run_forked(calls, cores, limit_s)
-    else:
-        yield from ((number, call()) for number, call in enumerate(calls))
+def _run_in_process(calls: Iterable[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    """Yields the index of each call and its result, like `run_forked`."""
+    return ((number, call()) for number, call in enumerate(calls))
 
 
 def estimate_plan(
