@@ -1,4 +1,4 @@
-"""What the tests of estimates share: the folder of their own layers, with texts in it."""
+"""Provides the layers of the folder `own` to plans."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture
 def own_layers(texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the texts; plans may name modules of the folder `own` beside this file."""
+    """Returns the folder of the texts. Plans may name modules of the folder `own`."""
     monkeypatch.syspath_prepend(Path(__file__).parent / "own")
     return texts

@@ -1,4 +1,4 @@
-"""What a rank holds: every storage is counted once, and estimates equal what the allocator says."""
+"""Tests that every storage counts once, and that estimated bytes equal those of the allocator."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ def ledger() -> Ledger:
     return Ledger(lambda: NOWHERE)
 
 
-def test_aliases_count_once_and_memory_goes_with_the_last(ledger):
+def test_aliases_count_once(ledger):
     with FakeTensors(ledger):
-        whole = torch.empty(100)
-        part = whole[10:20].view(2, 5)
+        tensor = torch.empty(100)
+        view = tensor[10:20].view(2, 5)
         assert ledger.current_bytes == 400
-        del whole
+        del tensor
         assert ledger.current_bytes == 400
-        del part
+        del view
     assert ledger.current_bytes == 0
     assert ledger.peak()[0] == 400
 
 
-def test_memory_that_leaves_by_its_storage_is_gone_and_comes_back(ledger):
+def test_resized_storage_is_counted_again(ledger):
     tensors = FakeTensors(ledger)
     with tensors.patch_torch(), tensors:
-        one = torch.empty(100)
-        one.untyped_storage().resize_(0)
+        tensor = torch.empty(100)
+        tensor.untyped_storage().resize_(0)
         assert ledger.current_bytes == 0
-        one.untyped_storage().resize_(400)
+        tensor.untyped_storage().resize_(400)
         assert ledger.current_bytes == 400
-    assert [piece.num_bytes for piece in ledger.allocations] == [400, 400]
+    assert [allocation.num_bytes for allocation in ledger.allocations] == [400, 400]
 
 
-def test_a_weak_reference_keeps_nothing(ledger):
-    """Torch's own keeps the Python object of the storage, by which the ledger hears of its end."""
+def test_weak_reference_does_not_hide_a_free(ledger):
+    """torch's weak reference keeps the Python object of the storage alive."""
     tensors = FakeTensors(ledger)
     with tensors.patch_torch(), tensors:
-        one = torch.empty(100)
-        reference = StorageWeakRef(one.untyped_storage())
-        again = torch.empty(0).set_(one.untyped_storage())
-        del one, again
+        tensor = torch.empty(100)
+        reference = StorageWeakRef(tensor.untyped_storage())
+        alias = torch.empty(0).set_(tensor.untyped_storage())
+        del tensor, alias
         assert reference.expired()
-        kept = torch.empty(1)
-        assert ledger.current_bytes == kept.nbytes
+        small = torch.empty(1)
+        assert ledger.current_bytes == small.nbytes
 
 
-def test_addresses_do_not_meet(ledger):
+def test_addresses_do_not_overlap(ledger):
     tensors = FakeTensors(ledger)
     with tensors.patch_torch(), tensors:
-        one, two = torch.empty(100), torch.empty(7)
-        spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, two))
+        tensors_ = torch.empty(100), torch.empty(7)
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors_)
         assert 0 < spans[0][0] < spans[0][1] <= spans[1][0]
-        assert one[3:].data_ptr() == one.data_ptr() + 12
+        assert tensors_[0][3:].data_ptr() == tensors_[0].data_ptr() + 12
     assert torch.empty(3).data_ptr() != 0
 
 
-def told(*, remembers: bool) -> list[tuple[int, int, int | None]]:
+def allocations(*, has_cache: bool) -> list[tuple[int, int, int | None]]:
     ledger = Ledger(lambda: NOWHERE)
-    recipes = OpResultCache() if remembers else None
-    tensors = FakeTensors(ledger, recipes)
+    cache = OpResultCache() if has_cache else None
+    tensors = FakeTensors(ledger, cache)
     with tensors:
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -84,13 +84,13 @@ def told(*, remembers: bool) -> list[tuple[int, int, int | None]]:
             nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    if recipes is not None:
-        assert recipes.num_hits > 50
-    return [(piece.num_bytes, piece.allocated_at, piece.freed_at) for piece in ledger.allocations]
+    if cache is not None:
+        assert cache.num_hits > 50
+    return [(item.num_bytes, item.allocated_at, item.freed_at) for item in ledger.allocations]
 
 
-def test_what_is_remembered_is_what_torch_says():
-    assert told(remembers=True) == told(remembers=False)
+def test_cached_results_equal_those_of_torch():
+    assert allocations(has_cache=True) == allocations(has_cache=False)
 
 
 PLAN = small_plan(
@@ -99,7 +99,7 @@ PLAN = small_plan(
     batch__global_size=4,
     precision={"compute": "fp32"},
 )
-"""Of a megabyte and more, so that bytes are the tensors' and not those of a batch, a seed or a list of names."""
+"""A plan of at least a megabyte, so that the bytes of a batch, a seed or a list of names do not matter."""
 CASES = {
     "plain": {},
     "recomputed": {"activations": {"use": "core.recompute"}},
@@ -114,7 +114,7 @@ CASES = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_it_is_what_the_allocator_says(texts, changes):
+def test_estimate_equals_allocator(texts, changes):
     tables = changed(PLAN, **changes)
     real = real_bytes(tables, 2, folder=texts)
     estimated = rank_bytes(plan_from_dict(tables, texts), 0, 1)
@@ -123,29 +123,28 @@ def test_it_is_what_the_allocator_says(texts, changes):
     assert estimated.peak - estimated.batch == pytest.approx(real.peak, rel=0.01)
 
 
-def test_a_device_has_no_scratch_of_the_cpus_operators(texts):
-    """Its kernels read several types; between steps both hold the same."""
+def test_cuda_has_no_scratch_of_cpu_operators(texts):
+    """CUDA kernels read several dtypes. Between steps both devices hold the same bytes."""
     on_cpu, on_device = (
         rank_bytes(plan_from_dict(changed(PLAN, precision={"compute": "fp16"}, run__device=device), texts), 0, 1)
         for device in ("cpu", "cuda")
     )
     assert on_device.states == on_cpu.states
-    both = list(zip(on_device.curve, on_cpu.curve, strict=True))
-    assert all(device[1] <= cpu[1] for device, cpu in both)
-    assert any(device[1] < cpu[1] for device, cpu in both)
+    pairs = list(zip(on_device.curve, on_cpu.curve, strict=True))
+    assert all(device[1] <= cpu[1] for device, cpu in pairs)
+    assert any(device[1] < cpu[1] for device, cpu in pairs)
 
 
-def test_what_was_alive_at_the_peak_is_the_peak(texts):
-    """Nothing is left out of the parts, and the curve has the peak where it is said to be."""
-    found = rank_bytes(plan_from_dict(PLAN, texts), 0, 1)
-    assert sum(found.alive.values()) == found.peak
-    assert max(num_bytes for _, num_bytes in found.curve) == found.peak
-    assert (found.position.entry, found.peak) in found.curve
-    assert found.alive["weights"] == found.states["weights"]
-    assert found.alive["activations"] > 0
+def test_owners_and_curve_contain_peak(texts):
+    estimate = rank_bytes(plan_from_dict(PLAN, texts), 0, 1)
+    assert sum(estimate.alive.values()) == estimate.peak
+    assert max(num_bytes for _, num_bytes in estimate.curve) == estimate.peak
+    assert (estimate.position.entry, estimate.peak) in estimate.curve
+    assert estimate.alive["weights"] == estimate.states["weights"]
+    assert estimate.alive["activations"] > 0
 
 
-def test_a_layer_that_asks_for_values_is_named(texts, own_layers):
+def test_layer_that_reads_values_is_reported(texts, own_layers):
     tables = changed(PLAN, model={"factory": "asking_layers:layers"})
     with pytest.raises(
         RunError, match=r"reads values of tensors.*_local_scalar_dense.* layer `asks` \(Asks\) in microbatch 0"
@@ -154,41 +153,41 @@ def test_a_layer_that_asks_for_values_is_named(texts, own_layers):
     assert caught.value.diagnostics[0].code == "estimate-layer"
 
 
-def imitated() -> tuple[FakeTransport, Members, list[int]]:
-    """A transport of two ranks, who they are, and the elements for which it has taken memory so far."""
-    members, taken = Members("dp", (0, 1), 0), list[int]()
+def make_transport() -> tuple[FakeTransport, Members, list[int]]:
+    """Returns a transport of two ranks, its members, and a list that receives the elements of its scratch memory."""
+    members, allocated = Members("dp", (0, 1), 0), list[int]()
 
-    def scratch(own: Tensor) -> None:
-        taken.append(own.numel())
+    def scratch(tensor: Tensor) -> None:
+        allocated.append(tensor.numel())
 
-    return FakeTransport(members, "reduce", lambda *_: nothing, lambda rows: 0, scratch), members, taken
+    return FakeTransport(members, "reduce", lambda *_: nothing, lambda rows: 0, scratch), members, allocated
 
 
-def test_a_sum_is_made_once_where_it_is_awaited() -> None:
-    transport, _, taken = imitated()
+def test_sum_is_computed_once_at_its_wait() -> None:
+    transport, _, allocated = make_transport()
     works = [
         transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two"),
         transport.all_reduce(torch.ones(7), label="one"),
     ]
     for work in works:
         assert not work.test()
-    assert not taken
+    assert not allocated
     for work in works[::-1]:
         work.wait()
         assert work.test()
         work.wait_sent()
-    assert taken == [4, 6, 1]
+    assert allocated == [4, 6, 1]
 
 
-def test_a_look_in_a_later_entry_finds_that_peers_have_come() -> None:
-    """What they offer is read then, but the exchange stays under way: its wait is where the list has it."""
-    transport, members, taken = imitated()
+def test_sum_is_computed_at_test_in_a_later_entry() -> None:
+    """The exchange stays pending until its wait."""
+    transport, members, allocated = make_transport()
     work = transport.reduce_scatter([torch.ones(4, 3)], [], label="one")
     assert not work.test()
-    assert not taken
+    assert not allocated
     members.progress.step_progress.begin_entry("B0.1")
     assert not work.test()
-    assert taken == [6]
+    assert allocated == [6]
     work.wait()
     assert work.test()
-    assert taken == [6]
+    assert allocated == [6]

@@ -1,6 +1,4 @@
-"""`collectives` records each collective once, however it is spelled, where it stands in the code; `assert_same_sequence` says
-what is another order.
-"""
+"""Tests that `collectives` records each call with its line of code, and that `assert_same_sequence` reports differences."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ from sley_testing.collectives import Collective, assert_same_sequence, collectiv
 from sley_testing.ranks import Ranks
 
 WORLD = 2
-LISTS = hasattr(dist, "all_gather_single")
-"""Whether gloo exchanges lists of tensors: that of torch 2.13 does, that of 2.11 does not."""
+EXCHANGES_LISTS = hasattr(dist, "all_gather_single")
+"""Whether gloo exchanges lists of tensors, as in torch 2.13 but not in 2.11."""
 
 
-def spellings(rank: int) -> dict[str, Callable[[], object]]:
-    """Every way to communicate, by name, with tensors of 4 elements and root 0."""
+def all_calls(rank: int) -> dict[str, Callable[[], object]]:
+    """Returns every way to communicate by name, with tensors of 4 elements and root 0."""
     x, pair = torch.ones(4), [torch.empty(4), torch.empty(4)]
-    other = 1 - rank
+    peer = 1 - rank
     group = dist.new_group([0, 1], group_desc="pair")
-    exchange = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+    exchange = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.empty(4), peer)]
     return {
         "all_reduce": lambda: dist.all_reduce(x),
         "all_reduce imported": lambda: imported_all_reduce(x, group=group),
@@ -43,7 +41,11 @@ def spellings(rank: int) -> dict[str, Callable[[], object]]:
         "all_gather_single": lambda: dist.all_gather_into_tensor(torch.empty(8), x),
         "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(2)]),
         "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(torch.empty(2), x),
-        **({"all_to_all": lambda: dist.all_to_all([torch.empty(2), torch.empty(2)], list(x.chunk(2)))} if LISTS else {}),
+        **(
+            {"all_to_all": lambda: dist.all_to_all([torch.empty(2), torch.empty(2)], list(x.chunk(2)))}
+            if EXCHANGES_LISTS
+            else {}
+        ),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.empty(4), x),
         "scatter": lambda: dist.scatter(torch.empty(4), pair if rank == 0 else None, src=0),
         "gather": lambda: dist.gather(x, pair if rank == 0 else None, dst=0),
@@ -54,31 +56,31 @@ def spellings(rank: int) -> dict[str, Callable[[], object]]:
         "batch": lambda: [work.wait() for work in dist.batch_isend_irecv(exchange)],
         "objects": lambda: dist.all_gather_object([None, None], "same length"),
         "functional": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", group)),
-        "backward": lambda: in_a_backward_hook(x),
-        "ddp": in_the_backward_of_ddp,
+        "backward": lambda: reduce_in_backward_hook(x),
+        "ddp": reduce_in_ddp,
     }
 
 
-def in_a_backward_hook(x):
+def reduce_in_backward_hook(x):
     weight = nn.Parameter(x.clone())
     weight.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
     (weight * 2).sum().backward()
 
 
-def in_the_backward_of_ddp():
+def reduce_in_ddp():
     module = DistributedDataParallel(nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
 
 
 def record_all():
-    found = {}
+    recorded = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames some of them; 2.11 has the old names only
-        for name, run in spellings(dist.get_rank()).items():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames some of them
+        for name, run in all_calls(dist.get_rank()).items():
             with collectives() as calls:
                 run()
-            found[name] = calls
-    return found
+            recorded[name] = calls
+    return recorded
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ ROOTED = ["broadcast", "reduce", "scatter", "gather"]
 
 @pytest.mark.parametrize("name", PLAIN + ROOTED)
 def test_each_collective_is_recorded_once(recorded, name):
-    if name == "all_to_all" and not LISTS:
+    if name == "all_to_all" and not EXCHANGES_LISTS:
         pytest.skip("gloo of this torch does not exchange lists")
     for calls in (rank[name] for rank in recorded):
         (call,) = calls
@@ -103,24 +105,24 @@ def test_each_collective_is_recorded_once(recorded, name):
 
 
 @pytest.mark.parametrize("name", ["all_reduce imported", "all_reduce async", "functional", "backward"])
-def test_an_all_reduce_is_recorded_however_it_is_spelled(recorded, name):
+def test_all_forms_of_all_reduce_are_recorded(recorded, name):
     (call,) = recorded[1][name]
     assert (call.op, call.numel, call.ranks) == ("all_reduce", 4, (0, 1))
     assert call.group == ("pair" if name in ("all_reduce imported", "functional") else "default_pg")
     assert call.is_async == (name in ("all_reduce async", "functional"))
 
 
-def test_what_cpp_issues_in_a_backward_is_seen(recorded):
+def test_collective_of_ddp_is_recorded(recorded):
     assert recorded[0]["ddp"][-1].op == "all_reduce"
     assert recorded[0]["ddp"][-1].numel == 6  # one bucket: a weight of 2 x 2 and a bias of 2
 
 
-def test_all_these_agree_between_the_ranks(recorded):
+def test_equal_sequences_pass(recorded):
     assert_same_sequence([[call for calls in rank.values() for call in calls] for rank in recorded])
 
 
-def the_other_way_round_on_rank_1():
-    """What a handler does that walks a set. Sizes in bytes are equal, so gloo adds nonsense and nobody learns of it."""
+def reduce_in_rank_order():
+    """Reduces tensors in different orders, as a handler that iterates a set. Equal sizes in bytes hide this from gloo."""
     group = dist.new_group([0, 1], group_desc="dp")
     tensors = [torch.ones(4), torch.ones(4, dtype=torch.int32)]
     with collectives() as calls:
@@ -129,8 +131,8 @@ def the_other_way_round_on_rank_1():
     return calls
 
 
-def test_a_swapped_order_that_runs_through_is_caught(ranks):
-    recorded = ranks(WORLD)(the_other_way_round_on_rank_1)
+def test_swapped_order_is_reported(ranks):
+    recorded = ranks(WORLD)(reduce_in_rank_order)
     with pytest.raises(AssertionError) as caught:
         assert_same_sequence(recorded)
     label, *lines = str(caught.value).splitlines()
@@ -139,37 +141,37 @@ def test_a_swapped_order_that_runs_through_is_caught(ranks):
     assert lines[0] == "  rank 0: all_reduce of 4 float32"
     assert lines[second + 1].startswith("      at ")
     assert "test_collectives.py:" in lines[second + 1]
-    assert lines[second + 1].endswith(" the_other_way_round_on_rank_1")
+    assert lines[second + 1].endswith(" reduce_in_rank_order")
 
 
-def by_several_names(order):
-    """One sum over each of three groups of both ranks, which share one communicator; in the order that the rank has."""
+def reduce_over_axes(axes_by_rank):
+    """Reduces over groups of equal ranks, which share a communicator, in the order of this rank."""
     groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
     with collectives() as calls:
-        for axis in order[dist.get_rank()]:
-            groups[axis].all_reduce(torch.ones(1), label="the test's").wait()
+        for axis in axes_by_rank[dist.get_rank()]:
+            groups[axis].all_reduce(torch.ones(1), label="a test").wait()
     groups.close()
     return calls
 
 
-def test_an_exchange_has_the_name_of_the_group_that_was_asked_for(ranks):
+def test_exchange_has_label_of_requested_group(ranks):
     axes = ["stage", "control", "dp"]
-    recorded = ranks(WORLD)(by_several_names, [axes, axes])
+    recorded = ranks(WORLD)(reduce_over_axes, [axes, axes])
     assert [[call.group for call in calls] for calls in recorded] == [["stage[0,1]", "control[0,1]", "dp[0,1]"]] * 2
     assert {call.communicator for calls in recorded for call in calls} == {"control[0,1]"}
     assert_same_sequence(recorded)
-    swapped = ranks(WORLD)(by_several_names, [axes, axes[::-1]])
+    swapped = ranks(WORLD)(reduce_over_axes, [axes, axes[::-1]])
     with pytest.raises(AssertionError, match=r"the order on control\[0,1\] is not the same on all ranks: call 1"):
         assert_same_sequence(swapped)
 
 
-def test_a_process_of_a_world_without_peers_is_recorded():
+def test_fake_world_is_recorded():
     with World.fake(5, 8), collectives() as calls:
         dist.broadcast(torch.ones(3), src=2)
     assert [(call.op, call.peer, len(call.ranks)) for call in calls] == [("broadcast", 2, 8)]
 
 
-# -- what counts as the same order ---------------------------------------------------------------------------------------
+# -- comparison of sequences --------------------------------------------------------------------------------------------
 
 
 def call(op="all_reduce", numel=4, *, group="dp", ranks=(0, 1), dtype="float32", peer=None, line=1):
@@ -182,7 +184,7 @@ def message(*sequences):
     return str(caught.value).splitlines()
 
 
-def test_the_first_divergence_is_shown_by_rank_with_its_place_in_the_code():
+def test_first_difference_is_reported_with_sites():
     first, second, third = call(numel=1, line=10), call(numel=2, line=20), call(numel=3, line=30)
     assert_same_sequence([[first, second, third]] * 2)
     assert message([first, second, third], [first, third, second]) == [
@@ -197,35 +199,37 @@ def test_the_first_divergence_is_shown_by_rank_with_its_place_in_the_code():
 
 
 @pytest.mark.parametrize(
-    "other", [call("broadcast"), call(numel=5), call(dtype="float64"), call(peer=1)], ids=["op", "numel", "dtype", "root"]
+    "differing_call",
+    [call("broadcast"), call(numel=5), call(dtype="float64"), call(peer=1)],
+    ids=["op", "numel", "dtype", "root"],
 )
-def test_what_members_must_do_alike(other):
-    assert message([call()], [other])[0] == "the order on dp is not the same on all ranks: call 1 differs"
+def test_members_must_agree(differing_call):
+    assert message([call()], [differing_call])[0] == "the order on dp is not the same on all ranks: call 1 differs"
 
 
-def test_a_rank_that_stops_early_or_never_starts_is_named():
+def test_missing_calls_are_reported():
     assert "  rank 1: nothing after 1 calls" in message([call(), call()], [call()])
     assert "  ranks 1, 2: nothing after 0 calls" in message([call(ranks=(0, 1, 2))], [], [])
 
 
-def test_groups_are_compared_each_for_itself():
+def test_groups_are_compared_separately():
     dp, wp = call(group="dp"), call(group="wp", numel=9)
     assert_same_sequence([[dp, wp], [wp, dp]])
     assert_same_sequence([[call(ranks=(0, 2))], [call(ranks=(1, 3), numel=7)], [call(ranks=(0, 2))], []][:3])
 
 
-def test_every_send_meets_its_receive_whatever_is_between():
-    ours = [call("send", 2, peer=1), call("recv", 3, peer=1), call("send", 4, peer=1)]
-    theirs = [call("recv", 2, peer=0), call("recv", 4, peer=0), call("send", 3, peer=0)]
-    assert_same_sequence([ours, theirs])
-    assert message(ours, [theirs[1], theirs[0], theirs[2]])[:4] == [
+def test_sends_must_match_receives():
+    first = [call("send", 2, peer=1), call("recv", 3, peer=1), call("send", 4, peer=1)]
+    second = [call("recv", 2, peer=0), call("recv", 4, peer=0), call("send", 3, peer=0)]
+    assert_same_sequence([first, second])
+    assert message(first, [second[1], second[0], second[2]])[:4] == [
         "a send and its receive on dp do not match: call 1 differs",
         "  rank 0: send of 2 float32 to 1",
         "      at handler.py:1 finish_step",
         "  rank 1: recv of 4 float32 from 0",
     ]
-    assert "  rank 1: nothing after 2 calls" in message([*ours, call("send", 5, peer=1)], theirs)
+    assert "  rank 1: nothing after 2 calls" in message([*first, call("send", 5, peer=1)], second)
 
 
-def test_a_receive_from_any_source_is_refused():
+def test_receive_from_any_source_is_refused():
     assert message([call("send", peer=1)], [call("recv_any")])[0].startswith("a receive from any source has no order")

@@ -100,8 +100,9 @@ def copy_into_new_memory(bench: Bench) -> None:
 
 def reload_before_offload_ends(bench: Bench) -> None:
     bench.offload()
+    target = torch.zeros(4)
     bench.second.follow()
-    bench.second.copy(torch.zeros(4), bench.host)
+    bench.second.copy(target, bench.host)
 
 
 def copy_twice_into_same_memory(bench: Bench) -> None:

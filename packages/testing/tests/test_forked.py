@@ -1,6 +1,4 @@
-"""A forked program is one that `python -m` starts, for those who read its output, wait for it or kill it; and what a test
-leaves behind is found, and who may come in.
-"""
+"""Tests that a forked program behaves like `python -m`, and that remaining processes and listening sockets are reported."""
 
 from __future__ import annotations
 
@@ -24,75 +22,77 @@ READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture
 def program(tmp_path):
-    """`program(source, *arguments, **environ)` runs it as a module of the folder; whatever happens, it ends with the test."""
-    started = []
+    """Returns `program(source, *arguments, **environ)`, which runs the source as a module. All programs end with the test."""
+    programs = []
 
     def start(source, *arguments, **environ):
-        (tmp_path / "tried.py").write_text(source, "utf-8")
-        started.append(ForkedProgram("tried", arguments, cwd=tmp_path, env={**os.environ, **environ}))
-        return started[-1]
+        (tmp_path / "program.py").write_text(source, "utf-8")
+        programs.append(ForkedProgram("program", arguments, cwd=tmp_path, env={**os.environ, **environ}))
+        return programs[-1]
 
     yield start
-    for each in started:
-        if each.poll() is None:
-            os.kill(each.pid, signal.SIGKILL)
-            each.wait(10)
-        each.stdout.close()
-        each.stderr.close()
+    for running in programs:
+        if running.poll() is None:
+            os.kill(running.pid, signal.SIGKILL)
+            running.wait(10)
+        running.stdout.close()
+        running.stderr.close()
 
 
-SURROUNDINGS = """
+PRINTS_ENVIRONMENT = """
 import os, sys
-print(__name__, sys.argv[1:], os.environ["TOLD"], os.path.basename(os.getcwd()), os.getsid(0) == os.getpid())
+print(__name__, sys.argv[1:], os.environ["VALUE"], os.path.basename(os.getcwd()), os.getsid(0) == os.getpid())
 print("torch" in sys.modules, file=sys.stderr)
 sys.exit(7)
 """
 
 
-def test_it_has_its_own_surroundings_and_torch_already(program, tmp_path):
-    begun = program(SURROUNDINGS, "a", "b c", TOLD="this")
-    assert begun.stdout.read() == f"__main__ ['a', 'b c'] this {tmp_path.name} True\n"
-    assert begun.stderr.read() == "True\n"
-    assert begun.wait(10) == begun.poll() == 7
-    assert "TOLD" not in os.environ
+def test_program_has_its_environment_and_torch(program, tmp_path):
+    started = program(PRINTS_ENVIRONMENT, "a", "b c", VALUE="this")
+    assert started.stdout.read() == f"__main__ ['a', 'b c'] this {tmp_path.name} True\n"
+    assert started.stderr.read() == "True\n"
+    assert started.wait(10) == started.poll() == 7
+    assert "VALUE" not in os.environ
 
 
-def test_an_error_is_shown_as_the_interpreter_shows_it(program):
-    begun = program("raise ValueError('no good')")
-    assert begun.stderr.read().endswith("ValueError: no good\n")
-    assert begun.wait(10) == 1
+def test_error_is_printed_like_by_the_interpreter(program):
+    started = program("raise ValueError('no good')")
+    assert started.stderr.read().endswith("ValueError: no good\n")
+    assert started.wait(10) == 1
 
 
-def test_what_runs_on_can_be_killed(program):
-    begun = program("import time\nprint('here', flush=True)\ntime.sleep(600)")
-    assert begun.stdout.readline() == "here\n"
+def test_running_program_can_be_killed(program):
+    started = program("import time\nprint('here', flush=True)\ntime.sleep(600)")
+    assert started.stdout.readline() == "here\n"
     with pytest.raises(subprocess.TimeoutExpired):
-        begun.wait(0.01)
-    assert begun.poll() is None
-    os.kill(begun.pid, signal.SIGKILL)
-    assert begun.wait(10) == -signal.SIGKILL
+        started.wait(0.01)
+    assert started.poll() is None
+    os.kill(started.pid, signal.SIGKILL)
+    assert started.wait(10) == -signal.SIGKILL
 
 
-KILLED = """
+KILLS_ITSELF = """
 import multiprocessing, os
 from pathlib import Path
 from sley_testing import forked
 from sley_testing.forked import ForkedProgram
 if __name__ == "__main__":
     forked.preloaded_server = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
-    begun = ForkedProgram("said", [], cwd=Path.cwd(), env=dict(os.environ))
-    print(begun.pid, begun.stdout.readline(), flush=True)
+    started = ForkedProgram("child", [], cwd=Path.cwd(), env=dict(os.environ))
+    print(started.pid, started.stdout.readline(), flush=True)
     os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a program outlives whoever is killed")
-def test_it_ends_with_a_process_that_is_killed(tmp_path):
-    (tmp_path / "said.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
-    (tmp_path / "killed.py").write_text(KILLED)
-    ended = subprocess.run([sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    pid, said = ended.stdout.split()
-    assert (said, ended.returncode) == ("here", -signal.SIGKILL)
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must signal the death of a parent")
+def test_program_ends_with_its_killed_parent(tmp_path):
+    (tmp_path / "child.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
+    (tmp_path / "killed.py").write_text(KILLS_ITSELF)
+    result = subprocess.run(
+        [sys.executable, "killed.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    pid, line = result.stdout.split()
+    assert (line, result.returncode) == ("here", -signal.SIGKILL)
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists():
             return
@@ -107,13 +107,13 @@ import mine
 mine.values.append(1)
 {before}
 command = [sys.executable, "-m", "launched", "a"]
-options = {{"env": {{**os.environ, "TOLD": "child"}}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}}
+options = {{"env": {{**os.environ, "VALUE": "child"}}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}}
 done = subprocess.run(command, start_new_session=True, check=False, **options)
 print(done.returncode, done.stdout, done.stderr[-40:])
 """
 LAUNCHED = """
 import os, signal, sys
-print("torch" in sys.modules, sys.argv[1:], os.environ["TOLD"], os.getsid(0) == os.getpid(), end=" ", flush=True)
+print("torch" in sys.modules, sys.argv[1:], os.environ["VALUE"], os.getsid(0) == os.getpid(), end=" ", flush=True)
 import mine
 print(mine.values, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, open("/proc/self/comm").read().strip(), flush=True)
 {end}
@@ -122,35 +122,34 @@ print(mine.values, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, open("/pr
 
 @READS_PROC
 @pytest.mark.parametrize(
-    ("before", "end", "said"),
+    ("before", "end", "expected"),
     [
         ("signal = __import__('signal'); signal.signal(signal.SIGTERM, print)", "sys.exit(3)", "3 True"),
         ("", "raise ValueError('no good')", "1 True"),
         ("", "os.kill(os.getpid(), signal.SIGTERM)", "-15 True"),
-        ("", "sys.exit('told')", "1 True"),
+        ("", "sys.exit('a message')", "1 True"),
     ],
-    ids=["a handler", "an error", "a signal", "a last word"],
+    ids=["a handler", "an error", "a signal", "an exit message"],
 )
-def test_what_it_starts_is_forked_too_and_begins_as_if_it_were_fresh(program, tmp_path, before, end, said):
-    """Without the modules and handlers of the program."""
+def test_subprocess_is_forked_without_modules_and_handlers(program, tmp_path, before, end, expected):
     (tmp_path / "mine.py").write_text("values = []", "utf-8")
     (tmp_path / "launched.py").write_text(LAUNCHED.format(end=end), "utf-8")
-    begun = program(LAUNCHES.format(before=before), SLEY_TEST_PROGRAM="0123456789abcdefghij")
-    told = begun.stdout.read()
-    assert told.startswith(f"{said} ['a'] child True [] True 56789abcdefghij"), told + begun.stderr.read()
-    assert ("ValueError: no good" in told) == ("ValueError" in end)
-    assert ("told" in told) == ("told" in end)
-    assert begun.wait(20) == 0
+    started = program(LAUNCHES.format(before=before), SLEY_TEST_PROGRAM="0123456789abcdefghij")
+    output = started.stdout.read()
+    assert output.startswith(f"{expected} ['a'] child True [] True 56789abcdefghij"), output + started.stderr.read()
+    assert ("ValueError: no good" in output) == ("ValueError" in end)
+    assert ("a message" in output) == ("a message" in end)
+    assert started.wait(20) == 0
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- remaining processes -----------------------------------------------------------------------------------------------
 
 ONE_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
 
 
 @pytest.fixture
 def family():
-    """A process with one child of its own; both are gone afterwards."""
+    """Yields a process with one child and a unique mark. Both end with the test."""
     mark = uuid.uuid4().hex
     parent = subprocess.Popen([sys.executable, "-c", ONE_CHILD], env={**os.environ, "SLEY_TEST_MARK": mark})
     deadline = time.monotonic() + 10
@@ -163,7 +162,7 @@ def family():
 
 
 @READS_PROC
-def test_descendants_are_found_to_the_last_grandchild(family):
+def test_descendants_include_grandchildren(family):
     parent, _ = family
     assert len(descendants()) >= 2
     (child,) = descendants(parent.pid)
@@ -174,7 +173,7 @@ def test_descendants_are_found_to_the_last_grandchild(family):
 
 
 @READS_PROC
-def test_an_orphan_is_found_by_what_it_was_started_with(family):
+def test_orphan_is_found_by_its_environment(family):
     parent, mark = family
     parent.kill()
     parent.wait()

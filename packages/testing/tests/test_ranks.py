@@ -1,4 +1,4 @@
-"""`ranks`: results in order, failures told by rank, hangs shown with their stacks."""
+"""Tests `ranks`: the order of results, reports of failures and hangs, and the fixtures of the pytest plugin."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sley_testing.ranks import GRACE_S, RankError, Ranks, RankTimeoutError
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A class of this module, which no rank can import by name."""
+class RankSum:
+    """Holds a result. No rank can import this module by its name."""
 
     rank: int
     total: float
@@ -35,26 +35,26 @@ class Seen:
 def sum_of_ranks(scale, *, plus):
     total = torch.tensor([float(dist.get_rank() * scale)])
     dist.all_reduce(total)
-    return Seen(dist.get_rank(), total.item() + plus)
+    return RankSum(dist.get_rank(), total.item() + plus)
 
 
-def test_results_come_in_order_of_rank(ranks):
-    assert ranks(3)(sum_of_ranks, 10, plus=1) == [Seen(0, 31.0), Seen(1, 31.0), Seen(2, 31.0)]
+def test_results_are_in_rank_order(ranks):
+    assert ranks(3)(sum_of_ranks, 10, plus=1) == [RankSum(0, 31.0), RankSum(1, 31.0), RankSum(2, 31.0)]
 
 
-def surroundings():
+def rank_environment():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLEY_STORE", "SLEY_TEST_VALUE")
     return ({name: os.environ.get(name) for name in names}, str(Path.cwd()), torch.get_num_threads(), dist.is_initialized())
 
 
-def test_a_rank_has_the_tests_environment_folder_and_path(ranks, monkeypatch, tmp_path):
+def test_rank_has_environment_and_folder_of_the_test(ranks, monkeypatch, tmp_path):
     monkeypatch.setenv("SLEY_TEST_VALUE", "from the test")
     monkeypatch.chdir(tmp_path)
-    first, second = ranks(2, init=False)(surroundings)
-    environ, folder, num_threads, initialised = second
+    first, second = ranks(2, init=False)(rank_environment)
+    environ, folder, num_threads, is_initialized = second
     assert environ.pop("SLEY_STORE") == first[0]["SLEY_STORE"]
     assert environ == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLEY_TEST_VALUE": "from the test"}
-    assert (folder, num_threads, initialised) == (str(tmp_path), 1, False)
+    assert (folder, num_threads, is_initialized) == (str(tmp_path), 1, False)
 
 
 def fail_on_rank_1():
@@ -64,7 +64,7 @@ def fail_on_rank_1():
     dist.barrier()
 
 
-def test_the_first_failure_is_raised_with_its_traceback_and_values(ranks):
+def test_first_failure_is_raised_with_traceback_and_locals(ranks):
     with pytest.raises(AssertionError) as caught:
         ranks(2)(fail_on_rank_1)
     first, second = caught.value.__notes__
@@ -80,28 +80,28 @@ def raise_run_error():
     raise RunError("batch", "token 300 of 256", hint="the tokenizer is another one")
 
 
-def test_an_exception_with_a_constructor_of_its_own_travels(ranks):
+def test_exception_with_own_constructor_is_raised(ranks):
     with pytest.raises(RunError) as caught:
         ranks(1)(raise_run_error)
     assert caught.value.diagnostics[0].hint == "the tokenizer is another one"
 
 
-def exit_on_rank_0(how):
+def exit_on_rank_0(method):
     if dist.get_rank() == 0:
-        if how == "signal":
+        if method == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif how == "exit":
+        elif method == "exit":
             os._exit(3)
         sys.exit(4)
     dist.barrier()
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("signal", "died of SIGKILL"), ("exit", "exit code 3"), ("sys.exit", "SystemExit: 4")]
+    ("method", "message"), [("signal", "died of SIGKILL"), ("exit", "exit code 3"), ("sys.exit", "SystemExit: 4")]
 )
-def test_a_rank_that_dies_is_named_before_those_that_suffer(ranks, how, words):
-    with pytest.raises(RankError, match=f"rank 0 of 2: .*{words}") as caught:
-        ranks(2)(exit_on_rank_0, how)
+def test_rank_that_exits_is_reported_first(ranks, method, message):
+    with pytest.raises(RankError, match=f"rank 0 of 2: .*{message}") as caught:
+        ranks(2)(exit_on_rank_0, method)
     assert caught.value.__notes__[1].startswith("rank 1: ")
 
 
@@ -109,7 +109,7 @@ def warn():
     warnings.warn("old", DeprecationWarning, stacklevel=1)
 
 
-def test_warnings_are_treated_as_in_the_test(ranks):
+def test_warning_filters_of_the_test_apply(ranks):
     with pytest.raises(DeprecationWarning, match="old"):
         ranks(1)(warn)
     with warnings.catch_warnings():
@@ -123,38 +123,38 @@ def fail_in_a_thread():
     thread.join()
 
 
-class FailsWhenForgotten:
+class FailsInDel:
     def __del__(self):
-        raise ValueError("forgotten")
+        raise ValueError("in __del__")
 
 
-def fail_where_nothing_can_be_raised():
-    FailsWhenForgotten()
+def fail_in_del():
+    FailsInDel()
 
 
 @pytest.mark.parametrize(
-    ("function", "category", "words"),
+    ("function", "category", "message"),
     [
         (fail_in_a_thread, pytest.PytestUnhandledThreadExceptionWarning, "invalid literal for int"),
-        (fail_where_nothing_can_be_raised, pytest.PytestUnraisableExceptionWarning, "ValueError: forgotten"),
+        (fail_in_del, pytest.PytestUnraisableExceptionWarning, "ValueError: in __del__"),
     ],
 )
-def test_what_fails_in_the_background_is_not_lost(ranks, function, category, words):
-    with pytest.raises(category, match=words):
+def test_background_failure_is_raised(ranks, function, category, message):
+    with pytest.raises(category, match=message):
         ranks(1)(function)
 
 
 def hang_on_rank_1():
-    print("about to hang" if dist.get_rank() == 1 else "not me")
+    print("about to hang" if dist.get_rank() == 1 else "about to return")
     if dist.get_rank() == 1:
         dist.recv(torch.zeros(1), src=0)
 
 
-def test_a_hang_fails_within_the_limit_and_shows_the_stacks(ranks, capsys):
-    began = time.monotonic()
+def test_hang_is_reported_with_stacks(ranks, capsys):
+    start = time.monotonic()
     with pytest.raises(RankTimeoutError, match=r"1 of 2 ranks did not finish within 0\.5 s") as caught:
         ranks(2, timeout_s=0.5)(hang_on_rank_1)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - start < 15
     text = str(caught.value)
     assert "rank 0 had finished" in text
     assert "in hang_on_rank_1" in text
@@ -165,69 +165,69 @@ def test_a_hang_fails_within_the_limit_and_shows_the_stacks(ranks, capsys):
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, but for this test."""
+    """Stands for KeyboardInterrupt."""
 
 
-def test_no_process_is_left_when_the_test_is_interrupted(ranks, no_children):
+def test_interrupted_test_leaves_no_process(ranks, no_children):
     def interrupt(number, frame):
         raise Interrupted
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    handler = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(Interrupted):
             ranks(2)(hang_on_rank_1)
         assert_none_left(within_s=0)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
-def fail_while_the_other_is_busy():
+def fail_on_rank_0():
     if dist.get_rank() == 0:
         raise ValueError("cause")
     time.sleep(60)
 
 
-def test_others_are_killed_after_a_short_grace(ranks):
-    began = time.monotonic()
+def test_remaining_ranks_are_killed_after_grace_period(ranks):
+    start = time.monotonic()
     with pytest.raises(ValueError, match="cause") as caught:
-        ranks(2)(fail_while_the_other_is_busy)
-    assert GRACE_S <= time.monotonic() - began < 30
+        ranks(2)(fail_on_rank_0)
+    assert GRACE_S <= time.monotonic() - start < 30
     assert "rank 1: still at work" in caught.value.__notes__[1]
 
 
-def test_a_nested_function_is_refused_with_the_remedy(ranks):
+def test_lambda_is_refused(ranks):
     with pytest.raises(TypeError, match="use a function at module level"):
         ranks(1)(lambda: None)
 
 
-def call_number(folder, word):
+def count_calls(folder, word):
     with (folder / "calls").open("a") as calls:
         calls.write("x")
     return [word, len((folder / "calls").read_text())]
 
 
-def test_what_is_asked_once_is_called_once_and_each_has_results_of_its_own(ranks, tmp_path, monkeypatch):
-    (first,), (again,) = (ranks(1).once(call_number, tmp_path, "a") for _ in range(2))
-    assert first == again == ["a", 1]
-    assert first is not again
-    assert ranks(1).once(call_number, tmp_path, "b") == [["b", 2]]
+def test_once_caches_equal_calls_and_copies_results(ranks, tmp_path, monkeypatch):
+    (first,), (second,) = (ranks(1).once(count_calls, tmp_path, "a") for _ in range(2))
+    assert first == second == ["a", 1]
+    assert first is not second
+    assert ranks(1).once(count_calls, tmp_path, "b") == [["b", 2]]
     monkeypatch.setenv("SLEY_TEST_VALUE", "other")
-    assert ranks(1).once(call_number, tmp_path, "a") == [["a", 3]]
-    assert ranks(1)(call_number, tmp_path, "a") == [["a", 4]]
+    assert ranks(1).once(count_calls, tmp_path, "a") == [["a", 3]]
+    assert ranks(1)(count_calls, tmp_path, "a") == [["a", 4]]
 
 
-# -- the plugin in a pytest of its own ---------------------------------------------------------------------------------
+# -- the plugin in an inner pytest --------------------------------------------------------------------------------------
 
 
 pytest_plugins = ["pytester"]
 
-ALONE = ("-p", "no:hypothesispytest")
-"""Without the plugin that would import hypothesis anew in each run, for its summary."""
+INNER_OPTIONS = ("-p", "no:hypothesispytest")
+"""Disables the plugin that would import hypothesis in each run."""
 
 
-KEPT = (torch, Ranks, multiprocessing.popen_forkserver)
-"""pytester unloads what its runs import first; torch and the fork server are to be loaded once, before."""
+IMPORTED_BEFORE = (torch, Ranks, multiprocessing.popen_forkserver)
+"""Modules that are imported before the inner pytest, which unloads all modules that it imports."""
 
 HANGING = """
     import os, pathlib, time
@@ -241,14 +241,14 @@ HANGING = """
 """
 
 
-def test_loading_the_plugin_loads_pytest_and_nothing_heavy():
+def test_plugin_imports_only_pytest():
     show = "import sys, sley_testing.plugin; print(*sorted(m for m in sys.modules if m.startswith('sley')))"
     heavy = "print([m for m in ('torch', 'numpy', 'pydantic', 'multiprocessing') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", f"{show}; {heavy}"], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == ["sley_testing sley_testing.plugin", "[]"]
+    result = subprocess.run([sys.executable, "-c", f"{show}; {heavy}"], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["sley_testing sley_testing.plugin", "[]"]
 
 
-def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester, monkeypatch):
+def test_test_with_too_many_devices_is_skipped(pytester, monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     pytester.makepyfile(
         """
@@ -261,12 +261,12 @@ def test_a_test_that_needs_more_devices_than_there_are_is_skipped(pytester, monk
         def test_on_none(): ...
         """
     )
-    result = pytester.runpytest(*ALONE, "-rs", "--strict-markers")
+    result = pytester.runpytest(*INNER_OPTIONS, "-rs", "--strict-markers")
     result.assert_outcomes(skipped=1, passed=1)
     result.stdout.fnmatch_lines(["*needs 1000 CUDA devices, but the machine has *"])
 
 
-def test_a_process_left_behind_fails_the_test_that_asked(pytester):
+def test_remaining_process_fails_no_children(pytester):
     pytester.makepyfile(
         """
         import subprocess, sys, pytest
@@ -283,19 +283,19 @@ def test_a_process_left_behind_fails_the_test_that_asked(pytester):
             child.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         """
     )
-    result = pytester.runpytest(*ALONE)
+    result = pytester.runpytest(*INNER_OPTIONS)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*1 processes are left after 1 s*"])
 
 
 @pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_process_is_left_when_pytest_is_killed(pytester):
+def test_killed_pytest_leaves_no_process(pytester):
     mark, folder = uuid.uuid4().hex, pytester.mkdir("ranks")
     pytester.makepyfile(HANGING)
-    with tempfile.TemporaryDirectory() as temporary:  # what is killed cannot tidy up
+    with tempfile.TemporaryDirectory() as temporary:  # a killed process removes no files
         environ = {**os.environ, "SLEY_TEST_MARK": mark, "FOLDER": str(folder), "TMPDIR": temporary}
-        command = [sys.executable, "-m", "pytest", *ALONE]
+        command = [sys.executable, "-m", "pytest", *INNER_OPTIONS]
         killed = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 50

@@ -1,4 +1,4 @@
-"""Layers whose forwards look at the values of tensors."""
+"""Defines a model with a layer that reads the values of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Embeds(nn.Module):
-    """Vectors of the tokens."""
+    """Embeds tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,18 +19,18 @@ class Embeds(nn.Module):
 
 
 class Asks(nn.Module):
-    """Takes another path for large numbers."""
+    """Clamps its input if values are large."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(8, 256)
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits."""
-        logits: Tensor = self.head(given.clamp(max=1.0) if given.abs().max() > 1 else given)
+        logits: Tensor = self.head(hidden.clamp(max=1.0) if hidden.abs().max() > 1 else hidden)
         return logits
 
 
 def layers() -> list[tuple[str, nn.Module]]:
-    """A model that asks what it computes."""
+    """Returns the layers of the model."""
     return [("embeds", Embeds()), ("asks", Asks())]

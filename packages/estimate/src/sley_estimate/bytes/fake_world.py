@@ -33,10 +33,11 @@ from sley_core.engine.execute import describe
 from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, parameter_like
-from sley_core.model.tensors import buffer_format, referenced_tensors
+from sley_core.model.tensors import referenced_tensors
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_estimate.bytes.fake_tensors import FakeTensors
+from sley_estimate.layers.trace import replace_tensors
 from sley_estimate.layers.variants import module_signature
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
@@ -364,9 +365,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
 
 
 def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the meta parameters and buffers of `layers` by new tensors on `device` with the dtypes of `HostModel.place`.
-    Shared tensors stay shared. Other meta tensors of the layers are replaced in place.
-    """
+    """Replaces the meta parameters and buffers of `layers` as `replace_tensors` does, and their other meta tensors in place."""
     layers = list(layers)
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
@@ -376,15 +375,4 @@ def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: tor
                 value = torch.empty_like(attribute.tensor, device=device)
                 replacement = parameter_like(attribute.tensor, value) if isinstance(attribute.tensor, nn.Parameter) else value
                 torch.utils.swap_tensors(attribute.tensor, replacement)  # type: ignore[no-untyped-call]
-    # Keyed by the id of the old tensor. The value keeps the old tensor, so that its id is not reused.
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in (module for layer in layers for module in layer.module.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in replaced:
-                new = torch.empty(parameter.shape, dtype=dtype, device=device)
-                replaced[id(parameter)] = parameter, parameter_like(parameter, new)
-            setattr(module, name, replaced[id(parameter)][1])
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if id(buffer) not in replaced:
-                replaced[id(buffer)] = buffer, torch.empty_like(buffer, dtype=buffer_format(buffer, dtype), device=device)
-            setattr(module, name, replaced[id(buffer)][1])
+    replace_tensors((module for layer in layers for module in layer.module.modules()), dtype, device)

@@ -8,7 +8,7 @@ Each distinct layer is traced once, on the output of the previous layer. A layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,7 +26,8 @@ from sley_core.engine.execute import InFlight, describe, gradient_edges
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
-from sley_core.model.layers import ForwardPatch, Layer, Model
+from sley_core.model.layers import ForwardPatch, Layer, Model, parameter_like
+from sley_core.model.tensors import buffer_format
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
@@ -229,24 +230,42 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
 
 @contextmanager
 def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Replaces the parameters and buffers of the module by meta tensors within the block. Tied parameters stay tied."""
-    replaced: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, Any]] = []
-    for submodule in module.modules():
-        for tensors in (submodule._parameters, submodule._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in replaced:
-                    dtype, is_parameter = tensor.dtype, isinstance(tensor, nn.Parameter)
-                    if dtype.is_floating_point:  # a float buffer has the wider of the working dtype and its own
-                        dtype = working if is_parameter else torch.promote_types(dtype, working)
-                    empty = torch.empty_like(tensor, dtype=dtype, device="meta")
-                    replaced[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                originals.append((tensors, name, tensor))
-                tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]  # the module's own dict
+    """Replaces the parameters and buffers of the module by meta tensors, without hooks, within the block."""
+
+    def make_parameter(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+        return nn.Parameter(data, parameter.requires_grad)
+
+    originals = replace_tensors(module.modules(), working, torch.device("meta"), make_parameter)
     try:
         yield
     finally:
-        for tensors, name, tensor in originals:
-            tensors[name] = tensor
+        for registered, name, tensor in originals:
+            registered[name] = tensor
+
+
+def replace_tensors(
+    modules: Iterable[nn.Module],
+    dtype: torch.dtype,
+    device: torch.device,
+    make_parameter: Callable[[nn.Parameter, Tensor], nn.Parameter] = parameter_like,
+) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Replaces the parameters and buffers of `modules` by new tensors on `device` with the dtypes of `HostModel.place`. Shared
+    tensors stay shared. Returns the dict, the name and the original tensor of each. dtype: the dtype of
+    parameters. make_parameter: makes a parameter from the original and new data.
+    """
+    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+    replacements: dict[int, Tensor] = {}
+    for module in modules:
+        for registered in (module._parameters, module._buffers):
+            for name, tensor in registered.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in replacements:
+                    if isinstance(tensor, nn.Parameter):
+                        replacement: Tensor = make_parameter(tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
+                    else:
+                        replacement = torch.empty_like(tensor, dtype=buffer_format(tensor, dtype), device=device)
+                    replacements[id(tensor)] = replacement
+                originals.append((registered, name, tensor))
+                registered[name] = replacements[id(tensor)]  # type: ignore[assignment]  # the module's own dict
+    return originals
