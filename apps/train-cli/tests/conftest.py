@@ -1,4 +1,4 @@
-"""A small plan with its data, the command line in this process and in others, and plugins that are installed for a test."""
+"""Fixtures: a small plan with its data, the command line in this process and in others, and installed plugins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "own"))
 
 from started_program import TORCHRUN, Program, Result
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs that tests start would ignore it, as they should
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, programs of tests would ignore it
 
 MODEL = """\
 [model]
@@ -67,7 +67,7 @@ dp = 2
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder with a corpus in it; no launcher and no colours."""
+    """A new current folder with a corpus; no launcher and no colors."""
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60, "utf-8")
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NO_COLOR", "TORCHELASTIC_ERROR_FILE"):
@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def plan(folder: Path) -> Path:
-    """A plan of two ranks that takes a moment."""
+    """A short plan of two ranks."""
     path = folder / "plan.toml"
     path.write_text(PLAN, "utf-8")
     return path
@@ -85,7 +85,7 @@ def plan(folder: Path) -> Path:
 
 @pytest.fixture
 def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """`own_model(source)` writes own.py and a plan whose model is `own:layers`; data: the text of its table `[data]`."""
+    """`own_model(source)` writes `own.py` and a plan with the model `own:layers`. data: the text of the table `[data]`."""
 
     def write(source: str, data: str = DATA) -> Path:
         (folder / "own.py").write_text(dedent(source), "utf-8")
@@ -100,27 +100,26 @@ def own_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`cli("check", path)` runs a command in this process; changes: what follows a `--set` each."""
+    """`cli("check", path)` runs a command in this process. changes: the values of `--set` options."""
 
     def run(*arguments: object, changes: Iterable[str] = ()) -> Result:
         capsys.readouterr()
         code = main([str(argument) for argument in (*arguments, *sets(changes))])
-        written = capsys.readouterr()
-        return Result(code, written.out, written.err)
+        output = capsys.readouterr()
+        return Result(code, output.out, output.err)
 
     return run
 
 
 def sets(changes: Iterable[str]) -> list[str]:
-    """`--set` before each of `changes`."""
+    """Returns `--set` options with these values."""
     return [part for change in changes for part in ("--set", change)]
 
 
 @pytest.fixture
 def together(ranks: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`together(2, "run", path)` runs a command on two ranks as torchrun would, but forked.
-
-    The result has the largest exit code, and as `err` whatever the ranks wrote.
+    """`together(2, "run", path)` runs a command on two forked ranks. The result has the largest exit code, and the output of
+    all ranks as `err`.
     """
 
     def run(size: int, *arguments: object) -> Result:
@@ -134,29 +133,22 @@ def together(ranks: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked; the ranks that it starts are not.
+    """`start("run", path)` starts `python -m train_cli run path` in the folder, forked.
 
-    launcher: what goes before `-m train_cli`. torchrun: its options, for two ranks that it starts. fresh: as a user's shell
-    starts it, with an interpreter of its own. changes: what follows a `--set` each; other names are variables of its
-    environment.
+    torchrun: the options of torchrun, which starts two ranks. changes: the values of `--set` options. environ: environment
+    variables.
     """
     programs: list[Program] = []
 
-    def begin(
-        *arguments: object,
-        launcher: tuple[str, ...] = (sys.executable,),
-        torchrun: tuple[str, ...] | None = None,
-        fresh: bool = False,
-        changes: Iterable[str] = (),
-        **environ: str,
+    def start_program(
+        *arguments: object, torchrun: tuple[str, ...] | None = None, changes: Iterable[str] = (), **environ: str
     ) -> Program:
-        if torchrun is not None:
-            launcher = (*TORCHRUN, *torchrun)
+        launcher = (sys.executable,) if torchrun is None else (*TORCHRUN, *torchrun)
         command = [*launcher, "-m", "train_cli", *(str(argument) for argument in (*arguments, *sets(changes)))]
-        programs.append(Program(command, folder, environ, fresh=fresh))
+        programs.append(Program(command, folder, environ))
         return programs[-1]
 
-    yield begin
+    yield start_program
     for program in programs:
         program.close()
 
@@ -165,13 +157,13 @@ def start(folder: Path) -> Iterator[Callable[..., Program]]:
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`install("sley-odd", plugin="odd", source="...")` puts a distribution with a plugin on sys.path.
 
-    group: of the entry point. module: what it names; another distribution's, if there is no source.
+    group: the group of the entry point. attribute: the attribute of the module in the entry point, such as `:sweep`.
     """
     site = folder / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
-    made: list[str] = []
+    modules: list[str] = []
 
     def add(
         dist: str,
@@ -183,7 +175,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         attribute: str = "",
     ) -> None:
         module = f"{dist.replace('-', '_')}_module"
-        made.append(module)
+        modules.append(module)
         (site / f"{module}.py").write_text(dedent(source), "utf-8")
         info = site / f"{dist.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
@@ -194,5 +186,5 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         importlib.invalidate_caches()
 
     yield add
-    for module in made:
+    for module in modules:
         sys.modules.pop(module, None)

@@ -143,14 +143,6 @@ def test_a_wrong_factory(own_model: Own, refused: Refused, source: str, code: st
     refused(own_model(source), code, at)
 
 
-def test_an_error_in_a_factory_is_placed_in_its_file(own_model: Own, cli: Cli, folder: Path) -> None:
-    result = cli("run", own_model("def layers():\n    return [1 / 0]"), "--message-format", "short")
-    assert result.code == PLAN_INVALID
-    assert "ZeroDivisionError" in result.err
-    assert "Traceback" not in result.err
-    assert not (folder / "runs").exists()
-
-
 @pytest.mark.parametrize("mode", [None, pytest.param(0o500, marks=pytest.mark.skipif(os.geteuid() == 0, reason="root"))])
 def test_a_run_folder_that_cannot_be_written(plan: Path, folder: Path, refused: Refused, mode: int | None) -> None:
     (folder / "runs").touch() if mode is None else (folder / "runs").mkdir(mode=mode)
@@ -371,24 +363,50 @@ def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
     assert "called" not in result.err
 
 
-PACKED = """
+# -- mistakes that only a run finds ------------------------------------------------------------------------------------
+
+OWN_DATA = """
+    import torch
     from torch import nn
 
-    class Embed(nn.Embedding):
-        def forward(self, tokens, positions, cu_seqlens):
-            if cu_seqlens.shape[1] == tokens.shape[1]:
-                raise IndexError("one document per token")
-            return super().forward(tokens) + positions.unsqueeze(-1)
+    class Data:
+        def __len__(self):
+            return {length}
 
-    def layers(data):
-        return [("embed", Embed(data.vocab_size, 8)), ("up", nn.Linear(8, 8)), ("head", nn.Linear(8, data.vocab_size))]
+        def __getitem__(self, index):
+            sample = {{"input": torch.zeros(8, dtype=torch.int64), "labels": torch.ones(8, dtype=torch.int64)}}
+            {action}
+            return sample
+
+    def layers():
+        return [nn.Embedding(256, 256)]
 """
+FIELDS = '[data]\nfactory = "own:Data"\nfields.input = {dtype = "int64"}\nfields.labels = {dtype = "int64"}\n'
+MISTAKES: dict[str, tuple[str, str]] = {
+    "wrong shapes": (
+        layers(f'("up", nn.Linear(32, 64)), {HEAD}'),
+        "(16x64 and 32x256) in layer `head` (Linear) in microbatch 0, called with float32 [1, 16, 64]",
+    ),
+    "too few classes": (layers('("head", nn.Linear(32, 8))'), "labels must be classes from 0 to 7"),
+    "None as a sample": (OWN_DATA.format(length=8, action="return None"), "is a NoneType, not a dict of tensors"),
+    "a negative length": (OWN_DATA.format(length=-8, action="pass"), "the length of `own:Data` failed: ValueError: "),
+    "SystemExit": (OWN_DATA.format(length=8, action="raise SystemExit(7)"), "of the dataset failed: SystemExit: 7"),
+}
 
 
-@pytest.mark.parametrize("sp", [1, 2])
-def test_boundaries_of_documents_are_no_sequence(cli: Cli, own_model: Own, sp: int) -> None:
-    changes = [*PIPELINE, 'data.documents="pack"']
-    changes += [f"parallel.sp={sp}", 'sequence.use="isp.all_to_all"', 'sequence.modules=["up"]'] if sp > 1 else []
-    result = cli("check", own_model(PACKED), "--model", changes=changes)
-    assert result.code == 0, result.err
-    assert "layers were called up to" not in result.err
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_model_or_in_data_is_one_line(cli: Cli, own_model: Callable[..., Path], mistake: str) -> None:
+    source, message = MISTAKES[mistake]
+    path = own_model(source, data=FIELDS) if "class Data" in source else own_model(source)
+    result = cli("run", path, "--set", "parallel.dp=1")
+    assert result.code in (1, 3), result.err
+    (line,) = [line for line in result.err.splitlines() if "error[" in line]
+    assert "bug in Sley" not in line
+    assert message in line
+
+
+def test_a_step_with_too_many_actions_is_refused(cli: Cli, plan: Path) -> None:
+    for change in ("batch.global_size=1000000", "parallel.pp=1000000"):
+        result = cli("check", plan, changes=(*PIPELINE, change))
+        assert result.code == 3
+        assert "error[schedule-too-long]: a step must have at most" in result.err

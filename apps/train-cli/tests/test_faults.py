@@ -1,4 +1,4 @@
-"""Which of several failures is shown, how a rank reports its own, and the three forms of diagnostics."""
+"""The failure that is shown of several, the report of a rank, and the three forms of diagnostics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Failure:
 
 
 def reported(error: Exception, at: float, code: int = 1) -> Failure:
-    diagnostics = [vars(each) for each in Fault.of(error).diagnostics]
+    diagnostics = [vars(diagnostic) for diagnostic in Fault.of(error).diagnostics]
     fault = {"diagnostics": diagnostics, "exit_code": code, "trace": "the trace"}
     return Failure(code, int(at), {"sley": {"fault": fault, "time": at}})
 
@@ -78,44 +78,44 @@ def late(code: str) -> Failure:
         pytest.param({0: reported(LATE, 5.0), 1: late("rank-waiting")}, {}, f"rank 0 of 4: {LATE.diagnostics[0].message}"),
     ],
 )
-def test_one_failure_is_blamed(failures: dict[int, Failure], silent: dict[int, str], message: str) -> None:
+def test_the_first_failure_is_shown(failures: dict[int, Failure], silent: dict[int, str], message: str) -> None:
     fault = find_cause(failures, 4, silent)
-    assert [each.message for each in fault.diagnostics] == [message]
+    assert [diagnostic.message for diagnostic in fault.diagnostics] == [message]
     assert fault.exit_code == 1
 
 
-def test_what_all_ranks_say_is_said_once() -> None:
+def test_equal_failures_of_all_ranks_are_shown_once() -> None:
     wrong = PlanError("model-init", "no first value")
     fault = find_cause({0: reported(wrong, 1.0, 3), 1: reported(wrong, 1.1, 3)}, 2)
-    assert ([each.message for each in fault.diagnostics], fault.exit_code) == (["no first value"], 3)
+    assert ([diagnostic.message for diagnostic in fault.diagnostics], fault.exit_code) == (["no first value"], 3)
 
 
-def test_ranks_that_obeyed_a_signal_are_quiet() -> None:
+def test_ranks_that_a_signal_ended_have_no_diagnostics() -> None:
     assert find_cause({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
     assert find_cause({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
 
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "a folder that was tidied away" / "error.json"
+    path = tmp_path / "deleted folder" / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     return path
 
 
-def test_a_report_comes_back_as_the_first_that_was_written(report: Path) -> None:
+def test_the_first_report_is_kept_and_read(report: Path) -> None:
     fault = Fault((Diagnostic("code", "message", ("a", 0), Place("plan.toml", 3, 4, 5), "source", "hint"),), 3, "trace")
     write_report(fault)
-    write_report(Fault((), 1, "a later one"))
+    write_report(Fault((), 1, "a later report"))
     content = json.loads(report.read_text("utf-8"))
-    found = read_report(content)
-    assert found is not None
-    assert found[0] == fault
-    assert "error[code]: message" in content["message"]["extraInfo"]["py_callstack"], "what torchrun shows"
-    assert read_report({"message": "<NONE>"}) is None, "another program's"
+    report_and_time = read_report(content)
+    assert report_and_time is not None
+    assert report_and_time[0] == fault
+    assert "error[code]: message" in content["message"]["extraInfo"]["py_callstack"], "torchrun shows it"
+    assert read_report({"message": "<NONE>"}) is None, "of another program"
 
 
-def test_torchrun_gets_the_trace_of_an_unexpected_error_and_a_later_time_of_its_consequences(report: Path) -> None:
-    """It shows the rank that failed first, in whole seconds, and notices a dead rank only after its peers have reported."""
+def test_torchrun_gets_a_later_time_for_failures_of_peers(report: Path) -> None:
+    """torchrun shows the rank that failed first, in whole seconds, and notices a death after its peers have reported."""
     infos = []
     for error in (CLOSED, ZeroDivisionError("no")):
         write_report(Fault.of(error))
@@ -125,26 +125,46 @@ def test_torchrun_gets_the_trace_of_an_unexpected_error_and_a_later_time_of_its_
     assert infos[1]["py_callstack"] == "ZeroDivisionError: no\n"
 
 
-def test_a_report_that_a_full_disk_cuts_is_none(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
+def test_a_full_disk_leaves_no_partial_report(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", fill_disk)
     write_report(Fault.of(ValueError("no")))
     assert list(report.parent.iterdir()) == []
 
 
-def test_a_late_rank_says_where_it_is(report: Path) -> None:
+def test_a_late_rank_reports_its_place(report: Path) -> None:
     write_late_report()
-    found = read_report(json.loads(report.read_text("utf-8")))
-    assert found is not None
-    assert found[0].diagnostics[0].code == "rank-late"
-    assert "test_a_late_rank_says_where_it_is" in found[0].trace
+    report_and_time = read_report(json.loads(report.read_text("utf-8")))
+    assert report_and_time is not None
+    assert report_and_time[0].diagnostics[0].code == "rank-late"
+    assert "test_a_late_rank_reports_its_place" in report_and_time[0].trace
 
 
-def test_every_package_of_this_repository_is_our_own() -> None:
+def test_all_packages_of_the_repository_are_known() -> None:
     folders = (Path(__file__).parents[3] / "packages").glob("*/src/*/__init__.py")
     assert {file.parent.name for file in folders} <= _SLEY_MODULES
+
+
+ALLOCATION_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError(ALLOCATION_ERROR), "out-of-memory"),
+        (MemoryError(), "out-of-memory"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch-broken"),
+        (ImportError("libcudart.so.12: cannot open shared object file", name="torch._C"), "torch-broken"),
+        (OSError(28, "No space left on device"), "cannot-write"),
+        (OSError(30, "Read-only file system", "runs/a/plan.toml"), "cannot-write"),
+        (KeyError("ours"), "internal-error"),
+    ],
+)
+def test_errors_of_the_machine_have_codes(error: Exception, code: str) -> None:
+    (diagnostic,) = Fault.of(error).diagnostics
+    assert diagnostic.code == code
 
 
 # -- forms of diagnostics ----------------------------------------------------------------------------------------------
@@ -160,7 +180,7 @@ TYPO = Diagnostic(
 DIED = Diagnostic("rank-died", "rank 1 of 2 was killed by SIGKILL")
 
 
-def test_full_is_a_picture() -> None:
+def test_the_full_form_has_the_source_line() -> None:
     expected = """\
         error[unknown-key]: `buckt_mb` is not an option of `dp.bucketed`
           --> plan.toml:24:1
@@ -179,7 +199,7 @@ def test_full_is_a_picture() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == dedent(expected)
 
 
-def test_short_is_a_line_each_and_a_count() -> None:
+def test_the_short_form_is_one_line_per_error() -> None:
     assert render([TYPO, DIED, Diagnostic("code", "two\nlines")], MessageFormat.short).splitlines() == [
         "plan.toml:24:1: error[unknown-key]: `buckt_mb` is not an option of `dp.bucketed` (hint: did you mean `bucket_mb`?)",
         "error[rank-died]: rank 1 of 2 was killed by SIGKILL",
@@ -188,7 +208,7 @@ def test_short_is_a_line_each_and_a_count() -> None:
     ]
 
 
-def test_json_is_an_object_per_line() -> None:
+def test_the_json_form_is_one_object_per_line() -> None:
     first, second = map(json.loads, render([TYPO, DIED], MessageFormat.json).splitlines())
     place = {"file": "plan.toml", "line": 24, "column": 1, "path": "gradient_handlers.0.buckt_mb"}
     assert first == {"code": "unknown-key", **place, "message": TYPO.message, "hint": TYPO.hint}
@@ -196,22 +216,21 @@ def test_json_is_an_object_per_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "column", "length", "carets"),
-    [("\tlr = 3", 7, 1, "\t     ^"), ("名前 = 3", 1, 2, "^^^^"), ("名前 = 3", 6, 1, "       ^"), ("", 1, 1, "^")],
+    ("line", "column", "length", "carets"), [("\tlr = 3", 7, 1, "\t     ^"), ("lr = 3", 1, 2, "^^"), ("", 1, 1, "^")]
 )
-def test_carets_stand_under_the_culprit(line: str, column: int, length: int, carets: str) -> None:
-    found = Diagnostic("code", "message", place=Place("plan.toml", 3, column, length), source_line=line)
-    assert render([found], MessageFormat.full).splitlines()[3:5] == [f"3 | {line}", f"  | {carets}"]
+def test_carets_are_below_the_error(line: str, column: int, length: int, carets: str) -> None:
+    diagnostic = Diagnostic("code", "message", place=Place("plan.toml", 3, column, length), source_line=line)
+    assert render([diagnostic], MessageFormat.full).splitlines()[3:5] == [f"3 | {line}", f"  | {carets}"]
 
 
-def test_the_content_of_a_plan_does_not_control_the_terminal() -> None:
-    found = Diagnostic("code", "a\x1b[31mb", place=Place("p", 1, 1), source_line="k\x1b[2J = 1", hint="h\x07")
+def test_control_characters_are_replaced() -> None:
+    diagnostic = Diagnostic("code", "a\x1b[31mb", place=Place("p", 1, 1), source_line="k\x1b[2J = 1", hint="h\x07")
     for form in (MessageFormat.full, MessageFormat.short):
-        assert not {"\x1b", "\x07"} & set(render([found], form))
+        assert not {"\x1b", "\x07"} & set(render([diagnostic], form))
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "variables", "is_full", "is_painted"),
+    ("is_terminal", "variables", "is_full", "has_color"),
     [
         (False, {}, False, False),
         (True, {}, True, True),
@@ -219,8 +238,8 @@ def test_the_content_of_a_plan_does_not_control_the_terminal() -> None:
         (True, {"NO_COLOR": "1"}, True, False),
     ],
 )
-def test_form_and_colour_follow_the_stream(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str], is_full: bool, is_painted: bool
+def test_form_and_color_depend_on_the_stream(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, variables: dict[str, str], is_full: bool, has_color: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in ({"TERM": "xterm"} | variables).items():
@@ -229,4 +248,4 @@ def test_form_and_colour_follow_the_stream(
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stderr", stream)
     show(Fault((TYPO,), 3), Settings())
-    assert ("-->" in stream.getvalue(), "\x1b[" in stream.getvalue()) == (is_full, is_painted)
+    assert ("-->" in stream.getvalue(), "\x1b[" in stream.getvalue()) == (is_full, has_color)

@@ -16,8 +16,6 @@ from layouts import LAYOUTS, layout_of, num_ranks
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from sley_checkpoint.reader import read
-from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, assert_same_stretch, save_at, stretch
 from sley_testing.parity import Bits, differing_names, digest, train_bits
@@ -82,52 +80,6 @@ def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path, la
     bits = ranks(num_ranks(tables), 180)(train_bits, tables, 2, folder=texts)
     assert differing_names([one_process_bits(texts, precision)], bits) == []
     assert digest([one_process_bits(texts, precision)]) == digest(bits)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("layout", ["dp2 each", "pp2", "wp2", "dp2 sharded"])
-def test_six_micro_batches_have_the_bits_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
-    """A rank has three microbatches, which are two partial sums of the tree, and sends both."""
-    tables = changed(CANONICAL, batch__global_size=6)
-    bits = ranks(2, 180)(train_bits, layout_of(layout, tables), 2, folder=texts)
-    assert differing_names([train_bits(tables, 2, folder=texts)], bits) == []
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("optimizer", ["core.sgd", "core.adamw"])
-@pytest.mark.parametrize("layout", ["wp2", "dp2 bucketed", "wp2 wdp2 sharded", "zero bubble", "wp2 pp2"])
-def test_weights_with_several_uses_have_the_bits_of_one_process(ranks: Any, layout: str, optimizer: str) -> None:
-    """The model has a padded embedding, dropout, and a parameter outside of linear layers, in bf16 with master weights."""
-    plan = changed(
-        CANONICAL,
-        model={"factory": "canonical_parts:layers"},
-        data={"factory": "drawn_model:Rows"},
-        optimizer={"use": optimizer, "lr": 1e-2, "clip_norm": 0.1} | ({"momentum": 0.9} if optimizer == "core.sgd" else {}),
-        precision__compute="bf16",
-        evaluation=None,
-    )
-    tables = layout_of(layout, plan)
-    bits = ranks(num_ranks(tables), 180)(train_bits, tables, 2)
-    assert differing_names([train_bits(plan, 2)], bits) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        ({"gradient_handlers": [{"use": "dp.bucketed", "reduction": "bf16"}]}, "gradient_handlers.0.use"),
-        ({"gradient_handlers": [{"use": "powersgd.reducer"}]}, "gradient_handlers.0.use"),
-        ({"gradient_handlers": [{"use": "dp.sharded", "shards": 2}]}, "gradient_handlers.0.shards"),
-        ({"weights": {"use": "isp.communicator", "head": "vocabulary"}}, "weights.head"),
-        ({"weights": {"use": "isp.communicator", "embedding": "hidden"}}, "weights.embedding"),
-        ({"weights": {"use": "isp.communicator", "reduce": "step"}}, "weights.reduce"),
-        ({}, None),
-    ],
-)
-def test_options_without_canonical_sums_are_refused(texts: Path, changes: Tables, path: str | None) -> None:
-    wp = 2 if "weights" in changes else 1
-    plan = plan_from_dict(changed(CANONICAL, parallel__dp=4, parallel__wp=wp, **changes), texts)
-    problems = [(problem.code, ".".join(map(str, problem.path))) for problem in check_plan(plan, 4)]
-    assert problems == ([("canonical-unsupported", path)] if path else [])
 
 
 def test_fast_sums_have_other_bits(ranks: Any, texts: Path) -> None:

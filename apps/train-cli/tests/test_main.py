@@ -1,4 +1,4 @@
-"""The entry: exit codes, help, completion, unexpected errors, commands of other packages; `plugins`, `needs` and `env`."""
+"""The command line: exit codes, help, errors, commands of other packages, `plugins` and `env`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_command_has_help_and_the_common_options(cli: Cli, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["check"], ["check", "--nonsense", "x"], ["run", "p.toml", "--nproc", "0"]]
+    "arguments", [[], ["nonsense"], ["check"], ["check", "--nonsense", "x"], ["run", "p.toml", "--nproc", "0"], ["chek"]]
 )
 def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
     result = cli(*arguments)
@@ -57,39 +57,20 @@ def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "advice"),
-    [
-        ("run", "--save-every", "use `[checkpoint]` to save a run"),
-        ("run", "--overwite", "did you mean --overwrite?"),
-        ("check", "--steps", "--set run.steps=VALUE"),
-        ("run", "--lr", "--set optimizer.lr=VALUE"),
-        ("run", "--wandb", ""),
-    ],
-)
-def test_an_unknown_option_leads_to_a_known_one(cli: Cli, plan: Path, command: str, option: str, advice: str) -> None:
-    result = cli(command, plan, option)
-    assert result.code == 2
-    assert f"No such option: {option}" in result.err
-    assert advice in result.err
-    assert "Possible options" not in result.err
-    assert "'check'" in cli("chek").err
-
-
-def test_a_shell_starts_it() -> None:
+def test_the_module_is_a_program() -> None:
     command = [sys.executable, "-m", "train_cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in done.stdout.splitlines()}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert {"sley-core", "sley-train-cli"} <= {line.split()[0] for line in process.stdout.splitlines()}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_internal_error_is_exit_1_without_a_traceback(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise AssertionError("a world of 3, 2 were given")
 
-    monkeypatch.setattr("sley_core.topology.Topology.coordinates", broken)
+    monkeypatch.setattr("sley_core.topology.Topology.coordinates", fail)
     result = cli("show", plan)
     assert result.code == 1
     assert "AssertionError: a world of 3, 2 were given" in result.err
@@ -109,7 +90,7 @@ def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyP
     assert code == 130 or json.loads(result.err)["code"] == "no-luck"
 
 
-def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_without_ranks_is_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert (cli("run", plan).code, Path("runs").exists()) == (2, False)
 
@@ -117,20 +98,25 @@ def test_tasks_of_srun_that_know_of_no_ranks_are_refused(cli: Cli, plan: Path, m
 LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["doctor", "."]]
 
 
-def test_torch_stays_away(plan: Path) -> None:
-    """One interpreter runs all of them: the first that imports something heavy is named."""
+def test_light_commands_do_not_import_torch(plan: Path) -> None:
+    """The sizes of a model folder are read without torch, too."""
+    (plan.parent / "base").mkdir()
+    config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 48, "vocab_size": 256}
+    (plan.parent / "base" / "config.json").write_text(json.dumps(config), "utf-8")
+    from_files = ["show", "plan.toml", "--set", "model={use='models.llama', weights='base'}"]
     program = f"""
 import sys
 from train_cli.main import main
-for arguments in {LIGHT!r}:
+for arguments in {[*LIGHT, from_files]!r}:
     code = main(arguments)
-    heavy = [name for name in ("torch", "numpy", "rich") if name in sys.modules]
+    heavy = [name for name in ("torch", "rich") if name in sys.modules]
     if code or heavy:
         sys.exit(f"{{arguments}}: {{code}}, imported {{heavy}}")
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 # -- commands of other packages ----------------------------------------------------------------------------------------
@@ -142,7 +128,7 @@ SWEEP = """
 """
 
 
-def test_a_command_of_another_package_is_listed_unimported_and_called(cli: Cli, install: Install, plan: Path) -> None:
+def test_a_command_of_another_package_is_imported_when_called(cli: Cli, install: Install, plan: Path) -> None:
     for name in ("sweep", "check"):
         install(f"sley-{name}", name, SWEEP, group="sley.commands", attribute=":sweep")
     assert "A command of sley-sweep 1.0." in cli("--help").out
@@ -150,11 +136,11 @@ def test_a_command_of_another_package_is_listed_unimported_and_called(cli: Cli, 
     result = cli("sweep", "--number", "5")
     assert (result.code, result.out) == (0, "swept 5\n")
     assert "Sweeps." in cli("sweep", "--help").out
-    assert cli("check", plan).err.startswith("1 plan is fine; "), "ours come first"
+    assert cli("check", plan).err.startswith("1 plan is fine; "), "own commands come first"
 
 
 @pytest.mark.parametrize("code", ["command-import", "command-ambiguous"])
-def test_a_command_of_another_package_that_cannot_be_called(cli: Cli, install: Install, code: str) -> None:
+def test_a_broken_command_of_another_package_is_refused(cli: Cli, install: Install, code: str) -> None:
     source = "import nothing_of_this_name" if code == "command-import" else SWEEP
     for dist in ("sley-sweep", "sley-mop")[: 1 if code == "command-import" else 2]:
         install(dist, "sweep", source, group="sley.commands", attribute=":sweep")
@@ -176,12 +162,13 @@ def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) ->
     assert (core["records"]["optimizers"], core["error"]) == (["core.adamw", "core.sgd"], None)
 
 
-def test_a_plugin_by_name_has_every_option(cli: Cli) -> None:
+def test_plugins_describes_options(cli: Cli) -> None:
     out = cli("plugins", "core.adamw").out
     assert out.startswith("core.adamw  (optimizer, for [optimizer])")
     assert "  lr: a number above 0 (required)" in out
-    found = json.loads(cli("plugins", "core", "--format", "json").out)
-    options = {option["name"]: option for each in found if each["name"] == "core.adamw" for option in each["options"]}
+    records = json.loads(cli("plugins", "core", "--format", "json").out)
+    (adamw,) = [record for record in records if record["name"] == "core.adamw"]
+    options = {option["name"]: option for option in adamw["options"]}
     assert (options["lr"]["required"], options["eps"]["default"]) == (True, 1e-8)
     assert all(option["description"] for option in options.values())
 
@@ -189,7 +176,7 @@ def test_a_plugin_by_name_has_every_option(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"), [(("cores",), 4), (("core.adamv",), 3), (("core", "more"), 2), (("check",), 2), (("check", "x"), 4)]
 )
-def test_plugins_of_an_unknown_name(cli: Cli, arguments: tuple[str, ...], code: int) -> None:
+def test_plugins_refuses_unknown_names(cli: Cli, arguments: tuple[str, ...], code: int) -> None:
     assert cli("plugins", *arguments).code == code
 
 
@@ -205,11 +192,11 @@ def test_env_has_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPat
 # -- README ------------------------------------------------------------------------------------------------------------
 
 
-def requirements(folder: str) -> list[str]:
-    """The names of a package's requirements, without `sley-`; core's own are left out of the others."""
-    found = tomli.loads((CLONE / folder / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    names = [re.split(r"[=<>~]", one)[0].removeprefix("sley-") for one in found]
-    return names if folder == "packages/core" else [one for one in names if one not in requirements("packages/core")]
+def required_packages(folder: str) -> list[str]:
+    """Returns the names of a package's requirements without `sley-`, and for other packages than core without those of core."""
+    dependencies = tomli.loads((CLONE / folder / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    names = [re.split(r"[=<>~]", name)[0].removeprefix("sley-") for name in dependencies]
+    return names if folder == "packages/core" else [name for name in names if name not in required_packages("packages/core")]
 
 
 @pytest.mark.skipif(not (CLONE / "noxfile.py").exists(), reason="an sdist has no README of the repository")
@@ -219,6 +206,6 @@ def test_readme_s_table_has_every_package_with_its_size_and_needs() -> None:
     folders = {path.parent.relative_to(CLONE).as_posix() for path in CLONE.glob("*/*/pyproject.toml")}
     assert {folder for folder, _, _ in rows} == {folder for folder in folders if folder.startswith(("packages", "apps"))}
     for folder, size, words in rows:
-        assert words.split(", ") == requirements(folder), folder
+        assert words.split(", ") == required_packages(folder), folder
         lines = sum(len(path.read_text("utf-8").splitlines()) for path in (CLONE / folder / "src").rglob("*.py"))
         assert abs(int(size.replace(",", "")) - lines) <= max(500, lines // 10), f"{folder} has {lines} lines"

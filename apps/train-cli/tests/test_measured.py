@@ -1,24 +1,18 @@
-"""A run that times layers cuts its pipeline by them, and a profile has the actions of each stage."""
+"""`pp.measured` cuts a pipeline by the measured times of layers."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 
 SLOW_S = 0.02
-"""Long against what a busy core wakes late."""
+"""Much longer than the wake-up delay of a busy core."""
 PLAN = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},
     "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
@@ -32,39 +26,39 @@ PLAN = {
 }
 
 
-def seen(plan):
-    """The layers of this rank, the costs in the resolved plan, and what three steps did."""
-    found = []
+def record_costs(plan):
+    """Returns the recorded run, the layers of this rank, and the costs in the resolved plan."""
+    layers_and_costs = []
 
     def prepare(run):
-        found.extend([[layer.name for layer in run.layers], run.resolved_plan.partition.config.layer_costs])
+        layers_and_costs.extend([[layer.name for layer in run.layers], run.resolved_plan.partition.config.layer_costs])
 
-    return record(plan, 3, prepare=prepare), *found
+    return record(plan, 3, prepare=prepare), *layers_and_costs
 
 
 @pytest.mark.flaky(reruns=2)  # a busy machine makes layers slower, never faster
-def test_slow_layers_count_for_what_they_take_and_timing_leaves_no_trace(ranks):
-    """Weights, random states and modules are as in a plan that has the same costs, and measures nothing."""
-    measured = ranks(2)(seen, PLAN)
-    (_, first, costs), (_, second, others) = measured
-    assert costs == others
+def test_measured_costs_balance_stages_and_change_no_bit(ranks):
+    """The weights and losses are those of a plan that has the same costs."""
+    measured = ranks(2)(record_costs, PLAN)
+    (_, first, costs), (_, second, second_costs) = measured
+    assert costs == second_costs
     assert [round(cost / SLOW_S / 3) for cost in costs] == [1, 1, 1, 3]  # F, I and W
     assert (len(first), len(second)) == (3, 1)
     written = changed(PLAN, partition={"use": "pp.measured", "layer_costs": (1.0, 1.0, 1.0, 3.0)})
-    for (one, *_), (other, *_) in zip(measured, ranks(2)(seen, written), strict=True):
-        assert [row["loss"] for row in one.rows] == [row["loss"] for row in other.rows]
-        assert_same_bits(one.first, other.first)
-        assert_same_bits(one.weights, other.weights)
+    for (actual, *_), (expected, *_) in zip(measured, ranks(2)(record_costs, written), strict=True):
+        assert [row["loss"] for row in actual.rows] == [row["loss"] for row in expected.rows]
+        assert_same_bits(actual.first, expected.first)
+        assert_same_bits(actual.weights, expected.weights)
 
 
-def fails(plan):
+def error_of(plan):
     with pytest.raises((RunError, ValueError)) as caught:
         record(plan, 1)
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_what_a_layer_raises_is_told_on_every_rank(ranks):
-    first, second = ranks(2)(fails, changed(PLAN, model__options={"seconds": [0.0] * 3, "picky": True}))
+def test_all_ranks_report_an_error_of_a_measured_layer(ranks):
+    first, second = ranks(2)(error_of, changed(PLAN, model__options={"seconds": [0.0] * 3, "picky": True}))
     assert first == ("ValueError", "this layer takes nothing")
     assert second[0] == "RunError"
     assert "rank 0 could not time the layers: ValueError: this layer takes nothing" in second[1]
@@ -73,40 +67,8 @@ def test_what_a_layer_raises_is_told_on_every_rank(ranks):
 pytestmark = pytest.mark.timeout(180)
 
 
-TIMED = """\
-[parallel]
-dp = 1
-pp = 2
-
-[pipeline]
-use = "pp.zero_bubble_h1"
-
-[profile]
-steps = [3, 3]
-"""
-
-
-def test_a_profile_of_two_stages_has_the_actions_of_each(together: Callable[..., Any], plan: Path, folder: Path) -> None:
-    """In the order of the list, one after the other."""
-    text = plan.read_text("utf-8").partition("[parallel]")[0] + TIMED
-    plan.write_text(text.replace("num_layers = 1", "num_layers = 2"), "utf-8")
-    result = together(2, "run", plan)
-    assert result.code == 0, result.err
-    run = folder / "runs" / "small"
-    resolved = load_plan(run / "plan.toml")
-    assert resolved.pipeline is not None
-    lists = resolved.pipeline.build().lists(2, 4)
-    for stage in range(2):
-        events = json.loads((run / f"trace-rank{stage}.json").read_text("utf-8"))["traceEvents"]
-        names = [str(action) for action in lists[stage]]
-        actions = sorted((one for one in events if one["name"] in names), key=lambda one: one["ts"])
-        assert [one["name"] for one in actions] == names
-        for before, after in pairwise(actions):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
-
-
-def test_layers_are_not_timed_on_slices_of_sequences() -> None:
-    """A rank has a slice, and the timer calls layers on whole sequences. Costs that the plan gives need no timer."""
+def test_slices_of_sequences_are_not_measured() -> None:
+    """Costs in the plan need no measurement."""
     tables = small_plan(model__num_layers=2, model__heads=2, parallel={"sp": 2, "pp": 2, "dp": 1})
     tables |= {"sequence": {"use": "isp.all_to_all"}, "pipeline": {"use": "pp.one_f_one_b"}}
     tables |= {"partition": {"use": "pp.measured"}, "data": {"use": "data.text", "source": "python-stdlib", "sequence": 24}}

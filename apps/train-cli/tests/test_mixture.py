@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from chat_folder import documents, loop_of, write_chats
-from started_program import Result
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -22,7 +19,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, assert_parity_of_parts, record, weights
-from train_cli.main import main
 
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")
@@ -117,68 +113,6 @@ def test_canonical_losses_of_sources_have_the_bits_of_one_process(ranks: Any, fo
         assert len(names) == 5
         assert {key: expected_row[key] for key in names} == {key: row[key] for key in names}
     assert_same_bits(expected.weights, actual.weights)
-
-
-RUN = """\
-[run]
-name = "mixed"
-steps = 4
-[model]
-use = "models.llama"
-num_layers = 1
-hidden = 16
-heads = 2
-[data]
-use = "data.mixture"
-sequence = 160
-[[data.sources]]
-name = "texts"
-use = "data.text"
-files = ["texts.txt"]
-separator = "\\n\\n"
-tokenizer = "tokenizer"
-weight = 1
-[[data.sources]]
-name = "chats"
-use = "data.chat"
-files = ["chats.jsonl"]
-tokenizer = "tokenizer"
-weight = 2
-[batch]
-global_size = 4
-micro_size = 1
-[optimizer]
-use = "core.adamw"
-lr = 1e-3
-"""
-
-
-def run_rows(run_folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-
-
-def test_a_run_with_a_mixture_resumes_in_another_layout(
-    folder: Path, capsys: pytest.CaptureFixture[str], together: Callable[..., Result]
-) -> None:
-    """The rows are those of an uninterrupted run. Changed content is refused."""
-    options = ["--set", "precision.compute='fp64'", "--set", "checkpoint={every_steps=2}", "--set", f"run.folder='{folder}'"]
-    (folder / "mixed.toml").write_text(RUN, "utf-8")
-    path = str(folder / "mixed.toml")
-    assert main(["run", path, *options, "--set", "run.name='uninterrupted'", "--set", "parallel.dp=1"]) == 0
-    assert main(["run", path, *options, "--set", "run.steps=2", "--set", "parallel.dp=1"]) == 0
-    chats = (folder / "chats.jsonl").read_text("utf-8")
-    (folder / "chats.jsonl").write_text(chats.replace("user", "system", 1), "utf-8")
-    resume = ["run", path, *options, "--resume", "auto"]
-    assert main(resume) != 0
-    assert "data-changed" in capsys.readouterr().err
-    (folder / "chats.jsonl").write_text(chats, "utf-8")
-    assert together(2, *resume, "--set", "parallel.dp=2").code == 0
-    rows = run_rows(folder / "mixed")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for expected, row in zip(run_rows(folder / "uninterrupted"), rows, strict=True):
-        names = [key for key in expected if key.startswith(("loss", "share"))]
-        assert len(names) == 5
-        assert {key: row[key] for key in names} == pytest.approx({key: expected[key] for key in names}, rel=1e-9)
 
 
 def test_a_batch_of_one_source_and_an_unknown_source(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `new` writes is a plugin that passes its own tests, with core alone, and is what the documentation explains."""
+"""The packages of `new` pass their own tests, need only core, and are those of the documentation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PUBLIC = ("sley_core.api.", "sley_core.errors", "sley_core.hookspecs", "sley_cor
 
 
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not part of the sdist")
-def test_a_handler_is_the_example_that_the_documentation_explains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_cli.commands.plugins.check_name", lambda *_: None)  # the example may be installed
+def test_the_handler_is_the_example_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_cli.commands.plugins.check_name", lambda _: None)  # the example may be installed
     files = package_files("handler", "narrow")
     del files["README.md"]  # the example's is a page of this repository
     assert len(files) == 7
@@ -28,8 +28,8 @@ def test_a_handler_is_the_example_that_the_documentation_explains(monkeypatch: p
         assert text == (EXAMPLE / path).read_text("utf-8"), path
 
 
-def installed(folder: Path, name: str) -> dict[str, str]:
-    """Makes the package what pip would make it, by metadata beside its source. Returns what a program needs for it."""
+def install_metadata(folder: Path, name: str) -> dict[str, str]:
+    """Writes the metadata that pip would write. Returns the environment variables for the package."""
     info = folder / "src" / f"sley_{name}-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 0.1.0\nRequires-Dist: sley-core\n")
@@ -41,20 +41,20 @@ def installed(folder: Path, name: str) -> dict[str, str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["writer", "hook", "model", "schedule", "handler"])
 def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a handler are the example's, which run always."""
-    out = tmp_path / "made" / "here"
+    """The tests of a handler are those of the example, which always run."""
+    out = tmp_path / "new" / "package"
     result = cli("new", kind, "my_own", "--out", out)
     assert result.code == 0, result.err
     assert f"cd {out}" in result.err
-    for key, value in installed(out, "my_own").items():
+    for key, value in install_metadata(out, "my_own").items():
         monkeypatch.setenv(key, value)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error"]
-    found = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=280, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
+    process = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=280, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("kind", list(PluginKind))
-def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
+def test_a_package_imports_only_public_modules_of_core(kind: PluginKind) -> None:
     files = package_files(kind, "my_own")
     assert "@" not in "".join(text for path, text in files.items() if "plugin.py" not in path and "test_" not in path)
     for path, text in files.items():
@@ -64,8 +64,8 @@ def test_a_package_imports_what_core_makes_public(kind: PluginKind) -> None:
             assert all(name.startswith(PUBLIC) for name in ours), (path, ours)
 
 
-@pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", "step", min(SLEY_PLUGINS)])
-def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["9lives", "TopK", "class", "../out", min(SLEY_PLUGINS)])
+def test_an_invalid_name_is_refused(cli: Any, folder: Path, name: str) -> None:
     before = set(folder.iterdir())
     result = cli("new", "handler", name)
     assert result.code == 2, name
@@ -73,13 +73,13 @@ def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(cli: Any, folde
     assert set(folder.iterdir()) == before
 
 
-def test_a_name_that_is_installed_is_refused(folder: Path, install: Any) -> None:
+def test_an_installed_name_is_refused(folder: Path, install: Any) -> None:
     install("sley-odd", "odd", "")
     with pytest.raises(UsageError, match="`odd` is already used by plugin `odd`"):
         package_files("hook", "odd")
 
 
-def test_a_folder_with_something_in_it_is_left_alone(cli: Any, folder: Path) -> None:
+def test_a_folder_with_files_is_refused(cli: Any, folder: Path) -> None:
     result = cli("new", "writer", "mine", "--out", folder)
     assert result.code == 2
     assert "error[new-folder]" in result.err

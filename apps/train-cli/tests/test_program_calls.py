@@ -1,4 +1,4 @@
-"""A program's own batches have the outputs and losses of the layers in every layout, and calls between steps change no step."""
+"""A program's own batches have the outputs and losses of the layers in every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, gradients, running, weights
+from sley_testing.runs import running, weights
 
 Batch = dict[str, Tensor]
 PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)
@@ -119,53 +119,3 @@ def test_outputs_and_losses_are_those_of_the_layers(ranks: Any, texts: Path, lay
             assert not value.requires_grad
             torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-9)
     assert any(results["joined"] is not None for results in by_rank)
-
-
-def train(tables: Tables, folder: Path, is_interrupted: bool) -> Recorded:
-    """Takes three steps; evaluates, predicts and saves weights before each one if `is_interrupted`."""
-    recorded = Recorded()
-    with running(tables, folder) as run:
-        recorded.first = weights(run)
-        for number in range(3):
-            first, second = (own_rows(run, batch) for batch in batches(4, 16, seed=number))
-            if is_interrupted:
-                before = weights(run)
-                run.evaluate(first)
-                run.predict(second)
-                run.save_weights(folder / "saved")
-                assert_same_bits(before, weights(run))
-            row, outputs = run.step(second, return_outputs=True)
-            assert (outputs is None) == (not run.stepper.executor.has_loss)
-            recorded.rows.append(row)
-            recorded.gradients.append(gradients(run))
-        recorded.weights = weights(run)
-    return recorded
-
-
-class Smooth:
-    """A loss of full sequences, which adds the squared differences of neighbours."""
-
-    fields = ("labels",)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> float:
-        return float((batch["labels"] != -100).sum())
-
-    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        near = (output[:, 1:] - output[:, :-1]).square().sum()
-        return near + F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-FULL_SEQUENCE_LOSS = {"loss": {"factory": "test_program_calls:Smooth", "sequence": "whole"}}
-POWERSGD = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer", "start_step": 9}]}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("layout", ["zero bubble, sp 2", "wp 2, sp 2, classes", "powersgd in full rank"])
-def test_calls_between_steps_change_no_step(ranks: Any, texts: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    size, changes = LAYOUTS.get(layout, (2, POWERSGD))
-    loss = FULL_SEQUENCE_LOSS if layout == "zero bubble, sp 2" else {}
-    plan = changed(PLAN, optimizer__clip_norm=0.3, learning_rate={"use": "core.cosine", "warmup_steps": 2}, **loss)
-    expected = train(plan, texts, is_interrupted=False)
-    results = ranks(size, 120)(train, changed(plan, **changes), texts, True)
-    assert_parity_of_parts(expected, results, "fp64")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from sley_core.json_text import to_json, write_json
 from sley_core.plan.tables import BestTable
 from sley_core.run_state.best import Best
 from train_cli.progress import (
-    CompileNote,
     Reporter,
     RunInfo,
     RunTotals,
@@ -30,7 +27,7 @@ from train_cli.progress import (
 )
 
 SIZES = {"parameters": 1056896, "trained": 1056896, "samples_per_step": 16, "samples_per_epoch": 4352, "tokens_per_sample": 256}
-FACTS = RunInfo("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
+INFO = RunInfo("quickstart", "cpu", 2, {"core": "sley-core 0.1.0"}, {"torch": "2.13.0"}, **SIZES)
 
 
 class Terminal(io.StringIO):
@@ -53,7 +50,7 @@ def rows(num_steps: int) -> list[dict[str, float | int]]:
     return [{"step": step, "loss": 6.0 - step / 8, "tokens": 512, "seconds": 0.25} for step in range(1, num_steps + 1)]
 
 
-def test_lines_come_every_so_often_and_at_the_end() -> None:
+def test_lines_are_printed_every_log_every_steps_and_at_the_end() -> None:
     stream = io.StringIO()
     with Reporter(25, 10, line=False, stream=stream) as reporter:
         for step in range(1, 26):
@@ -64,43 +61,34 @@ def test_lines_come_every_so_often_and_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("line", [True, False])
-def test_notes_of_the_run_are_shown_once_when_they_come(line: bool) -> None:
-    stream, notes = Terminal(), ["of before"]
+def test_new_notes_are_printed_once(line: bool) -> None:
+    stream, notes = Terminal(), ["an earlier note"]
     with Reporter(3, 9, line=line, notes=notes, stream=stream) as reporter:
         reporter(row(1))
         notes.append("no [room] left")
         reporter(row(3))
         assert "no [room] left" in stream.getvalue()
         notes.append("after the last step")
-    assert [stream.getvalue().count(note) for note in ("of before", *notes[1:])] == [0, 1, 1]
+    assert [stream.getvalue().count(note) for note in ("an earlier note", *notes[1:])] == [0, 1, 1]
     assert reporter.new_notes == notes[1:]
     assert ("\x1b[2K" in stream.getvalue()) == line, "one line is redrawn"
 
 
-@pytest.mark.parametrize(("seconds", "told_at"), [(0.31, 5), (0.29, None), (200.0, 2)])
-def test_a_long_run_without_checkpoints_says_so_once(seconds: float, told_at: int | None) -> None:
-    """A thousand steps, of which the first takes a minute and does not count, and a second of them is timed first."""
+@pytest.mark.parametrize(("seconds", "first_step"), [(0.31, 5), (0.29, None), (200.0, 2)])
+def test_a_long_run_without_checkpoints_has_a_note(seconds: float, first_step: int | None) -> None:
+    """The run has 1000 steps. The first takes a minute and does not count. The note needs steps of one second in total."""
     notes: list[str] = []
     note = UnsavedNote(1000, notes)
     num_notes = []
     for step in range(1, 10):
         note({"step": step, "seconds": 60.0 if step == 1 else seconds})
         num_notes.append(len(notes))
-    assert num_notes == [int(told_at is not None and step >= told_at) for step in range(1, 10)]
+    assert num_notes == [int(first_step is not None and step >= first_step) for step in range(1, 10)]
     assert all("about 5m 10s" in text or "about 55h 30m" in text for text in notes), notes
 
 
-def test_a_late_compilation_is_noted() -> None:
-    notes: list[str] = []
-    num_graphs = iter([3, 4, 4, 4, 6])
-    note = CompileNote(notes, lambda: next(num_graphs))
-    for step in range(1, 6):
-        note({"step": step, "seconds": 2.0})
-    assert notes == ["step 5 compiled 2 more graphs, which took part of its 2.0 s; TORCH_LOGS=recompiles prints the reasons"]
-
-
 @pytest.mark.parametrize("line", [True, False])
-def test_a_stream_that_takes_no_more_ends_nothing(line: bool) -> None:
+def test_a_closed_stream_does_not_end_the_run(line: bool) -> None:
     stream = Terminal()
     with Reporter(3, 1, line=line, stream=stream) as reporter:
         reporter(row(1))
@@ -111,13 +99,13 @@ def test_a_stream_that_takes_no_more_ends_nothing(line: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("SLEY_NO_PROGRESS", "1"), ("TERM", "dumb")])
-def test_plain_output_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_variables_turn_the_redrawn_line_off(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     assert (draws_line(Terminal()), draws_line(io.StringIO()), draws_line(Terminal(), is_allowed=False)) == (True, False, False)
     monkeypatch.setenv(name, value)
     assert not draws_line(Terminal())
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_rates_and_durations_have_units() -> None:
     rates = [rate({"tokens_per_s": value}) for value in (812.3, 8123, 1.31e6)]
     assert rates == ["812 tok/s", "8.1k tok/s", "1.3M tok/s"]
     assert rate({"tokens_per_s": None, "samples_per_s": 0.314, "tflops": None, "mfu": None}) == "0.31 samples/s"
@@ -126,14 +114,14 @@ def test_numbers_as_people_read_them() -> None:
     assert [duration(value) for value in (7.6, 62, 11100)] == ["8s", "1m 02s", "3h 05m"]
 
 
-def test_the_opening_says_how_large_the_run_is() -> None:
-    held = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
+def test_the_opening_has_the_sizes_of_the_run() -> None:
+    num_bytes = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
     plan: Any = SimpleNamespace(
         run=SimpleNamespace(steps=160),
         metrics=[SimpleNamespace(name="metrics.tensorboard")],
         model=SimpleNamespace(config=SimpleNamespace(compile=True)),
     )
-    assert opening(FACTS, plan, held).splitlines() == [
+    assert opening(INFO, plan, num_bytes).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
@@ -141,33 +129,33 @@ def test_the_opening_says_how_large_the_run_is() -> None:
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
     unknown = RunInfo("small", "NVIDIA H100", 1, parameters=9, trained=8, samples_per_step=16)
-    assert opening(unknown, plan, held).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
+    assert opening(unknown, plan, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "words"), [(None, ""), (32, ""), (20, "steps = 2` to use each once"), (1, "a batch needs 8")]
+    ("num_samples", "message"), [(None, ""), (32, ""), (20, "steps = 2` to use each once"), (1, "a batch needs 8")]
 )
-def test_samples_that_an_evaluation_uses_again_are_named(num_samples: int | None, words: str) -> None:
+def test_an_evaluation_that_uses_samples_twice_has_a_note(num_samples: int | None, message: str) -> None:
     plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
     note = repeats(num_samples, plan)
-    assert words in note
-    assert bool(note) == bool(words)
+    assert message in note
+    assert bool(note) == bool(message)
 
 
 def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     steps = rows(40)
     steps[19]["held_out_loss"] = 3.75
     steps[39] |= {"held_out_loss": 1.5, "held_out/accuracy": 0.25, "held_out/wiki/loss": 1.75, "memory_mb": 31.5}
-    for each in steps:
-        each |= {"trained_tokens": 500, "tflops": 200.0 if each["step"] <= 20 else 100.0, "mfu": 0.25}
+    for step_row in steps:
+        step_row |= {"trained_tokens": 500, "tflops": 200.0 if step_row["step"] <= 20 else 100.0, "mfu": 0.25}
     steps[4]["held_out/exact"] = None  # NaN, in a file
     totals = RunTotals(steps[:10])  # of a run that was resumed
-    for each in steps[10:]:
-        totals.add(each)
-    assert len(totals.losses) == 20, "it does not grow with the run"
+    for step_row in steps[10:]:
+        totals.add(step_row)
+    assert len(totals.losses) == 20, "its size is constant"
     best = Best(BestTable(metric="held_out_loss"), 2)
     best.add(20, steps[19])
-    content = summary(FACTS, "finished", totals, {"mine.handler": {"kept": 3}}, {"weights": 4000}, (), best, "it is bad")
+    content = summary(INFO, "finished", totals, {"mine.handler": {"kept": 3}}, {"weights": 4000}, (), best, "it is bad")
     assert content == {
         "name": "quickstart",
         "outcome": "finished",
@@ -213,31 +201,16 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     ]
 
 
-def test_the_summary_of_odd_runs() -> None:
+def test_summaries_without_tokens_losses_or_steps() -> None:
     steps = rows(4)
     steps[3] |= {"loss": math.nan, "skipped": 1}
-    skipped = summary(FACTS, "finished", RunTotals(steps))
+    skipped = summary(INFO, "finished", RunTotals(steps))
     assert (skipped["skipped_steps"], skipped["final_loss"], skipped["mean_loss_last_20"]) == (1, steps[2]["loss"], 5.75)
     assert closing(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
     frames = [{"step": step, "loss": 1.0, "samples": 4, "seconds": 0.25} for step in (1, 2)]
-    content = summary(FACTS, "finished", RunTotals(frames))
+    content = summary(INFO, "finished", RunTotals(frames))
     assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
-    none = summary(FACTS, "failed", RunTotals())
+    none = summary(INFO, "failed", RunTotals())
     unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
     assert [none[key] for key in unknown] == [None] * 7
     assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
-
-
-def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_json(tmp_path / "summary.json", {"steps": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "summary.json", [object()])
-    monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(tmp_path / "summary.json", {"steps": 2})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-    assert to_json({"a": [math.inf, (1.5, math.nan)]}) == '{"a": [null, [1.5, null]]}'

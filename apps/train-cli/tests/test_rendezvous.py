@@ -288,20 +288,6 @@ def test_launchers_without_ranks_are_refused(environ: dict[str, str], message: s
         preflight.refuse_single_process_worlds(complete)
 
 
-@pytest.mark.parametrize(
-    ("threads", "ranks", "message"),
-    [("1", "2", "uses only 1 of 4 cores; set OMP_NUM_THREADS=4"), ("1", "8", ""), ("2", "2", "")],
-)
-def test_a_thread_limit_of_torchrun_is_noted(monkeypatch: pytest.MonkeyPatch, threads: str, ranks: str, message: str) -> None:
-    monkeypatch.setattr(preflight, "num_cores", lambda: 8)
-    environ = {"OMP_NUM_THREADS": threads, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": "x"}
-    note = preflight.thread_note(environ, is_cpu=True)
-    assert (message in note, bool(note)) == (True, bool(message))
-    assert preflight.thread_note(environ, is_cpu=False) == ""
-    del environ["TORCHELASTIC_RUN_ID"]
-    assert preflight.thread_note(environ, is_cpu=True) == ""
-
-
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 Start = Callable[..., Program]

@@ -1,4 +1,4 @@
-"""How far `doctor` says a run has come, and whether it is under way: from its rows, its lock, its summary and its records."""
+"""`doctor` derives the state and the last step of a run from its rows, lock, summary and records."""
 
 from __future__ import annotations
 
@@ -21,88 +21,88 @@ from train_cli.run_folder import WORK, FolderLock
 Cli = Callable[..., Any]
 
 
-def long_ago(made: Path) -> None:
+def set_old_times(run_folder: Path) -> None:
     then = time.time() - 960
-    os.utime(made / "metrics.jsonl", (then, then))
+    os.utime(run_folder / "metrics.jsonl", (then, then))
 
 
-def record_of(made: Path, rank: int, **more: Any) -> None:
-    """Writes what a rank has recorded in its last start, which lies long ago."""
+def write_record(run_folder: Path, rank: int, **changes: Any) -> None:
+    """Writes the record of a rank that started 16 minutes ago."""
     start = Start(rank, 2, 0, socket.gethostname(), 1, "cpu", time.time() - 960)
-    (made / WORK).mkdir(exist_ok=True)
-    with (made / WORK / f"rank-{rank}.jsonl").open("a") as file:
-        file.write(format_line(replace(start, **more)))
+    (run_folder / WORK).mkdir(exist_ok=True)
+    with (run_folder / WORK / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(format_line(replace(start, **changes)))
 
 
 @pytest.fixture
 def ended(folder: Path) -> Path:
-    """The folder of a run that was interrupted after two steps, long ago."""
-    made = folder / "runs" / "small"
-    made.mkdir(parents=True)
-    (made / "plan.toml").write_text('source_folder = "."', "utf-8")
-    (made / "metrics.jsonl").write_text('{"step": 101}\n{"step": 102}\n', "utf-8")
-    long_ago(made)
-    write_json(made / "summary.json", {"outcome": "interrupted", "steps": 2})
-    return made
+    """The folder of a run that was interrupted after two steps, 16 minutes ago."""
+    run_folder = folder / "runs" / "small"
+    run_folder.mkdir(parents=True)
+    (run_folder / "plan.toml").write_text('source_folder = "."', "utf-8")
+    (run_folder / "metrics.jsonl").write_text('{"step": 101}\n{"step": 102}\n', "utf-8")
+    set_old_times(run_folder)
+    write_json(run_folder / "summary.json", {"outcome": "interrupted", "steps": 2})
+    return run_folder
 
 
-def state(cli: Cli, made: Path) -> str:
-    return str(json.loads(cli("doctor", made, "--format", "json").out)["state"]["state"])
+def state(cli: Cli, run_folder: Path) -> str:
+    return str(json.loads(cli("doctor", run_folder, "--format", "json").out)["state"]["state"])
 
 
-def test_the_summary_of_an_earlier_start_says_nothing_of_a_run_that_was_resumed(cli: Cli, ended: Path) -> None:
-    record_of(ended, 0)
+def test_the_summary_of_an_earlier_start_is_ignored(cli: Cli, ended: Path) -> None:
+    write_record(ended, 0)
     assert state(cli, ended) == "interrupted"
     with (ended / "metrics.jsonl").open("a") as file:
         file.write('{"step": 103}\n')
-    long_ago(ended)
+    set_old_times(ended)
     assert state(cli, ended) == "killed"
 
 
-def test_nor_where_a_rank_has_started_since_and_taken_the_same_steps_again(cli: Cli, ended: Path) -> None:
-    record_of(ended, 0)
-    record_of(ended, 1, time=time.time() + 100)
+def test_a_later_start_of_a_rank_counts(cli: Cli, ended: Path) -> None:
+    write_record(ended, 0)
+    write_record(ended, 1, time=time.time() + 100)
     assert state(cli, ended) == "killed"
 
 
-def test_whether_a_run_of_another_host_is_under_way_is_not_known(cli: Cli, ended: Path) -> None:
+def test_the_state_of_a_run_on_another_host_is_unknown(cli: Cli, ended: Path) -> None:
     (ended / "summary.json").unlink()
-    record_of(ended, 1, host="elsewhere")
+    write_record(ended, 1, host="elsewhere")
     assert state(cli, ended) == "unknown"
-    record_of(ended, 0)
-    assert state(cli, ended) == "killed", "rank 0 has the folder, and was here"
-    record_of(ended, 0, host="elsewhere")
+    write_record(ended, 0)
+    assert state(cli, ended) == "killed", "rank 0 owns the folder and ran on this host"
+    write_record(ended, 0, host="elsewhere")
     assert state(cli, ended) == "unknown"
 
 
-def test_rows_that_cannot_be_read_are_an_error_with_a_name(cli: Cli, ended: Path) -> None:
+def test_unreadable_rows_are_an_error(cli: Cli, ended: Path) -> None:
     (ended / "metrics.jsonl").unlink()
     (ended / "metrics.jsonl").mkdir()
     for form in ("text", "json"):
-        said = cli("doctor", ended, "--format", form)
-        assert said.code == 2
-        assert "no-run" in said.err
-        assert f"the files in `{ended}` cannot be read: Is a directory" in said.err
+        result = cli("doctor", ended, "--format", form)
+        assert result.code == 2
+        assert "no-run" in result.err
+        assert f"the files in `{ended}` cannot be read: Is a directory" in result.err
 
 
-def test_how_far_a_run_has_come_is_told_by_its_rows_its_lock_and_its_summary(cli: Cli, folder: Path) -> None:
-    made = folder / "runs" / "small"
-    made.mkdir(parents=True)
-    (made / "plan.toml").write_text('source_folder = "."', "utf-8")
-    assert "it was killed; no step was finished\n" in cli("doctor", made).out
-    (made / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st', "utf-8")
-    lock = FolderLock(made)
-    came = r"all ranks finished step 2, \d s ago\n"
-    assert re.search("the run is still running; " + came, cli("doctor", made).out)
+def test_the_state_depends_on_rows_lock_and_summary(cli: Cli, folder: Path) -> None:
+    run_folder = folder / "runs" / "small"
+    run_folder.mkdir(parents=True)
+    (run_folder / "plan.toml").write_text('source_folder = "."', "utf-8")
+    assert "it was killed; no step was finished\n" in cli("doctor", run_folder).out
+    (run_folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st', "utf-8")
+    lock = FolderLock(run_folder)
+    last_step = r"all ranks finished step 2, \d s ago\n"
+    assert re.search("the run is still running; " + last_step, cli("doctor", run_folder).out)
     lock.release()
-    not_known = (
+    unknown = (
         "no process on this host holds the run's lock: it may be running on another host, or was killed (repeat this command in"
     )
-    assert re.search(f"{re.escape(not_known)} .*; {came}", cli("doctor", made).out)
-    long_ago(made)
+    assert re.search(f"{re.escape(unknown)} .*; {last_step}", cli("doctor", run_folder).out)
+    set_old_times(run_folder)
     killed = "no process on this host holds the run's lock: it was killed; all ranks finished step 2, 16 min ago, but none"
-    assert killed in cli("doctor", made).out
-    write_json(made / "summary.json", {"outcome": "finished", "steps": 2})
-    told = json.loads(cli("doctor", made, "--format", "json").out)
-    assert (told["state"]["state"], told["state"]["step"]) == ("finished", 2)
-    assert (told["slow"], told["why_not"]) == ([], "no rank has recorded a step")
+    assert killed in cli("doctor", run_folder).out
+    write_json(run_folder / "summary.json", {"outcome": "finished", "steps": 2})
+    output = json.loads(cli("doctor", run_folder, "--format", "json").out)
+    assert (output["state"]["state"], output["state"]["step"]) == ("finished", 2)
+    assert (output["slow"], output["why_not"]) == ([], "no rank has recorded a step")

@@ -1,4 +1,4 @@
-"""`show`: the resolved plan with origins, ranks, groups and handlers, and the drawing of a pipeline's step."""
+"""`show` prints the resolved plan with origins, the ranks, groups and handlers, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train_cli.commands.show import group_lines, rank_lines
 Cli = Callable[..., Any]
 
 
-def test_show_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
+def test_the_output_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
     result = cli("show", "plan.toml", "--set", "run.seed=7")
     assert result.err == ""
     lines = [line.partition("  # ") for line in result.out.splitlines()]
@@ -27,7 +27,7 @@ def test_show_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:
     assert plan_from_text(shown, folder=plan.parent) == load_plan(plan, ["run.seed=7"])
 
 
-def test_show_of_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
+def test_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
     out = cli("show", plan, "--set", "parallel.dp=4").out
     assert "# world of 4: pp 1, dp 4, sp 1, wdp 4, wp 1" in out
     assert "dp[0-3]" in out
@@ -38,9 +38,9 @@ def test_show_of_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
     assert cli("show", plan, "--rank", "2").code == 3
 
 
-def test_show_as_json(cli: Cli, plan: Path) -> None:
+def test_json_output(cli: Cli, plan: Path) -> None:
     shown = json.loads(cli("show", "plan.toml", "--format", "json").out)
-    values = {each["path"]: each for each in shown["plan"]}
+    values = {entry["path"]: entry for entry in shown["plan"]}
     assert values["run.steps"] == {"path": "run.steps", "value": 4, "origin": {"file": "plan.toml", "line": 5, "column": 1}}
     assert shown["world"] == 2
     assert shown["ranks"][1]["dp"] == 1
@@ -48,7 +48,7 @@ def test_show_as_json(cli: Cli, plan: Path) -> None:
     assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer", "tolerance": 0.0}]
 
 
-def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
+def test_handlers_have_their_tolerance(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
     install(
         "sley-odd",
         "odd",
@@ -72,7 +72,7 @@ def test_show_says_which_handler_is_not_exact(cli: Cli, plan: Path, install: Cal
     assert cli("show", plan, "--set", "gradient_handlers.0.coarse=false").out.rstrip().endswith("1  odd.sum  (reducer)")
 
 
-def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
+def test_a_large_world_has_few_lines(cli: Cli, plan: Path) -> None:
     topology = Topology.of(2048, pp=4, sp=4, wp=16)
     lines = [*rank_lines(topology, None), *group_lines(list(topology.groups()))]
     assert len(lines) < 60
@@ -81,7 +81,7 @@ def test_a_large_world_is_shown_in_a_few_lines(cli: Cli, plan: Path) -> None:
     assert len(json.loads(cli(*arguments).out)["ranks"]) == 1024
 
 
-def test_stages_of_a_pipeline_stand_one_below_the_other(cli: Cli, plan: Path) -> None:
+def test_the_timeline_has_a_line_per_stage(cli: Cli, plan: Path) -> None:
     stages = ["parallel.dp=1", "parallel.pp=2", 'pipeline={use="pp.gpipe"}', "model.num_layers=2", "batch.global_size=3"]
     drawn = cli("show", plan, "--timeline", changes=stages).out
     assert "stage 0  F0-F1-F2-" in drawn

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,11 +97,10 @@ def _full_lines(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
         yield f"{margin}{paint('-->', 'blue')} {location}"
         if diagnostic.source_line is not None and location.column:
             line, start = _printable(diagnostic.source_line.rstrip("\r\n")), location.column - 1
-            culprit = line[start : start + max(1, location.length)]
-            blank = "".join("\t" if char == "\t" else " " * _width(char) for char in line[:start])
+            blank = "".join("\t" if char == "\t" else " " for char in line[:start])
             yield f"{margin} {bar}"
             yield f"{paint(number, 'blue')} {bar} {line}"
-            yield f"{margin} {bar} {blank}{paint('^' * max(1, _width(culprit)), 'red')}"
+            yield f"{margin} {bar} {blank}{paint('^' * max(1, location.length), 'red')}"
             yield f"{margin} {bar}"
     if diagnostic.hint:
         yield ""
@@ -112,8 +110,3 @@ def _full_lines(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
 def _printable(text: str) -> str:
     """Returns `text` without control characters: a plan's content must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _width(text: str) -> int:
-    """Returns the number of columns of `text` on a terminal, where East Asian wide characters take two."""
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)

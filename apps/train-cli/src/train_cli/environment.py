@@ -36,32 +36,24 @@ def num_cores() -> int:
     """Returns the number of cores that this process may use. In a container, affinity or cgroup limits may allow fewer cores
     than the machine has.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return int(min(cores, max(1.0, cgroup_cores(Path("/")))))
+    return int(min(len(os.sched_getaffinity(0)), max(1.0, cgroup_cores(Path("/")))))
 
 
 def cgroup_cores(root: Path) -> float:
-    """Returns the CPU limit of this process's cgroups, v1 or v2, in cores; infinity without a limit. root: the root of the file
-    system.
+    """Returns the CPU limit of this process's cgroup (version 2) and its parents, in cores; infinity without a limit.
+
+    root: the root of the file system. A container may see its own cgroup as the root.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
     except OSError:
         return math.inf
     limits = [math.inf]
-    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        mounts = [controllers, "cpu"] if controllers else ["", "unified"]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group_path = PurePosixPath(path.lstrip("/"))
-        # Limits of parent groups count too. A container may see its own cgroup as the root.
-        groups = [root / "sys/fs/cgroup" / mount / group for mount in mounts for group in (group_path, *group_path.parents)]
-        for group in groups:
-            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-                with suppress(OSError, ValueError):  # no such file; or "max": no limit
-                    quota, period = map(float, " ".join((group / name).read_text("utf-8") for name in names).split())
-                    limits += [quota / period] if quota > 0 else []
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            with suppress(OSError, ValueError):  # no such file; or "max": no limit
+                quota, period = map(float, (root / "sys/fs/cgroup" / group / "cpu.max").read_text("utf-8").split())
+                limits.append(quota / period)
     return min(limits)
 
 

@@ -256,9 +256,8 @@ def rank_variables(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]
     """Returns the environment variables to add for `num_ranks` local ranks. They restrict communication to loopback, and set
     OMP_NUM_THREADS unless `environ` has it.
     """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks))}
-    return {LAUNCHER: str(os.getpid()), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **threads}
+    return {LAUNCHER: str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **threads}
 
 
 @contextmanager

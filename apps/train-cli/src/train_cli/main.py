@@ -28,7 +28,7 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginE
 from sley_core.process import disable_gc
 from train_cli import console
 from train_cli.console import Settings
-from train_cli.options import MessageFormat, option_hint
+from train_cli.options import MessageFormat
 from train_cli.stopping import Terminated
 
 GROUP = "sley.commands"
@@ -153,15 +153,11 @@ class Commands(TyperGroup):
         names = self.list_commands(ctx)
         width = max(map(len, names))
         summaries = {name: foreign_summary(name) for name in names if name not in self.commands}
-        missing = {name: package for name, package in PACKAGES.items() if name not in foreign_commands()}
-        absent = {name: f"{COMMANDS[name]} (sley-{package})" for name, package in missing.items()}
-        for title, section in {**SECTIONS, "Of other packages": summaries, "Not installed": absent}.items():
-            dim = title == "Not installed"
-            rows = {name: summary for name, summary in section.items() if dim or name not in missing}
-            if rows:
+        missing = {name: f" (needs sley-{package})" for name, package in PACKAGES.items() if name not in foreign_commands()}
+        for title, section in {**SECTIONS, "Of other packages": summaries}.items():
+            if section:
                 with formatter.section(title):
-                    cells = [(name.ljust(width), summary) for name, summary in rows.items()]
-                    formatter.write_dl([tuple(typer.style(cell, dim=True) for cell in row) for row in cells] if dim else cells)
+                    formatter.write_dl([(name.ljust(width), text + missing.get(name, "")) for name, text in section.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands or cmd_name not in foreign_commands():
@@ -188,16 +184,7 @@ class LazyCommand(TyperCommand):
             loaded = app
         command = typer.main.get_command(loaded)
         command.params.extend(self._options)
-        try:
-            return command.make_context(info_name, args, parent, **extra)
-        except Exception as error:
-            # Click's NoSuchOption, or the copy in some releases of Typer: print our hint instead of similar options.
-            unknown: Any = error
-            if hasattr(unknown, "possibilities") and hasattr(unknown, "option_name"):
-                hint = option_hint(unknown.option_name, [option for param in command.params for option in param.opts])
-                unknown.possibilities = None
-                unknown.message += f" ({hint})" if hint else ""
-            raise
+        return command.make_context(info_name, args, parent, **extra)
 
 
 def command() -> Any:

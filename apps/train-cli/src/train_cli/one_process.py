@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,31 +13,31 @@ from sley_core.data.dataset import DataContext, Sample
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.records import GradientHandlerRecord
-from train_cli.saved import checkpoint_reader, load_run_document, newest_weights
+from train_cli.saved import load_run_document, open_weights
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
-_WRITES = ("checkpoint", "profile")
+_OUTPUT_TABLES = ("checkpoint", "profile")
 """The tables that only write files."""
 
-_OF_CHECKPOINTS = ("keep_best", "patience")
+_CHECKPOINT_KEYS = ("keep_best", "patience")
 """Keys of `[evaluation]` that need checkpoints."""
 
-_LAYOUT = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")
+_LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pools")
 """The tables that change where and when values are computed, but no value."""
 
-_BETWEEN_RANKS = ("reducer", "tie")
+_LAYOUT_ROLES = ("reducer", "tie")
 """Roles of handlers that a layout needs. A transform changes the result and is kept."""
 
-_EITHER = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
+_EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
 """Keys of `[data]` that exclude each other: setting one removes the other."""
 
 
 def read_only_plan(plan: Plan) -> Plan:
     """Returns the plan without the tables that write files; the layout is unchanged."""
-    return _with_tables(plan, _without(plan, _WRITES))
+    return _replace_tables(plan, _remove_tables(plan, _OUTPUT_TABLES))
 
 
 def one_process_plan(plan: Plan) -> Plan:
@@ -45,18 +45,18 @@ def one_process_plan(plan: Plan) -> Plan:
 
     It keeps all that determines the values: batches, microbatches, seed, precision, `reduction` and transforms.
     """
-    tables = _without(plan, (*_WRITES, *_LAYOUT))
+    tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
     handlers = zip(tables.get("gradient_handlers", []), plan.gradient_handlers, strict=False)
-    tables["gradient_handlers"] = [table for table, handler in handlers if not _is_between_ranks(handler.record)]
-    return _with_tables(plan, tables)
+    tables["gradient_handlers"] = [table for table, handler in handlers if not _belongs_to_layout(handler.record)]
+    return _replace_tables(plan, tables)
 
 
 def has_layout(plan: Plan) -> bool:
     """Returns whether `one_process_plan` would remove anything from the plan; offload and recomputation count."""
     tables = plan.document.tables
     handlers = plan.gradient_handlers
-    return any(tables.get(key) for key in _LAYOUT) or any(_is_between_ranks(handler.record) for handler in handlers)
+    return any(tables.get(key) for key in _LAYOUT_TABLES) or any(_belongs_to_layout(handler.record) for handler in handlers)
 
 
 def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
@@ -68,7 +68,7 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
     changed = {str(override.path[1]) for override in document.overrides}
     if changed:
         removed = {"samples_per_epoch"}  # belongs to the run's own data
-        for pair in _EITHER:
+        for pair in _EXCLUSIVE_KEYS:
             removed |= set(pair) if changed & set(pair) else set()
         table = {key: value for key, value in document.tables["data"].items() if key in changed or key not in removed}
         document = replace(document, tables={**document.tables, "data": table})
@@ -78,19 +78,17 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 @contextmanager
 def open_trained_run(
     folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False, batches: int | None = None
-) -> Iterator[tuple[Run, str]]:
-    """Yields a one-process run that has the newest weights of the run in `folder`, or with `best` those of its best checkpoint,
-    and a description of these weights.
+) -> Iterator[Run]:
+    """Yields a one-process run that has the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
+    Prints the origin of these weights.
 
     plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation, with `batches` batches if
     set; without it no data are opened. Raises UsageError "no-weights".
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
-    from sley_core.run_state.tensors import plan_and_weights
-    from sley_core.weight_files.read import WeightFiles
 
-    path, step = newest_weights(folder, plan, best=best)
+    _, weights = open_weights(str(folder), best=best)
     tables = one_process_plan(plan).document.tables
     tables["run"]["device"] = "auto"
     config: Any = plan.model.config
@@ -101,21 +99,12 @@ def open_trained_run(
         if plan.document.overrides:  # of [data], by `plan_with_data`
             evaluation = {**evaluation, "held_out": True}
         tables["evaluation"] = evaluation if batches is None else {**evaluation, "steps": batches}
-    single = _with_tables(plan, tables)
+    one_process = _replace_tables(plan, tables)
     if not with_evaluation:
-        single = _without_data(single)
-    with ExitStack() as stack:
-        run = stack.enter_context(assemble(single, World.alone(single.run.device)))
-        if isinstance(path, Path):
-            weights: Any = WeightFiles(path)
-            description = f"the weights{'' if step is None else f' of step {step}'} in {path}"
-        else:
-            checkpoint = checkpoint_reader(plan).open(path)
-            assert checkpoint is not None, path
-            _, weights = plan_and_weights(checkpoint)
-            description = f"the checkpoint of step {step} in {path}"
+        one_process = _without_data(one_process)
+    with assemble(one_process, World.alone(one_process.run.device)) as run:
         run.load_weights((name, weights.tensor(name)) for name in weights.names)
-        yield run, description
+        yield run
 
 
 class NoData:
@@ -142,20 +131,20 @@ def _without_data(plan: Plan) -> Plan:
         name: {key: value for key, value in asdict(field).items() if value is not None} for name, field in info.fields.items()
     }
     table = {key: value for key, value in table.items() if value is not None}
-    return _with_tables(plan, {**deepcopy(dict(plan.document.tables)), "data": table})
+    return _replace_tables(plan, {**deepcopy(dict(plan.document.tables)), "data": table})
 
 
-def _is_between_ranks(record: object) -> bool:
+def _belongs_to_layout(record: object) -> bool:
     assert isinstance(record, GradientHandlerRecord), record
-    return record.role in _BETWEEN_RANKS
+    return record.role in _LAYOUT_ROLES
 
 
-def _without(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
+def _remove_tables(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
     tables = {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
     if "evaluation" in tables:  # there is no checkpoint to keep
-        tables["evaluation"] = {key: value for key, value in tables["evaluation"].items() if key not in _OF_CHECKPOINTS}
+        tables["evaluation"] = {key: value for key, value in tables["evaluation"].items() if key not in _CHECKPOINT_KEYS}
     return tables
 
 
-def _with_tables(plan: Plan, tables: dict[str, Any]) -> Plan:
+def _replace_tables(plan: Plan, tables: dict[str, Any]) -> Plan:
     return resolve_plan(replace(plan.document, tables=tables), plan.loader)

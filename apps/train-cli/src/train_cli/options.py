@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sley_core.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 class OutputFormat(StrEnum):
@@ -71,27 +66,3 @@ def world_size(world: int | None, nodes: int | None, per_node: int | None) -> in
     if world is not None:
         raise UsageError("world", "`--world` cannot be used with `--nodes` and `--per-node`", hint="remove one of them")
     return nodes * per_node
-
-
-def option_hint(option: str, options: Iterable[str]) -> str:
-    """Returns a hint for the unknown `option`: a similar option in `options`, or a key of the plan. May be empty."""
-    from sley_core.words import FOREIGN_KEY_HINTS, SYNONYMS
-
-    if close := get_close_matches(option, options, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    word = option.lstrip("-").replace("-", "_")
-    if word in FOREIGN_KEY_HINTS:
-        return FOREIGN_KEY_HINTS[word]
-    suffix = f".{SYNONYMS.get(word, word)}="
-    key = next((name for name in (*_table_keys(), "optimizer.lr=") if name.endswith(suffix)), None)
-    return f"set it in the plan: --set {key}VALUE" if key else ""
-
-
-def _table_keys() -> Iterator[str]:
-    """Yields the keys that any plan may have, each with an equals sign: `run.steps=`, `model.use=`, `metrics.0.use=`."""
-    from sley_core.plan.kinds import COMPONENTS
-    from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
-
-    for table, model in {**TABLES, **OPTIONAL_TABLES}.items():
-        yield from (f"{table}.{key}=" for key in model.model_fields)
-    yield from (f"{spec.key}.{'0.' if spec.is_list else ''}use=" for spec in COMPONENTS if not spec.has_names)

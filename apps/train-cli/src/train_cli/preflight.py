@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from sley_core.errors import RunError, UsageError
 from train_cli import console
 from train_cli.console import Settings
-from train_cli.environment import num_cores
-from train_cli.stopping import ELASTIC, has_launcher
+from train_cli.stopping import has_launcher
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -148,14 +147,3 @@ def _notify_others(fault: Fault) -> None:
         Rendezvous.join(os.environ, timeout_s=_NOTIFY_S).give_up(f"{location}{first.message}", first.hint)
     except (RunError, KeyError, ValueError):
         return  # this rank's own error matters more
-
-
-def thread_note(environ: Mapping[str, str], *, is_cpu: bool) -> str:
-    """Returns a note if torchrun has limited each rank to one thread although it could use more; "" otherwise, or on a GPU."""
-    ranks = environ.get("LOCAL_WORLD_SIZE", "1")
-    if not is_cpu or ELASTIC not in environ or environ.get("OMP_NUM_THREADS") != "1" or not ranks.isdecimal():
-        return ""
-    share = num_cores() // max(1, int(ranks))
-    if share <= 1 or has_launcher():
-        return ""
-    return f"torchrun has set OMP_NUM_THREADS=1, so each rank uses only 1 of {share} cores; set OMP_NUM_THREADS={share}"

@@ -43,15 +43,15 @@ _POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
 Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
-ARRIVED = (
+ARRIVAL = (
     "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
-BUILT = (
+BUILD = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""What missing ranks have not done, and a hint."""
+"""The part of a message about missing ranks, and a hint."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Rendezvous:
             if self._read_key("verdict") == {}:
                 raise _used_before()
             self._record_arrival(self._difference(first, info, details) if "info" in first else {})
-        self._finish(ARRIVED, self.timeout_s)
+        self._finish(ARRIVAL, self.timeout_s)
 
     @contextmanager
     def all_or_none(self, timeout_s: float) -> Iterator[None]:
@@ -131,7 +131,7 @@ class Rendezvous:
             raise
         if self.rank:
             self._record_arrival({})
-        self._finish(BUILT, timeout_s)
+        self._finish(BUILD, timeout_s)
 
     def give_up(self, reason: str, hint: str | None) -> None:
         """Sends the reason why this rank cannot start to all ranks. Rank 0 returns when they know it, or after a time limit."""

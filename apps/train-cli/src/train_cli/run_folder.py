@@ -1,4 +1,4 @@
-"""Makes and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of an installed package.
+"""Makes and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of sley-doctor.
 
 The folder has the resolved `plan.toml`, `start.json`, and the run's output: `metrics.jsonl`, `summary.json`, traces, the
 final weights, `faults` if it failed, and `attempt.json`, which lists the checkpoints from which it may resume.
@@ -6,6 +6,7 @@ final weights, `faults` if it failed, and `attempt.json`, which lists the checkp
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -13,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import ELOOP
 from functools import cache
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ import tomli
 
 from sley_core.attempt import NAME as ATTEMPT
 from sley_core.attempt import PLAN, torchrun_id
-from sley_core.errors import PlanError, PluginError, SleyError
+from sley_core.errors import PlanError, SleyError
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
 from sley_core.whole_files import write_atomically
@@ -35,16 +37,13 @@ if TYPE_CHECKING:
     from sley_core.errors import Diagnostic
 
 LOCK = ".lock"
-GROUP = "sley.recorders"
-"""The entry point group of recorders, which are subclasses of `RunRecorder`; sley-doctor has one."""
-
 FAULTS = "faults"
 WORK = "work"
 """The folders in a run folder that a recorder writes: failure reports, and each rank's work."""
 
 
 class RunRecorder:
-    """Records nothing; a package's recorder overrides methods. `folder` is always the run folder."""
+    """Records nothing. sley-doctor's recorder overrides all methods. `folder` is always the run folder."""
 
     def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         """Returns a context manager that records this rank's steps. It must not wait for other ranks.
@@ -74,22 +73,11 @@ class RunRecorder:
 
 @cache
 def recorder() -> RunRecorder:
-    """Returns the installed recorder, or one that records nothing.
-
-    Raises PluginError "recorder-import" if it cannot be imported, and "recorder-ambiguous" if several are installed.
-    """
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.value)
-    if not points:
+    """Returns the recorder of sley-doctor if it is installed, else one that records nothing."""
+    if find_spec("sley_doctor") is None:
         return RunRecorder()
-    if len(points) > 1:
-        names = " and ".join(f"`{point.value}`" for point in points)
-        raise PluginError("recorder-ambiguous", f"several packages record runs: {names}", hint="uninstall all but one")
-    try:
-        recorder_of_package: RunRecorder = points[0].load()()
-    except Exception as error:
-        message = f"the recorder `{points[0].value}` cannot be imported: {type(error).__name__}: {error}"
-        raise PluginError("recorder-import", message, hint="reinstall its package, or uninstall it") from error
-    return recorder_of_package
+    doctor_recorder: RunRecorder = import_module("sley_doctor.recorder").DoctorRecorder()
+    return doctor_recorder
 
 
 class FolderInUseError(Exception):
@@ -103,15 +91,15 @@ class FolderInUseError(Exception):
 class FolderLock:
     """Makes `folder` if it is missing, and locks it. Raises FolderInUseError, and OSError if it cannot be written.
 
-    The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, and on
-    systems without fcntl, nothing is locked.
+    The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, nothing is
+    locked.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         while True:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 _lock_or_raise(self._file)
                 if self._is_current():  # else its former owner has just removed it, perhaps with the folder
@@ -143,7 +131,7 @@ class FolderLock:
 def check_unlocked(folder: Path) -> None:
     """Raises FolderInUseError if a run has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        file = os.open(folder / LOCK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             _lock_or_raise(file)
         finally:
@@ -152,10 +140,6 @@ def check_unlocked(folder: Path) -> None:
 
 def lock(file: int) -> None:
     """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has locked it."""
-    try:
-        import fcntl
-    except ImportError:
-        return
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -190,7 +174,7 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
     cannot be written.
     """
     folder = run_folder(plan)
-    try:
+    with _folder_errors(plan, folder):
         check_unlocked(folder)
         if _has_files(folder):
             if not overwrite and not resume:
@@ -201,14 +185,10 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
                 hint = "choose another `run.name` or `run.folder`"
                 raise _refusal_error(plan, f"`{folder}` is not a run folder, so it is not replaced", hint)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except FolderInUseError as error:
-        raise _in_use_error(plan, folder, error) from None
-    except OSError as error:
-        raise _unwritable_error(plan, folder, error) from error
-    if not nearest.is_dir():
-        raise _unwritable_error(plan, folder, NotADirectoryError(0, "it is a file", str(nearest)))
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _unwritable_error(plan, folder, PermissionError(0, "permission denied", str(nearest)))
+        if not nearest.is_dir():
+            raise NotADirectoryError(0, "it is a file", str(nearest))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(0, "permission denied", str(nearest))
 
 
 @contextmanager
@@ -222,17 +202,14 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
     is_second = is_restart(folder)
-    try:
+    with _folder_errors(plan, folder):
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
         lock = FolderLock(folder)
-    except FolderInUseError as error:
-        raise _in_use_error(plan, folder, error) from None
-    except OSError as error:
-        raise _unwritable_error(plan, folder, error) from error
     try:
         if not (resume and _is_run_folder(folder)):
-            _initialize(plan, folder, overwrite=overwrite)
+            with _folder_errors(plan, folder):
+                _initialize(plan, folder, overwrite=overwrite)
         if not is_second:  # else keep the reports of torchrun's first attempt
             recorder().forget(folder)
         yield folder
@@ -246,17 +223,14 @@ def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
     """Deletes all files but reports from the folder, which this process has locked, and writes the plan."""
     if _has_files(folder) and not (overwrite and _is_run_folder(folder)):
         raise _refusal_error(plan, f"another run has just made `{folder}`", "choose another `run.name`")
-    try:
-        for path in folder.iterdir():
-            if path.name == FAULTS:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
-        write_plan(plan, folder)
-    except OSError as error:
-        raise _unwritable_error(plan, folder, error) from error
+    for path in folder.iterdir():
+        if path.name == FAULTS:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    write_plan(plan, folder)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
@@ -294,15 +268,18 @@ def _is_run_folder(folder: Path) -> bool:
     return "source_folder" in written
 
 
-def _in_use_error(plan: Plan, folder: Path, error: FolderInUseError) -> SleyError:
-    process = f", process {error.pid}" if error.pid else ""
-    hint = "wait until it ends, or choose another `run.name`"
-    return _refusal_error(plan, f"`{folder}` is used by an active run{process}", hint)
-
-
-def _unwritable_error(plan: Plan, folder: Path, error: OSError) -> SleyError:
-    message = f"cannot write `{error.filename or folder}`: {error.strerror or error}"
-    return _refusal_error(plan, message, "choose another `run.folder`", key="folder")
+@contextmanager
+def _folder_errors(plan: Plan, folder: Path) -> Iterator[None]:
+    """Turns FolderInUseError and OSError into PlanError "run-folder"."""
+    try:
+        yield
+    except FolderInUseError as error:
+        process = f", process {error.pid}" if error.pid else ""
+        hint = "wait until it ends, or choose another `run.name`"
+        raise _refusal_error(plan, f"`{folder}` is used by an active run{process}", hint) from None
+    except OSError as error:
+        message = f"cannot write `{error.filename or folder}`: {error.strerror or error}"
+        raise _refusal_error(plan, message, "choose another `run.folder`", key="folder") from error
 
 
 def _refusal_error(plan: Plan, message: str, hint: str, key: str = "name") -> SleyError:

@@ -20,6 +20,7 @@ from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
+from train_cli.console import say
 from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sley_core.protocols import CheckpointFiles, RestoreResult
     from sley_core.run import Run
     from sley_core.run_state.pieces import SavedRun
+    from sley_core.weight_files.read import TensorReader
 
 AUTO = "auto"
 """The value of `--resume` for the newest checkpoint of the run itself, or for none if the run has taken no step."""
@@ -72,11 +74,11 @@ def load_run_plan(folder: Path) -> Plan:
     return resolve_plan(load_run_document(folder), Loader())
 
 
-def load_run_document(folder: Path, compare_plans: Sequence[str] = ()) -> Document:
-    """Returns the unresolved plan of the run in `folder`, with `compare_plans`. Raises the same errors as `load_run_plan`."""
+def load_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
+    """Returns the unresolved plan of the run in `folder`, with changes. Raises the same errors as `load_run_plan`."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN}`")
-    return use_copied_files(read_file(folder / PLAN, compare_plans), folder)
+    return use_copied_files(read_file(folder / PLAN, changes), folder)
 
 
 def is_remote(path: str) -> bool:
@@ -168,6 +170,31 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
         hint = "wait until it ends, or add `[checkpoint]` to its plan; a failed run writes no final weights"
         raise UsageError("no-weights", f"the run in `{folder}` has no weights and no checkpoint", hint=hint)
     return final
+
+
+def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
+    """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
+    from sley_core.run_state.tensors import plan_and_weights
+    from sley_core.weight_files.read import WeightFiles
+
+    path: Path | str = run
+    plan = None
+    if (Path(run) / PLAN).is_file():
+        plan = load_run_plan(Path(run))
+        path, step = newest_weights(Path(run), plan, best=best)
+        if isinstance(path, Path):
+            say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
+            return plan, WeightFiles(path)
+    elif best:
+        raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
+    may_exist = is_remote(str(path)) or Path(path).is_dir()
+    checkpoint = checkpoint_reader(plan).open(str(path)) if may_exist else None
+    if checkpoint is None:
+        raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
+    saved_plan, source = plan_and_weights(checkpoint)
+    progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
+    say(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
+    return plan or saved_plan, source
 
 
 def may_resume(plan: Plan, folder: Path) -> bool:

@@ -50,14 +50,13 @@ LAUNCHER = "SLEY_LAUNCHER"
 """The environment variable in which a local launch passes its process id to its ranks."""
 
 ELASTIC = "TORCHELASTIC_RUN_ID"
-"""The environment variable that torchrun sets for its workers, which on Linux also die with it."""
+"""The environment variable that torchrun sets for its workers, which also die with it."""
 
 _WAKE = b"\0"
 _SHOW_CURSOR = b"\x1b[?25h"
 """Shows the cursor, which a progress line may have hidden."""
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_INTERVAL_S = 0.5
 
 _has_launcher = False
 
@@ -70,8 +69,8 @@ def has_launcher() -> bool:
 def die_with_launcher() -> None:
     """Makes this process end with its launcher, also after `kill -9` of the launcher. Does nothing without a launcher.
 
-    On Linux the kernel sends the signal, even while the rank hangs in a driver; elsewhere a thread watches the parent. Must be
-    called before slow imports. Exits if the launcher has already died.
+    The kernel sends the signal, even while the rank hangs in a driver. Must be called before slow imports. Exits if the
+    launcher has already died.
     """
     global _has_launcher
     # Removed, so that processes that the rank starts do not take themselves for ranks.
@@ -79,20 +78,11 @@ def die_with_launcher() -> None:
     _has_launcher = launcher != 0
     if not _has_launcher and ELASTIC not in os.environ:
         return
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    elif _has_launcher:
-        threading.Thread(target=_watch_parent, args=(launcher,), name="sley-watch-launcher", daemon=True).start()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if _has_launcher and os.getppid() != launcher:
         os._exit(1)
-
-
-def _watch_parent(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_WATCH_INTERVAL_S)
-    os._exit(1)
 
 
 def exit_rank(code: int) -> NoReturn:

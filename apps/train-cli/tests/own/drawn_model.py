@@ -1,9 +1,9 @@
-"""Drawn models from their description, with the habits of users' code: `[model] factory = "drawn_model:model"`.
+"""Builds a model from its description, with patterns of user code: `[model] factory = "drawn_model:model"`.
 
     {"width": 4, "layers": [{"body": "feed", "take": "tensor", "give": "tuple", ...}, ...], "ties": [["a.weight", "b.weight"]],
      "shared": [...], "frozen": ["blocks.0.*"]}
 
-A body computes: `body(hidden, tokens)`. A form says how a layer hands on `hidden`, and with it a second tensor in some forms.
+A body computes `body(hidden, tokens)`. A form packs `hidden`, and in some forms a second tensor, into the output of a layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from sley_core.api.model import Attention
 from sley_core.data.dataset import DataContext, DataInfo, Field
 
 VOCABULARY, LENGTH, ROWS = 7, 4, 64
-HELD_OUT = 10**6
-"""The key of the first held-out sample."""
 
 FIELDS = {"tokens": Field("int64", sequence_dim=1, ids="token"), "labels": Field("int64", sequence_dim=1, ids="label")}
 Named = list[tuple[str, nn.Module]]
@@ -102,7 +100,7 @@ def _attends(body: Any, hidden: Tensor, tokens: Tensor | None) -> Tensor:
 
 
 def _adapter(width: int) -> dict[str, nn.Module]:
-    """A frozen linear and a small trained pair beside it, which adds nothing at first."""
+    """Returns a frozen linear layer and a trained low-rank pair, which is zero at first."""
     down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
     nn.init.zeros_(up.weight)
     return {"base": nn.Linear(width, width).requires_grad_(False), "down": down, "up": up}
@@ -116,14 +114,14 @@ def _half_frozen(width: int) -> dict[str, nn.Module]:
 
 
 def _counts(body: Any, hidden: Tensor, tokens: Tensor | None) -> Tensor:
-    """Uses a linear as often as the data say."""
+    """Calls a linear layer a number of times that depends on the data."""
     for _ in range(1 + int(tokens[0, 0]) % 3):  # type: ignore[index]
         hidden = hidden + body.inner(hidden).tanh()
     return hidden
 
 
 def _chooses(body: Any, hidden: Tensor, tokens: Tensor | None) -> Tensor:
-    """One of two linears, or neither."""
+    """Calls one of two linear layers, or none."""
     choice = int(tokens[0, -1]) % 3  # type: ignore[index]
     return hidden if choice == 0 else body.one(hidden) if choice == 1 else hidden - body.two(hidden)
 
@@ -133,7 +131,7 @@ def _normed(width: int) -> dict[str, nn.Module]:
 
 
 class Scales(nn.Module):
-    """Parameters of its own, and buffers, one of which is not saved."""
+    """Has parameters and buffers outside of other modules; one buffer is not saved."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -172,13 +170,13 @@ KINDS: dict[str, tuple[Make, Run]] = {
 }
 BODIES = (*KINDS, "scales")
 BY_POSITION = tuple(name for name in BODIES if name not in ("mixes", "recurs", "viewed", "counts", "chooses"))
-"""Bodies that a slice of a sequence computes as the whole does."""
+"""Bodies that compute the same for a slice of a sequence as for the full sequence."""
 
 BY_DATA = frozenset({"counts", "chooses"})
 """Bodies whose computation depends on the tokens."""
 
 MAY_BE_CHANGED = {*BODIES} - {"adds", "begins", "viewed", "recurs", "checkpoints", "reads", "counts", "chooses"}
-"""Bodies whose output is fresh memory that no backward reads, so that the next layer may write on it."""
+"""Bodies whose output is new memory that no backward reads, so that the next layer may write to it."""
 
 
 def body_of(kind: str, width: int) -> nn.Module:
@@ -220,7 +218,7 @@ def _halves(hidden: Tensor, carried: Tensor) -> Any:
 
 
 def _many(hidden: Tensor, carried: Tensor) -> list[Tensor]:
-    """More tensors than a short message can announce."""
+    """Returns more tensors than a short message can describe."""
     return [hidden / 16 for _ in range(12)] + [hidden * share for share in (1 / 32, 1 / 16, 1 / 16, 3 / 32)] * 5
 
 
@@ -264,7 +262,7 @@ MIXES_POSITIONS = frozenset({"scaled"})
 
 
 class Embed(nn.Module):
-    """Vectors of tokens, handed on in the form `give`."""
+    """Returns embeddings of tokens in the form `give`."""
 
     def __init__(self, width: int, give: str, padding: bool, positions: bool) -> None:
         super().__init__()
@@ -280,10 +278,10 @@ class Embed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Takes in one form, computes, and hands on in another.
+    """Unpacks its input in one form, computes, and packs its output in another.
 
-    carry: the second tensor of its output is the tensor that it got ("kept"), its input ("input"), a new tensor ("made"), or
-        one of its parameters ("sent").
+    carry: the second tensor of the output, which is that of the input ("kept"), the input ("input"), a new tensor ("made"),
+        or a parameter ("sent").
     """
 
     def __init__(self, width: int, body: str, take: str, give: str, carry: str, start: str) -> None:
@@ -314,7 +312,7 @@ class Layer(nn.Module):
 
 
 class Reader(Layer):
-    """A layer that looks at the tokens, too."""
+    """A layer that also reads the tokens."""
 
     def forward(self, state: Any, tokens: Tensor) -> Any:
         return self.run(state, tokens)
@@ -332,7 +330,7 @@ class Head(nn.Module):
 
 
 def begin(body: nn.Module, start: str) -> None:
-    """Sets first values as people write them in a constructor; "" leaves torch's own."""
+    """Initializes a body in one of the ways of user code; "" keeps torch's values."""
     linears = [module for module in body.modules() if type(module) is nn.Linear]
     if start == "zeros" and linears:
         nn.init.zeros_(linears[-1].weight)
@@ -361,9 +359,10 @@ def model(
     shared: list[list[int]],
     frozen: list[str],
 ) -> Named:
-    """The layers that are described: embed, blocks.0, ..., head.
+    """Returns the layers: embed, blocks.0, ..., head.
 
-    ties: names of parameters, each list of one shape: all become the first. shared: places whose bodies become the first's.
+    ties: lists of parameter names; each parameter becomes the first of its list. shared: lists of layer numbers, whose bodies
+    become that of the first.
     """
     made: Named = [("embed", Embed(width, **embed))]
     for at, layer in enumerate(layers):
@@ -396,7 +395,7 @@ def _owner(modules: dict[str, nn.Module], path: str) -> tuple[nn.Module, str]:
 
 
 def sample(key: int, length: int) -> dict[str, Tensor]:
-    """Tokens, and labels, of which some count and others do not; in one sample of eight only the first does."""
+    """Returns tokens and labels. Some labels are ignored; in every eighth sample all but the first."""
     generator = torch.Generator().manual_seed(key)
     tokens = torch.randint(VOCABULARY, (length,), generator=generator)
     labels = (tokens + torch.randint(1, VOCABULARY, (length,), generator=generator)) % VOCABULARY
@@ -411,22 +410,22 @@ def batch(keys: list[int], length: int) -> dict[str, Tensor]:
 
 
 class Rows:
-    """The dataset of the plans; steps get batches of their own, evaluations read theirs here."""
+    """The dataset of the plans. Programs pass other batches to steps."""
 
     info = DataInfo(FIELDS, VOCABULARY, LENGTH)
 
     def __init__(self, context: DataContext) -> None:
-        self.first = 0 if context.split == "train" else HELD_OUT
+        pass
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return sample(self.first + index, LENGTH)
+        return sample(index, LENGTH)
 
 
 class Squares:
-    """An own loss: squared distance to the label's unit vector, over the labels that count."""
+    """A user's loss: the squared distance to the one-hot vectors of the labels."""
 
     fields = ("labels",)
 

@@ -1,16 +1,11 @@
-"""Layouts by name, that tests compare with one process; and where runs start."""
+"""Layouts by name, which tests compare with one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sley_testing.plans import Tables, changed
-from sley_testing.runs import running, weights
 
 BUCKETED = {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01}]}
 SHARDED = {"gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.01}]}
@@ -45,20 +40,9 @@ LAYOUTS: dict[str, Tables] = {
 
 
 def layout_of(name: str, plan: Tables, **changes: Any) -> Tables:
-    """The plan of one process in this layout, changed."""
+    """Returns the one-process plan in this layout, with changes."""
     return changed(changed(plan, **LAYOUTS[name]), **changes)
 
 
 def num_ranks(tables: Tables) -> int:
     return math.prod(tables.get("parallel", {}).get(axis, 1) for axis in ("dp", "pp", "sp"))
-
-
-def starts(plans: Sequence[Tables], texts: Path) -> list[tuple[dict[str, Tensor], list[float], list[str]]]:
-    """Returns for each plan the first weights, the losses of three steps, and the trained parameters."""
-    found = []
-    for tables in plans:
-        with running(tables, texts) as run:
-            first = weights(run)
-            losses = [float(run.step()["loss"]) for _ in range(3)]
-            found.append((first, losses, [param.name for param in run.registry.trainable]))
-    return found

@@ -1,4 +1,4 @@
-"""A program that a test starts, and waits for."""
+"""A program that a test starts and waits for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sley_testing.forked import ForkedProgram
 from sley_testing.processes import MARK, Process, assert_none_left, descendants, processes_with
 
 LIMIT_S = 60.0
-"""How long a program may take on a machine that is busy with other tests."""
+"""The time limit of a program on a machine that is busy with other tests."""
 
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
@@ -28,7 +28,7 @@ TORCHRUN = (
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended and what it wrote."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -36,15 +36,15 @@ class Result:
 
 
 class Program:
-    """A program that runs beside the test. Its lines are read as they come; none of its processes outlives the test."""
+    """A program that runs at the same time as the test. Its output is read at once; its processes end with the test."""
 
     process: subprocess.Popen[str] | ForkedProgram
 
-    def __init__(self, command: list[str], folder: Path, environ: dict[str, str], *, fresh: bool) -> None:
-        """Starts `command`: unless `fresh`, `python -m module ...` is forked from a process that has imported torch."""
+    def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
+        """Starts `command`. `python -m module ...` is forked from a process that has imported torch."""
         self._mark = uuid.uuid4().hex
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, MARK: self._mark}
-        if command[:2] == [sys.executable, "-m"] and not fresh:
+        if command[:2] == [sys.executable, "-m"]:
             self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
         else:
             self.process = subprocess.Popen(
@@ -63,14 +63,14 @@ class Program:
         return "".join(self._lines["err"])
 
     def wait_for(self, text: str) -> None:
-        """Returns when `text` stands on stderr; fails if the program ends first or the limit passes."""
+        """Waits until `text` is on stderr. Fails if the program ends before, or after the time limit."""
         with self._arrived:
-            found = self._arrived.wait_for(lambda: text in self.err or self.process.poll() is not None, LIMIT_S)
-        assert found, f"no {text!r} within {LIMIT_S} s\n{self.err}"
+            is_there = self._arrived.wait_for(lambda: text in self.err or self.process.poll() is not None, LIMIT_S)
+        assert is_there, f"no {text!r} within {LIMIT_S} s\n{self.err}"
         assert text in self.err, f"ended with {self.process.returncode} before {text!r}\n{self.out}\n{self.err}"
 
     def finish(self, limit_s: float = LIMIT_S) -> Result:
-        """Waits for its end; fails after `limit_s`, or if a process is left."""
+        """Waits until the program ends. Fails after `limit_s`, or if a process is left."""
         code = self.process.wait(limit_s)
         for reader in self._readers:
             reader.join(limit_s)
@@ -78,12 +78,12 @@ class Program:
         return Result(code, self.out, self.err)
 
     def ranks(self) -> list[Process]:
-        """The ranks that it started, in order of rank."""
+        """Returns the ranks that the program started, in order of rank."""
         return sorted(descendants(self.process.pid), key=lambda process: process.pid)
 
     def close(self) -> None:
-        left = [process.pid for process in processes_with(MARK, self._mark)]
-        for pid in left if self.process.poll() is not None else (self.process.pid, *left):
+        pids = [process.pid for process in processes_with(MARK, self._mark)]
+        for pid in pids if self.process.poll() is not None else (self.process.pid, *pids):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

@@ -1,4 +1,4 @@
-"""The recorder of fault reports and work records, which train-cli loads from the entry point group `sley.recorders`."""
+"""The recorder of fault reports and work records, which train-cli loads if this package is installed."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from sley_core.errors import PluginError, UsageError
 from sley_core.hugging_face import CONFIG, merged_weights, write_other_files
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
-from train_cli.commands.export import hugging_face_model, open_weights
+from train_cli.commands.export import hugging_face_model
 from train_cli.console import say
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
+from train_cli.saved import open_weights
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import TextIds

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 data = typer.Typer(no_args_is_help=True, help="Show the data as a plan's model receives it.")
 
-_COLORS = {"trained": "\x1b[1;32m", "context": "", "padding": "\x1b[2m"}
-_PLAIN = {"trained": ("[", "]"), "context": ("", ""), "padding": ("", "")}
 _MAX_COUNTED = 10_000
 """The number of samples that are counted for a dataset that does not count them itself."""
 
@@ -79,8 +76,8 @@ def show(
         else:
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if row is not None:
-        print(f"\nsample {sample}, with its labels in {'green' if _has_color() else 'brackets'}:")
-        for line in document_lines(row, _text_ids(data), color=_has_color()):
+        print(f"\nsample {sample}, with its labels in brackets:")
+        for line in document_lines(row, _text_ids(data)):
             print(line)
 
 
@@ -127,10 +124,6 @@ def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
     from sley_core.data.factory import open_dataset
 
     return open_dataset(data, context)
-
-
-def _has_color() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _open_rows(data: Component, context: DataContext) -> DataRows:
@@ -193,10 +186,10 @@ def _text_ids(data: Component) -> TextIds | None:
     return ids
 
 
-def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, color: bool) -> Iterator[str]:
+def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
     """Yields the documents of a sample, each after a line with its positions. ids: decodes tokens; None prints token ids.
 
-    A token is marked if a label requires it, that is, if the previous position is trained.
+    A token is in brackets if it is a label, that is, if the previous position is trained.
     """
     tokens, labels = row["tokens"], row["labels"]
     starts = sorted({*row.get("cu_seqlens", (0,)), len(tokens)})
@@ -206,18 +199,13 @@ def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None, *, col
         if is_padding:
             continue
         values = [*tokens[start:stop], *([labels[stop - 1]] if labels[stop - 1] >= 0 else [])]
-        states: list[Literal["trained", "context"]] = ["context"]
-        states += ["trained" if label >= 0 else "context" for label in labels[start : start + len(values) - 1]]
-        yield "".join(_mark_runs(values, states, ids, color=color))
+        are_labels = [False, *(label >= 0 for label in labels[start : start + len(values) - 1])]
+        yield "".join(_mark_labels(values, are_labels, ids))
 
 
-def _mark_runs(values: Sequence[int], states: Sequence[str], ids: TextIds | None, *, color: bool) -> Iterator[str]:
-    """Yields the text of runs of tokens with equal states, each in its color or brackets."""
-    start = 0
-    for end in range(1, len(values) + 1):
-        if end == len(values) or states[end] != states[start]:
-            run = values[start:end]
-            text = "".join(ids.decode(run)) if ids is not None else " ".join(map(str, run)) + " "
-            prefix, suffix = (_COLORS[states[start]], "\x1b[0m") if color else _PLAIN[states[start]]
-            yield f"{prefix}{text}{suffix}"
-            start = end
+def _mark_labels(values: Sequence[int], are_labels: Sequence[bool], ids: TextIds | None) -> Iterator[str]:
+    """Yields the text of consecutive labels in brackets, and the text of other consecutive tokens."""
+    for is_label, group in groupby(zip(values, are_labels, strict=True), key=itemgetter(1)):
+        tokens = [token for token, _ in group]
+        text = "".join(ids.decode(tokens)) if ids is not None else " ".join(map(str, tokens)) + " "
+        yield f"[{text}]" if is_label else text

@@ -26,7 +26,7 @@ from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from train_cli.console import say
 from train_cli.options import BestOption
-from train_cli.saved import checkpoint_reader, is_remote, load_run_plan, newest_weights
+from train_cli.saved import open_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,31 +90,6 @@ def export(
     else:
         num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
     say(f"weights in {'1 file' if num_files == 1 else f'{num_files} files'}: {out}")
-
-
-def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
-    """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
-    from sley_core.run_state.tensors import plan_and_weights
-    from sley_core.weight_files.read import WeightFiles
-
-    path: Path | str = run
-    plan = None
-    if (Path(run) / PLAN).is_file():
-        plan = load_run_plan(Path(run))
-        path, step = newest_weights(Path(run), plan, best=best)
-        if isinstance(path, Path):
-            say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
-            return plan, WeightFiles(path)
-    elif best:
-        raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
-    may_exist = is_remote(str(path)) or Path(path).is_dir()
-    checkpoint = checkpoint_reader(plan).open(str(path)) if may_exist else None
-    if checkpoint is None:
-        raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
-    saved_plan, source = plan_and_weights(checkpoint)
-    progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
-    say(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
-    return plan or saved_plan, source
 
 
 def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:
@@ -188,9 +163,9 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
         module_names = ModuleNames({name: [name] for name in source.names}, "", [])
     else:
         module_names = state_dict_names(plan)
-        if odd := sorted(module_names.names.keys() ^ set(source.names)):
-            owner = "the run's weights have" if odd[0] in source.names else "the model now has"
-            message = f"the factory returns a different model than for the run: only {owner} {odd[0]!r}"
+        if differing := sorted(module_names.names.keys() ^ set(source.names)):
+            owner = "the run's weights have" if differing[0] in source.names else "the model now has"
+            message = f"the factory returns a different model than for the run: only {owner} {differing[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
     pairs = [(name, exported) for name in source.names for exported in module_names.names[name]]
     files = write_tensors(out, source, pairs, max_file_bytes)

@@ -1,21 +1,15 @@
 """`train-cli launch`: prints a command or job script that runs a plan on several hosts, for torchrun or SLURM.
 
-Packages add other launchers by entry points of the group `sley.launchers`:
-
-    [project.entry-points."sley.launchers"]
-    flux = "my_package.flux:script"           # a function of a Job that returns the text
-
-makes `train-cli launch plan.toml --on flux`. examples/launch has a Kubeflow TrainJob and a program for Ray to start from.
+examples/launch has a Kubeflow TrainJob and a program for Ray to start from.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from importlib.metadata import entry_points
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -26,15 +20,19 @@ from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli.options import PlanArgument, SetOption
 
-GROUP = "sley.launchers"
 PORT = 29500
+
+
+class Launcher(StrEnum):
+    """The program that starts the ranks."""
+
+    torchrun = "torchrun"
+    slurm = "slurm"
 
 
 def launch(
     plan: PlanArgument,
-    on: Annotated[
-        str, typer.Option("--on", metavar="LAUNCHER", help="The launcher: torchrun, slurm, or a launcher of a package.")
-    ],
+    on: Annotated[Launcher, typer.Option("--on", help="The launcher. For others, adapt a file of examples/launch.")],
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="The number of hosts.")],
     per_node: Annotated[
         int | None,
@@ -43,17 +41,10 @@ def launch(
     overrides: SetOption = None,
 ) -> None:
     """Print a command or job script that runs the plan on N hosts."""
-    launchers: dict[str, Callable[[Job], str]] = {"torchrun": torchrun_command, "slurm": slurm_script}
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if on not in launchers and on not in points:
-        names = sorted({*launchers, *points})
-        matches = get_close_matches(on, names, n=1)
-        hint = f"did you mean `{matches[0]}`?" if matches else f"use one of {', '.join(names)}, or see examples/launch"
-        raise UsageError("launch-engine", f"unknown launcher `{on}`", hint=hint)
     changes = overrides or []
     arguments = ["run", str(plan), *(part for change in changes for part in ("--set", change))]
     job = job_of(load_plan(plan, changes), nodes, per_node, arguments)
-    typer.echo((launchers[on] if on in launchers else points[on].load())(job), nl=False)
+    typer.echo(torchrun_command(job) if on is Launcher.torchrun else slurm_script(job), nl=False)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.util import find_spec
@@ -219,38 +216,25 @@ def package_files(plugin_kind: str, name: str) -> dict[str, str]:
     folder = Path(templates.__file__).parent / plugin_kind
     paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
     files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
-    check_name(name, files)
+    check_name(name)
     return {path.replace("NAME", name): _fill_in(text, name) for path, text in files.items()}
 
 
 def write_package(files: Mapping[str, str], out: Path) -> None:
-    """Writes the files into the folder `out`, all of them or none. Raises UsageError "new-folder" if `out` is not empty or
-    cannot be written.
-    """
+    """Writes the files into the folder `out`. Raises UsageError "new-folder" if `out` is not empty or cannot be written."""
     hint = "choose another `--out`"
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UsageError("new-folder", f"`{out}` exists and is not an empty folder", hint=hint)
-    scratch = None
     try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
         for path, text in files.items():
-            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / path).write_text(text, "utf-8")
-        scratch.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
-        scratch.rename(out)  # also replaces an empty folder
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            (out / path).write_text(text, "utf-8")
     except OSError as error:
         raise UsageError("new-folder", f"cannot write `{out}`: {error.strerror or error}", hint=hint) from None
-    finally:
-        if scratch is not None:
-            with suppress(OSError):
-                shutil.rmtree(scratch)
 
 
-def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
-    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, is already used by a plugin or a module,
-    or is an identifier in `files`.
-    """
+def check_name(name: str) -> None:
+    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, or is used by a plugin or a module."""
     if not _NAME.fullmatch(name) or iskeyword(name):
         message = (
             f"the plugin name `{name}` must consist of lower-case letters, digits and `_`, start with a "
@@ -265,11 +249,6 @@ def check_name(name: str, files: Mapping[str, str] | None = None) -> None:
         raise UsageError(
             "plugin-name", f"`{name}` is already used by {owner}", hint="use another name, or uninstall that package"
         )
-    code = "\n".join(text for path, text in (files or {}).items() if path.endswith(".py"))
-    identifiers = set(re.findall(r"(?<!@)\b[A-Za-z_]\w*\b(?!@)", code))
-    if clashes := identifiers & {name, _class_name(name)}:
-        message = f"the package already uses the name `{min(clashes)}`"
-        raise UsageError("plugin-name", message, hint=f"use a more specific name, such as `my_{name}`")
 
 
 def _fill_in(text: str, name: str) -> str:

@@ -29,7 +29,7 @@ from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_ru
 from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
 from train_cli.stopping import terminated_s
 
-_BETWEEN_RANKS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
+_CODES_WITH_REPORTS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults for which the ranks' reports have more information."""
 
 ResumeOption = Annotated[
@@ -138,7 +138,7 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
         verbose=verbose > 1,
     )
     console.show(fault, settings)
-    if (folder / FAULTS).exists() and any(diagnostic.code in _BETWEEN_RANKS for diagnostic in fault.diagnostics):
+    if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
         console.say(f"use `train-cli doctor {folder}` to see the state of each rank")
     return fault.exit_code
 

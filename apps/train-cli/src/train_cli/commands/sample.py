@@ -122,8 +122,7 @@ def _sample_windows(
 
     text_ids = text_ids_of(plan, tokenizer)
     ids = _encode(text_ids, prompt)
-    with open_trained_run(run, plan, best=best) as (model, description):
-        say(description)
+    with open_trained_run(run, plan, best=best) as model:
         generator = torch.Generator().manual_seed(seed)
         tokens_drawn = generate(model, ids, text_ids.size, generator=generator, **options)
         answer = takewhile(lambda token: token != text_ids.end, islice(tokens_drawn, tokens))
@@ -261,14 +260,12 @@ def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool
     plan = plan_with_data(run, data)
     with ExitStack() as stack:
         try:
-            opened = open_trained_run(run, plan, best=best, with_evaluation=True, batches=batches)
-            model, description = stack.enter_context(opened)
+            model = stack.enter_context(open_trained_run(run, plan, best=best, with_evaluation=True, batches=batches))
         except PlanError as error:
             # Another split of the run's own data would hold out samples on which it was trained.
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
-        say(description)
         if data and (note := _trained_on(plan_with_data(run), plan)):
             say(note)
         numbers = model.evaluate_sets()
