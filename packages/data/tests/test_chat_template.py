@@ -1,4 +1,4 @@
-"""Masks of ten public chat formats, by blocks and by prefixes, beside a slow oracle that renders and tokenizes every prefix."""
+"""Compares the masks of public chat formats with a slow oracle that renders and tokenizes every prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(name: str, random: Random) -> Conversation:
     messages: list[dict[str, Any]] = []
     if name != "gemma2" and random.random() < 0.4:
         messages.append({"role": "system", "content": random.choice(PIECES)})
-    has_tools = name not in ("gemma2", "phi4", "zephyr") and random.random() < 0.3
+    has_tools = name != "gemma2" and random.random() < 0.3
     for _ in range(random.randint(1, 4)):
         messages.append({"role": "user", "content": "".join(random.choices(PIECES, k=2))})
         if has_tools and random.random() < 0.5:

@@ -273,16 +273,6 @@ def test_each_line_is_a_document(path: Path) -> None:
     assert bytes(TokenDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
 
 
-def test_lines_are_held_out_one_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "many.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"text {number}"}) for number in range(400)), "utf-8")
-    table = lines(path, field="text", held_out=0.25)
-    files, _ = text_files(table, "train")
-    counts = [len(list(read_documents(files, table, split))) for split in ("train", "held_out")]
-    assert sum(counts) == 400
-    assert 60 < counts[1] < 140
-
-
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.NDJSON"])
 def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> None:
     named = path.rename(path.parent / name)

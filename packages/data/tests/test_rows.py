@@ -183,37 +183,6 @@ def test_a_column_of_something_else_is_named(tmp_path: Path, name: str, value: A
         texts(path)
 
 
-PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress, "": bytes}
-
-
-@pytest.mark.parametrize("suffix", PACKERS)
-@pytest.mark.parametrize("packer", PACKERS)
-def test_first_bytes_and_not_names_say_how_a_file_is_compressed(tmp_path: Path, suffix: str, packer: str) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(PACKERS[packer](lines([{"text": "abc"}])))
-    assert texts(path) == ["abc"]
-    path.write_bytes(gzip.compress(PACKERS[packer](lines([{"text": "abc"}]))))
-    if packer:
-        with pytest.raises(PlanError, match=rf"row 1 of `{path}` cannot be read|`{path}` is compressed by zstd"):
-            texts(path)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("end", ['"}', "", '"}}'])
-def test_a_line_of_500_mb(tmp_path: Path, end: str) -> None:
-    path = tmp_path / "a.jsonl"
-    with path.open("w") as file:
-        file.write('{"text": "short"}\n{"text": "')
-        for _ in range(500):
-            file.write("x" * 1_000_000)
-        file.write(end)
-    if end == '"}':
-        assert list(map(len, texts(path))) == [5, 500_000_000]
-    else:
-        with pytest.raises(PlanError, match=rf"row 2 of `{path}` cannot be read"):
-            texts(path)
-
-
 def check_damage(tmp_path: Path, name: str, count: int) -> None:
     """Reads damaged files: an error that names the file, or conversations."""
     path = written(tmp_path / name, ROWS * 3)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_core.errors import PlanError, PluginError
+from sley_core.errors import PlanError
 from sley_core.weight_files.read import disable_settings
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
@@ -66,27 +65,11 @@ def test_text_that_is_not_utf8_is_an_error_and_not_replaced(tmp_path: Path, toke
     assert caught.value.diagnostics[0].code == "data-encoding"
 
 
-def test_the_end_token_must_be_one(tmp_path: Path, tokenizer: Path) -> None:
-    with pytest.raises(PlanError, match="`<eos>` is not a token"):
-        len(dataset(tmp_path, b"the", tokenizer=tokenizer, end_of_document="<eos>"))
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"model": 1})])
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(PlanError, match="is not a Hugging Face tokenizer"):
         len(dataset(tmp_path, b"the", tokenizer=tmp_path / "tokenizer.json"))
-
-
-def test_without_the_extra_the_error_says_how_to_install_it(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(PluginError) as caught:
-        len(dataset(tmp_path, b"the", tokenizer=tokenizer))
-    hint = caught.value.diagnostics[0].hint
-    assert hint is not None
-    assert hint.endswith('in a clone of Sley\'s repository, run `pip install -e "packages/data[tokenizers]"`')
 
 
 def test_a_tokenizer_is_named_by_its_folder_too(tmp_path: Path, tokenizer: Path) -> None:

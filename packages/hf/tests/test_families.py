@@ -72,15 +72,6 @@ def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any
     assert message in refused.value.diagnostics[0].message
 
 
-def test_no_module_of_transformers_is_changed(tmp_path: Any) -> None:
-    from transformers.models.llama import modeling_llama
-
-    before = dict(vars(modeling_llama.LlamaAttention))
-    small_config("llama").save_pretrained(tmp_path)
-    layers(decoder_config(tmp_path), DATA).build()
-    assert dict(vars(modeling_llama.LlamaAttention)) == before
-
-
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen3_moe", "falcon"])
 def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
     small_config(family, num_hidden_layers=7 if family == "gemma3_text" else 3).save_pretrained(tmp_path)

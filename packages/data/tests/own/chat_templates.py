@@ -1,6 +1,6 @@
-"""Chat templates in the documented formats of public models, and a small tokenizer that has their special tokens.
+"""Chat templates in the documented formats of public models, and a small tokenizer with their special tokens.
 
-Each has the assistant's turns as `{A}...{/A}`: `{% generation %}` blocks in one variant, nothing in the other.
+`{A}...{/A}` marks the assistant's turns: it becomes a `{% generation %}` block or nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _CHATML = (
 
 TEMPLATES = {
     "chatml": _CHATML,
-    "smollm3": "<|im_start|>system\nKnowledge: 2025.\n" + _TOOLS + "<|im_end|>\n" + _CHATML,
     "qwen2.5": (
         "{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% elif messages[0].role != 'system' %}"
         "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
         + _CHATML.replace("m.role }}", "m.role | replace('tool', 'user') }}")
     ),
-    # What was thought is kept only after the last question, and an empty thought is written there.
+    # Keeps reasoning only after the last question, and writes empty reasoning there.
     "qwen3": (
         "{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% endif %}{% set ns = namespace(last=-1) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -63,16 +62,6 @@ TEMPLATES = {
         "{% else %}{{ m.content | trim }}<end_of_turn>\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
-    "phi4": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>"
-        "{% if m.role == 'assistant' %}{A}{{ m.content }}<|im_end|>{/A}"
-        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
-    ),
-    "zephyr": (
-        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{A}{{ m.content }}</s>{/A}{{ '\\n' }}"
-        "{% else %}{{ m.content }}</s>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    ),
     "deepseek": (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
         "{% elif m.role == 'assistant' %}"
@@ -88,7 +77,7 @@ SPECIAL = [
     "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "<|User|>", "<|Assistant|>", "<|tool|>", "<|end|>",
 ]  # fmt: skip
-_END = {"llama3": "<|eot_id|>", "mistral-v3": "</s>", "gemma2": "<end_of_turn>", "zephyr": "</s>", "deepseek": "<|end|>"}
+_END = {"llama3": "<|eot_id|>", "mistral-v3": "</s>", "gemma2": "<end_of_turn>", "deepseek": "<|end|>"}
 
 
 def end_of_turn(name: str) -> str:
@@ -97,22 +86,21 @@ def end_of_turn(name: str) -> str:
 
 
 def template_of(name: str, *, blocks: bool) -> str:
-    """Returns a template. blocks: with `{% generation %}` around what the assistant says."""
+    """Returns a template. blocks: whether `{% generation %}` blocks surround the assistant's turns."""
     start, stop = ("{% generation %}", "{% endgeneration %}") if blocks else ("", "")
     return TEMPLATES[name].replace("{A}", start).replace("{/A}", stop)
 
 
 def save_tokenizer(folder: Path, template: str | None) -> Path:
-    """Writes a byte-level tokenizer of about 600 tokens, which has merges across spaces and line ends; returns its folder."""
-    ""
+    """Writes a byte-level tokenizer of about 600 tokens, with merges across spaces and line ends. Returns its folder."""
     text = ["what does it do?\n\nIt returns the  name of a file.\n", "user\nassistant\nsystem\n", "  two\n\n\nlines  "] * 4
-    whole = Tokenizer(models.BPE())
-    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    whole.decoder = decoders.ByteLevel()
+    implementation = Tokenizer(models.BPE())
+    implementation.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    implementation.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    whole.train_from_iterator(text, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>")
+    implementation.train_from_iterator(text, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=implementation, bos_token="<s>", eos_token="</s>")
     if template is not None:
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

@@ -113,7 +113,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
-        """Fills in missing keys from the `config.json` of `weights`.
+        """Fills in missing keys from the `config.json` of `weights`. Raises ValueError for a key that differs from it.
 
         Changes nothing if the folder lacks that file but all sizes are set, as in the resolved plan of a complete run. Only a
         run needs the files, and its check reports missing ones.
@@ -124,22 +124,13 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         if not config_path(folder).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
             return values
         sizes = read_config(folder).keys
+        for key in sizes.keys() & values.keys() - {"init_std"}:
+            value = values[key].model_dump() if isinstance(values[key], Table) else values[key]
+            if value != sizes[key]:
+                raise ValueError(
+                    f"`{key}` = {value} does not match the weights, whose `{config_path(folder)}` has {sizes[key]}"
+                )
         return {**{key: value for key, value in sizes.items() if value is not None}, **values}
-
-    @field_validator("*")
-    @classmethod
-    def _check_against_weights(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raises ValueError if the value of a key differs from the `config.json` of `weights`."""
-        folder, key = info.data.get("weights"), info.field_name or ""
-        if folder is None or not config_path(folder).exists():
-            return value
-        hf_config = read_config(folder)
-        if key in hf_config.keys and key in hf_config.names:
-            plain_value = value.model_dump() if isinstance(value, Table) else value
-            if plain_value != hf_config.keys[key]:
-                source = f"`{config_path(folder)}` has {hf_config.names[key]} = {hf_config.source_value(key)}"
-                raise ValueError(f"{plain_value} does not match the weights, since {source}")
-        return value
 
     @field_validator("kv_heads")
     @classmethod

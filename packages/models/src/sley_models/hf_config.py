@@ -34,18 +34,10 @@ _SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The content of a `config.json`.
-
-    keys: the values of the keys of `models.llama`. names: the Hugging Face name of each key. content: the unchanged content.
-    """
+    """The content of a `config.json`. keys: the values of the keys of `models.llama`. content: the unchanged content."""
 
     keys: Mapping[str, Any]
-    names: Mapping[str, str]
     content: Mapping[str, Any] = field(repr=False)
-
-    def source_value(self, key: str) -> Any:
-        """Returns the value in the file that determines `key`."""
-        return self.content.get("model_type") if self.names[key] == "model_type" else self.keys[key]
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -89,7 +81,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
             keys["vocab_size"] = open_weights(folder).kind("embed.tokens.weight").shape[0]
         except (RunError, KeyError) as error:
             raise ValueError(f"the run in `{folder}` has no weights: {error}") from None
-    return HFConfig(keys, {key: key for key in keys if key != "init_std"}, {})
+    return HFConfig(keys, {})
 
 
 @lru_cache(maxsize=8)
@@ -115,7 +107,6 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     if model_type not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")
     _check_supported(content, str(model_type))
-    names = {**_SIZES, "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
     # The defaults of these keys in transformers depend on the model, and are not written to the file.
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
     missing_keys = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
@@ -128,11 +119,9 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     keys["norm_eps"] = content.get("rms_norm_eps", 1e-6)
     keys["qkv_bias"], keys["qk_norm"] = model_type == "qwen2", model_type == "qwen3"
     keys["rope_theta"], keys["rope_scaling"] = _rope_keys(content)
-    names |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "qkv_bias": "model_type"}
-    names |= {"qk_norm": "model_type", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling"}
     if 0 < (std := content.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = std  # not in `names`, since the plan may use another value
-    return HFConfig(keys, names, content)
+        keys["init_std"] = std  # the plan may use another value
+    return HFConfig(keys, content)
 
 
 def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
