@@ -55,8 +55,8 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
         if not problems and source.kind(name).shape != shapes[name]
     ]
     if problems:
-        others = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{others}")
+        suffix = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{suffix}")
     content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
     return replace(describe_model(content, names, plan, source), files=HubWeights(source, causal, names))
 
@@ -81,8 +81,8 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
         *actual, (_, logits) = _outputs_of_layers(plan, source, tokens, vocab_size)
     if not _is_close(logits, output.logits):
         last = "none"
-        for (name, ours), theirs in zip(actual, output.hidden_states[:-1], strict=False):  # the last one is after the norm
-            if not _is_close(ours, theirs):
+        for (name, hidden), expected in zip(actual, output.hidden_states[:-1], strict=False):  # the norm precedes the last
+            if not _is_close(hidden, expected):
                 break
             last = name
         raise _difference(folder, f"its logits differ from those of the run; the last layer with the same output is {last!r}")

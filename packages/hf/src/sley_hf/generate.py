@@ -53,8 +53,8 @@ class Generator:
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         elif (folder / "tokenizer_config.json").is_file():
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        every = [*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None), *stop]
-        self.stop = sorted({token for token in every if token is not None})
+        ids_or_none = [*(ends if isinstance(ends, list) else [ends]), getattr(self.tokenizer, "eos_token_id", None), *stop]
+        self.stop = sorted({token for token in ids_or_none if token is not None})
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

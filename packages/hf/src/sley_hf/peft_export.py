@@ -163,9 +163,9 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
 def _shortest_names(targets: Sequence[str], weights: Any) -> list[str]:
     """Returns the last part of the targets' names where every module that ends with it is a target, else whole names."""
     modules = {name.rpartition(".")[0] for name in weights}
-    left_out = {name.rpartition(".")[2] for name in modules - set(targets)}
+    excluded = {name.rpartition(".")[2] for name in modules - set(targets)}
     ends = ((target.rpartition(".")[2], target) for target in targets)
-    return list(dict.fromkeys(target if end in left_out else end for end, target in ends))
+    return list(dict.fromkeys(target if end in excluded else end for end, target in ends))
 
 
 def _format_error(message: str) -> UsageError:

@@ -70,12 +70,12 @@ class Routers:
         probabilities, counts = [], []
         if isinstance(before, Routed):
             probabilities, counts = [before.probabilities], [before.counts]
-        for of_router in logits:
-            weights = of_router.softmax(-1)
+        for router_logits in logits:
+            weights = router_logits.softmax(-1)
             probabilities.append(weights.sum(0, dtype=torch.promote_types(weights.dtype, torch.float32)))
-            chosen = weights.detach().topk(self.top_k, dim=-1).indices.flatten()
-            none = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
-            counts.append(none.scatter_add(0, chosen, torch.ones_like(chosen)))
+            experts = weights.detach().topk(self.top_k, dim=-1).indices.flatten()
+            zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=experts.device)
+            counts.append(zeros.scatter_add(0, experts, torch.ones_like(experts)))
         return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
 
     def loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Routers:
 def find_routers(causal: Any, structure: Structure, coefficient: float | None) -> Routers:
     """Returns the routers of a transformers model. coefficient: None takes that of its config.
 
-    Raises UnsupportedModelError if it has no routers, or if its loss is not the one that this module computes.
+    Raises UnsupportedModelError if the model has no routers, or if transformers computes another loss.
     """
     family = causal.config.model_type
     base = getattr(causal, structure.base)
@@ -99,7 +99,7 @@ def find_routers(causal: Any, structure: Structure, coefficient: float | None) -
     if not isinstance(recorder, OutputRecorder) or function is None or coefficient is None:
         raise UnsupportedModelError(f"transformers computes no load-balancing loss for `{family}`")
     routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
-    if not _is_loss_of(routers, function):
+    if not _has_equal_loss(routers, function):
         raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
     blocks = structure.stack_of(base).get_submodule(structure.blocks)
     if not any(True for _ in routers.modules_of(blocks)):
@@ -107,14 +107,14 @@ def find_routers(causal: Any, structure: Structure, coefficient: float | None) -
     return routers
 
 
-def _is_loss_of(routers: Routers, function: Any) -> bool:
+def _has_equal_loss(routers: Routers, function: Any) -> bool:
     """Returns whether transformers' `function` gives the same loss for random logits of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
     try:
         expected = function(tuple(logits), routers.num_experts, routers.top_k)
         _, *sums = routers.add(logits[0], None, logits)
-    except Exception:  # the numbers mean something else
+    except Exception:  # the function has other arguments
         return False
     return torch.allclose(routers.loss(*sums), expected, rtol=1e-4)
 
@@ -136,8 +136,8 @@ class LoadBalance:
         """
         self.sp = parts.groups["sp"]
         parts.events.began.append(self._begin)
-        for at, name in enumerate(("loss", "max_load", "min_load")):
-            parts.numbers.add(f"experts/{name}", partial(self._share, at, parts.topology.dp))
+        for index, name in enumerate(("loss", "max_load", "min_load")):
+            parts.numbers.add(f"experts/{name}", partial(self._replica_mean, index, parts.topology.dp))
 
     def loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
         """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
@@ -159,10 +159,11 @@ class LoadBalance:
     def _begin(self) -> None:
         self._sums, self._num_micros = 0.0, 0
 
-    def _share(self, at: int, num_replicas: int) -> Tensor | float:
+    def _replica_mean(self, index: int, num_replicas: int) -> Tensor | float:
+        """Returns this rank's share of the mean of a number over the microbatches of all replicas."""
         if not isinstance(self._sums, Tensor):
             return 0.0
-        return self._sums[at] / (self._num_micros * num_replicas)
+        return self._sums[index] / (self._num_micros * num_replicas)
 
 
 class BalancedLogits(SplitLogits):

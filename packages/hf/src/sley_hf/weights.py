@@ -57,8 +57,8 @@ class StoredWeights:
             self._sources[target].append((stored, pattern))
             self._targets[target] = target
             if pattern is not None:
-                first, *others = self._converters[pattern].target_patterns
-                self._targets |= {target.replace(first, other): target for other in others}
+                first, *further = self._converters[pattern].target_patterns
+                self._targets |= {target.replace(first, name): target for name in further}
 
     def __contains__(self, name: str) -> bool:
         return name in self._targets

@@ -1,20 +1,23 @@
-"""Maps the parameter names of `models.llama` to those of Hugging Face's Llama, Qwen2 and Qwen3. Imports no torch.
+"""Reads the weights of `models.llama` from safetensors files, and exports a run as a Llama, Qwen2 or Qwen3 of transformers.
 
-Only the names differ, since rotary pairs, heads and matrices have the same layout. As in the files that `save_pretrained`
-writes, a tied head has no separate tensor.
+Only the names of parameters differ, since rotary pairs, heads and matrices have the same layout. As in the files that
+`save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its layers, one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from sley_core.errors import KeyPath, RunError
-from sley_core.records import Problem
+import torch
+from torch import nn
+
+from sley_core.api.files import FLOATS, IDS, HuggingFaceModel, TensorReader, describe_model, open_weights, run_of, start_folder
+from sley_core.errors import KeyPath, PlanError, RunError, UsageError
 from sley_models.config import LlamaConfig
+from sley_models.hf_config import CONFIG, read_config, to_hf_config
 
 if TYPE_CHECKING:
-    from sley_core.api.files import TensorReader
     from sley_core.api.plan import Plan
 
 _OUTER_NAMES = {
@@ -55,8 +58,6 @@ def name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
 
 def stored_name_pairs(config: LlamaConfig) -> Iterator[tuple[str, str]]:
     """Yields the name of each parameter and its name in the files of `weights`. In the files of a run, both are the same."""
-    from sley_core.api.files import run_of
-
     is_run = config.weights is not None and run_of(config.weights) is not None
     for name, hf_name in name_pairs(config):
         if name != HEAD or not config.tie_embeddings:
@@ -114,30 +115,8 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 _MAX_PROBLEMS = 4
 
 
-def check_model(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if the folder `[model] weights` has no files, or files of another model. Reads only their headers."""
-    config = plan.model.config
-    if not isinstance(config, LlamaConfig) or config.weights is None:
-        return
-    from sley_core.api.files import open_weights  # other plans do not need the library
-    from sley_models.hf_config import read_config
-
-    try:
-        read_config(config.weights)
-        files = open_weights(config.weights)
-    except ValueError as error:
-        yield Problem(PATH, str(error), "use a folder that `save_pretrained` wrote", "model-weights")
-    except RunError as error:
-        yield Problem(PATH, error.diagnostics[0].message, error.diagnostics[0].hint, "model-weights")
-    else:
-        for message in check_files(files, config):
-            yield Problem(PATH, message, "use a `config.json` and weight files of the same model", "model-weights")
-
-
 def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
     """Returns a message that lists missing tensors, unknown tensors, wrong shapes and wrong dtypes, or an empty list."""
-    from sley_core.api.files import FLOATS
-
     assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
     hf_shapes, hf_names = param_shapes(config, config.vocab_size), dict(name_pairs(config))
     expected = {stored_name: hf_shapes[hf_names[name]] for name, stored_name in stored_name_pairs(config)}
@@ -154,3 +133,86 @@ def check_files(files: TensorReader, config: LlamaConfig) -> list[str]:
     if not problems:
         return []
     return [f"the files in `{config.weights}` do not match this model: {_join_problems(problems)}"]
+
+
+class FileInitializer:
+    """Sets the parameters of modules to the values in the files of `config.weights`, converted to the parameters' dtypes.
+
+    Raises PlanError "model-weights" if the files cannot be read or belong to another model.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        assert config.weights is not None, config
+        try:
+            files = open_weights(config.weights)
+        except RunError as error:
+            raise _weights_error(error.diagnostics[0].message, error.diagnostics[0].hint) from None
+        if problems := check_files(files, config):
+            raise _weights_error(problems[0])
+        _check_tied_head(files, config)
+        self._files, self._stored_names = files, dict(stored_name_pairs(config))
+        self._folder = config.weights
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Reads the parameters of `module` without submodules. Raises RunError "weight-files" if a shape has changed."""
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
+                value = self._files.tensor(stored_name)
+                if value.shape != parameter.shape:
+                    shapes = f"was {list(parameter.shape)}, but is now {list(value.shape)}"
+                    raise RunError("weight-files", f"the shape of {stored_name!r} in `{self._folder}` {shapes}")
+                parameter.copy_(value)
+
+
+def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
+    """Raises PlanError "model-weights" if the files of a tied model have a head that differs from the embedding."""
+    if not config.tie_embeddings or HF_HEAD not in files.names:
+        return
+    embedding = dict(name_pairs(config))[EMBEDDING]
+    if not torch.equal(files.tensor(HF_HEAD), files.tensor(embedding)):
+        message = f"tie_word_embeddings is true, but {HF_HEAD!r} and {embedding!r} have different values"
+        raise _weights_error(message, "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`")
+
+
+def _weights_error(message: str, hint: str | None = None) -> PlanError:
+    return PlanError("model-weights", message, path=PATH, hint=hint)
+
+
+def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
+    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
+
+    Raises UsageError "export-format" for options that no transformers model has, and RunError "weights-mismatch" if the weights
+    do not match the plan.
+    """
+    config = plan.model.config
+    assert isinstance(config, LlamaConfig), config
+    hf_names = {name: hf_name for name, hf_name in name_pairs(config) if name != HEAD or not config.tie_embeddings}
+    check_names(source.names, hf_names, optional=set())
+    vocab_size, _ = source.kind(EMBEDDING).shape
+    try:
+        content = to_hf_config(config, vocab_size)
+    except ValueError as error:
+        raise UsageError("export-format", str(error)) from None
+    shapes = param_shapes(config, vocab_size)
+    for name, hf_name in hf_names.items():
+        shape = source.kind(name).shape
+        if shape != shapes[hf_name]:
+            message = f"{name!r} must have the shape {list(shapes[hf_name])} of the plan, but has {list(shape)}"
+            raise RunError("weights-mismatch", message)
+    return describe_model({**content, **_token_keys(plan)}, hf_names, plan, source)
+
+
+def _token_keys(plan: Plan) -> dict[str, Any]:
+    """Returns special token ids and the maximum sequence length, from the run's initial weights or from the data."""
+    keys: dict[str, Any] = dict.fromkeys(IDS)
+    sequence = getattr(plan.data.config, "sequence", None)
+    if sequence is not None:
+        keys["max_position_embeddings"] = sequence
+    folder = start_folder(plan)
+    if folder is not None and (folder / CONFIG).is_file():
+        content = read_config(folder).content
+        keys |= {name: content[name] for name in IDS if content.get(name) is not None}
+        max_positions = content.get("max_position_embeddings")
+        if max_positions is not None:
+            keys["max_position_embeddings"] = max(max_positions, sequence or 0)
+    return keys

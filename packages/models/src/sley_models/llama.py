@@ -46,7 +46,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     ties = [("embed.tokens.weight", "head.output.weight")] if config.tie_embeddings else []
     if config.weights is None:
         return Model(builders, _NormalInitializer(config), ties=ties)
-    from sley_models.from_files import FileInitializer  # only `weights` needs its libraries
+    from sley_models.hf import FileInitializer  # only `weights` needs its libraries
 
     return Model(builders, FileInitializer(config), ties=ties)
 

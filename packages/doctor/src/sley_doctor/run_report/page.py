@@ -165,11 +165,11 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     text = template.render(
         runs=runs,
         title=", ".join(run.label for run in runs),
-        facts=[(name, [summary_value(run, name) for run in runs]) for name in _SUMMARY_FIELDS],
+        summary=[(name, [summary_value(run, name) for run in runs]) for name in _SUMMARY_FIELDS],
         verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
-        looks=[line_style(index) for index in range(len(runs))],
+        styles=[line_style(index) for index in range(len(runs))],
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
-        numbers_left_out=names[_MAX_CHARTS:],
+        hidden_metrics=names[_MAX_CHARTS:],
         waiting=[waiting_section(run.label, run.work) for run in runs],
         memory=_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
         counts=_table_rows([_flatten_counts(summary.get("counts", {})) for summary in summaries]),
@@ -190,8 +190,8 @@ def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the names of the recorded metrics, those of _CURVES first, without a speed or FLOP/s that no run recorded."""
     recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
     speeds = {"tokens_per_s", "samples_per_s"}
-    left_out = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"})) | ({"tflops", "mfu"} - recorded.keys())
-    return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in left_out]
+    excluded = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"})) | ({"tflops", "mfu"} - recorded.keys())
+    return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in excluded]
 
 
 def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
