@@ -6,14 +6,11 @@ import struct
 from array import array
 from itertools import accumulate
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from damage import damaged
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_core.errors import PlanError
 from sley_data.check import check
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
@@ -121,23 +118,3 @@ def test_a_pair_is_whole_and_no_text(tmp_path: Path) -> None:
     index.with_suffix(".bin").unlink()
     (problem,) = check(config(index), evaluates=False)
     assert (problem.code, "a.bin" in problem.message) == ("data-missing", True)
-
-
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-def test_damage_is_named_or_harmless(tmp_path: Path, suffix: str) -> None:
-    random = Random(suffix)
-    documents = [[random.choices(range(1, 500), k=random.randrange(9))] for _ in range(40)]
-    path = write(tmp_path / "a", documents).with_suffix(suffix)
-    content, messages = path.read_bytes(), []
-    tokens = [token for document in documents for token in document[0]]
-    for _ in range(150):
-        path.write_bytes(damaged(content, random) or b"\n")
-        table = config(tmp_path / "a.bin", documents="pack", vocab_size=500)
-        try:
-            labels = labels_of(table)
-        except PlanError as error:
-            messages.append(str(error))
-        else:
-            assert suffix == ".bin" or set(labels) <= set(tokens)
-    assert len(messages) > 60
-    assert all(str(tmp_path / "a") in message for message in messages), messages
