@@ -1,7 +1,4 @@
-"""One rank is slow in one thing, and the judgement of its run names both; nothing is slow, and it names nobody.
-
-Drawn by a printed seed: what is slow, in which layout, on which rank, in which layer, by how much.
-"""
+"""Slows down one part of one rank, and checks that the judgement of the run names both, or nobody without a slow part."""
 
 from __future__ import annotations
 
@@ -41,19 +38,19 @@ LAYOUTS = {
     "pp 2 x dp 2": (4, 4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS),
     "wp 2": (2, 4, 'parallel = { dp = 2, wp = 2 }\nweights = { use = "isp.communicator" }\n'),
 }
-"""Ranks, the global batch, which gives each rank two microbatches, and tables."""
+"""The number of ranks, the global batch with two microbatches per rank, and the tables."""
 
 PIPELINES = frozenset({"pp 2", "pp 2 x dp 2"})
-"""Of two stages, with two blocks each."""
+"""The layouts with two stages, of two blocks each."""
 
 STEPS = 40
 KINDS = ("data", "forward", "backward", "optimizer", "link")
 
-PLACES = {"data": "data", "forward": "F0", "backward": "B0", "optimizer": "update"}
+LOCATIONS = {"data": "data", "forward": "F0", "backward": "B0", "optimizer": "update"}
 
 
 class Case(NamedTuple):
-    """What is slow, and by how many seconds of each step."""
+    """The slow part, and the seconds by which it prolongs each step."""
 
     layout: str
     kind: str
@@ -62,52 +59,49 @@ class Case(NamedTuple):
     seconds: float = 0.0
 
 
-def drawn(draw: random.Random, kind: str) -> Case:
-    layout = draw.choice([one for one in LAYOUTS if kind != "link" or one == "dp 2, sockets"])
+def draw_case(draw: random.Random, kind: str) -> Case:
+    layout = draw.choice([name for name in LAYOUTS if kind != "link" or name == "dp 2, sockets"])
     world = LAYOUTS[layout][0]
     rank = draw.randrange(world)
     layer = draw.randrange(2) + 2 * (rank // (world // 2)) if layout in PIPELINES else draw.randrange(4)
-    # A batch is read beside the step before, so only what takes longer than that step is waited for; and of links less than
-    # 7.5 ms of an exchange is not told, of which a step has three.
-    least, most = {"data": (0.1, 0.2), "link": (0.07, 0.15)}.get(kind, (0.03, 0.1))
-    return Case(layout, kind, rank, layer, round(draw.uniform(least, most), 3))
+    # A batch is read during the previous step, so ranks wait only for the excess. A step has three exchanges, and
+    # a link is named only if an exchange takes more than 7.5 ms.
+    shortest, longest = {"data": (0.1, 0.2), "link": (0.07, 0.15)}.get(kind, (0.03, 0.1))
+    return Case(layout, kind, rank, layer, round(draw.uniform(shortest, longest), 3))
 
 
-def judged(together: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch, case: Case) -> Judgement:
+def judge_run(together: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch, case: Case) -> Judgement:
     world, batch, tables = LAYOUTS[case.layout]
     path = folder / "plan.toml"
     path.write_text(PLAN.format(steps=STEPS, batch=batch) + tables, "utf-8")
-    told = {} if case.kind == "none" else case._asdict()
-    monkeypatch.setenv("SLEY_TEST_SLOW", json.dumps(told))
+    monkeypatch.setenv("SLEY_TEST_SLOW", json.dumps({} if case.kind == "none" else case._asdict()))
     result = together(world, "run", path, "--overwrite")
     assert result.code == 0, result.err
     return judge(read_records(folder / "runs" / "small"))
 
 
 def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
-    """Whether the first cause is the one of the case, and no other rank is named."""
-    if not causes:
-        return False
+    """Returns whether the first cause is that of the case."""
+    if case.kind == "none" or not causes:
+        return case.kind == "none" and not causes
     first = causes[0]
-    match case.kind:
-        case "link":
-            return first.kind == "link" and first.ranks == (0, 1)
-        case _:
-            is_there = first.ranks == (case.rank,) and first.location == PLACES[case.kind]
-            has_layer = case.kind in ("data", "optimizer") or first.layer in ("", f"blocks.{case.layer}")
-            return first.kind == "work" and is_there and has_layer
+    if case.kind == "link":
+        return first.kind == "link" and first.ranks == (0, 1)
+    is_location = first.ranks == (case.rank,) and first.location == LOCATIONS[case.kind]
+    has_layer = case.kind in ("data", "optimizer") or first.layer in ("", f"blocks.{case.layer}")
+    return first.kind == "work" and is_location and has_layer
 
 
-Judged = Callable[[Case], Judgement]
+JudgeRun = Callable[[Case], Judgement]
 
 
 @pytest.fixture
-def run(together: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+def run(together: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> JudgeRun:
     monkeypatch.syspath_prepend(OWN)
-    return lambda case: judged(together, folder, monkeypatch, case)
+    return lambda case: judge_run(together, folder, monkeypatch, case)
 
 
-GIVEN = [
+CASES = [
     Case("pp 2", "backward", 0, 1, 0.06),
     Case("dp 2", "data", 1, 0, 0.1),
     Case("dp 2", "optimizer", 1, 0, 0.06),
@@ -119,30 +113,29 @@ GIVEN = [
 
 @pytest.mark.sample(2)
 @pytest.mark.flaky(reruns=2)  # real times, on a machine that other tests keep busy
-@pytest.mark.parametrize("case", GIVEN, ids=lambda case: f"{case.layout}, {case.kind}")
-def test_what_is_slow_is_named(run: Judged, case: Case) -> None:
-    found = run(case)
-    told = "\n".join([*map(describe_cause, found.causes), *describe_work(found)])
-    assert not found.why_not
-    assert is_named(case, found.causes) if case.kind != "none" else not found.causes, told
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.kind}")
+def test_the_slow_part_is_named(run: JudgeRun, case: Case) -> None:
+    judgement = run(case)
+    assert not judgement.why_not
+    assert is_named(case, judgement.causes), "\n".join([*map(describe_cause, judgement.causes), *describe_work(judgement)])
 
 
 @pytest.mark.campaign
-def test_anything_slow_is_named_and_nobody_where_nothing_is(run: Judged, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawn_slow_parts_are_named(run: JudgeRun, capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(os.environ.get("SLEY_TEST_SEED") or random.SystemRandom().randrange(10**6))
     num = int(os.environ.get("SLEY_TEST_SLOWDOWNS") or 30)
     draw = random.Random(seed)
-    cases = [drawn(draw, KINDS[number % len(KINDS)]) for number in range(num)]
+    cases = [draw_case(draw, KINDS[number % len(KINDS)]) for number in range(num)]
     cases += [Case(draw.choice(list(LAYOUTS)), "none") for _ in range(num)]
     wrong = []
     for case in cases:
-        found = run(case)
-        is_right = is_named(case, found.causes) if case.kind != "none" else not found.causes
-        words = "; ".join(map(describe_cause, found.causes)) or found.why_not or "nobody"
-        with capsys.disabled():  # the ranks' lines are read from what is captured
-            print(f"seed {seed}: {'' if is_right else 'WRONG '}{case}: {words}", flush=True)
+        judgement = run(case)
+        is_right = is_named(case, judgement.causes)
+        text = "; ".join(map(describe_cause, judgement.causes)) or judgement.why_not or "nobody"
+        with capsys.disabled():
+            print(f"seed {seed}: {'' if is_right else 'WRONG '}{case}: {text}", flush=True)
             if not is_right:
-                print(*describe_work(found), sep="\n", flush=True)
+                print(*describe_work(judgement), sep="\n", flush=True)
         if not is_right:
-            wrong.append((case, found.causes))
+            wrong.append((case, judgement.causes))
     assert not wrong, wrong

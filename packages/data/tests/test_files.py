@@ -198,33 +198,25 @@ def zipf(count: int, vocab_size: int, seed: int) -> list[int]:
     return [min(vocab_size - 1, int(drawn.paretovariate(0.4))) for _ in range(count)]
 
 
-WRITTEN = {"uint16": ("H", False), "uint32": ("I", False), "int64": ("q", False), "big": ("H", True)}
+CODES = {"uint16": "H", "uint32": "I", "int64": "q"}
 CASES = [
-    (vocab_size, kind, dtype, count)
+    (vocab_size, written, dtype, count)
     for vocab_size in (300, 32000, 50257, 65536, 128000)
-    for kind in WRITTEN
+    for written in CODES
     for dtype in ("uint16", "uint32")
     for count in (500, 80_000)
-    if vocab_size <= 65536 or kind in ("uint32", "int64")
+    if vocab_size <= 65536 or written != "uint16"
 ]
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize(("vocab_size", "kind", "dtype", "count"), CASES)
-def test_ids_of_another_width_or_byte_order_are_noticed(
-    tmp_path: Path, vocab_size: int, kind: str, dtype: Any, count: int
-) -> None:
-    code, is_swapped = WRITTEN[kind]
-    ids = array(code, zipf(count, vocab_size, vocab_size))
-    if is_swapped:
-        ids.byteswap()
-    (tmp_path / "a.bin").write_bytes(ids.tobytes())
-    most = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
-    table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=most, dtype=dtype)
-    found = [problem.code for problem in check(table, evaluates=False)]
-    if (kind, dtype, vocab_size, count) == ("big", "uint16", 65536, 500):
-        return  # every id is in the vocabulary, and the sample is too small to judge by its bytes
-    assert found == ([] if kind == dtype else ["data-format"])
+@pytest.mark.parametrize(("vocab_size", "written", "dtype", "count"), CASES)
+def test_ids_of_another_width_are_refused(tmp_path: Path, vocab_size: int, written: str, dtype: Any, count: int) -> None:
+    (tmp_path / "a.bin").write_bytes(array(CODES[written], zipf(count, vocab_size, vocab_size)).tobytes())
+    size = min(vocab_size, 1 << 16) if dtype == "uint16" else vocab_size
+    table = TokensConfig(files=(tmp_path / "a.bin",), sequence=4, vocab_size=size, dtype=dtype)
+    codes = [problem.code for problem in check(table, evaluates=False)]
+    assert codes == ([] if written == dtype else ["data-format"])
 
 
 def test_ids_that_are_right_are_not_doubted(tmp_path: Path) -> None:

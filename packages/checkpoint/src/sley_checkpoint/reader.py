@@ -210,7 +210,7 @@ def verify(path: str | Path) -> list[Damage]:
     folder = open_folder(path)
     if not folder.names():
         raise RunError("no-checkpoint", f"there is no checkpoint in {folder.text}")
-    return find_damages(folder)
+    return examine(folder)[1]
 
 
 def newest(path: str | Path) -> NewestCheckpoint:
@@ -218,7 +218,7 @@ def newest(path: str | Path) -> NewestCheckpoint:
     folder = open_folder(path)
     damaged_checkpoints: list[tuple[str, list[Damage]]] = []
     for name in complete_checkpoints(folder):
-        damages = find_damages(folder.child(name))
+        damages = examine(folder.child(name))[1]
         if not damages:
             return NewestCheckpoint(folder.child(name).text, damaged_checkpoints)
         damaged_checkpoints.append((folder.child(name).text, damages))
@@ -247,11 +247,6 @@ def step_name(step: int, used_names: Iterable[str]) -> str:
     return f"step-{step:08}-{num_rewinds}" if num_rewinds else f"step-{step:08}"
 
 
-def find_damages(folder: Folder) -> list[Damage]:
-    """Reads all files of the checkpoint in `folder` and returns the damages."""
-    return examine(folder)[1]
-
-
 def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
     """Reads the index and this rank's share of the files. Returns the index, or None if it cannot be read, and the damages.
 
@@ -276,7 +271,7 @@ def _file_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | 
         num_bytes = folder.num_bytes(name)
         if num_bytes == info.num_bytes and folder.crc(name) == info.crc:
             return None
-        return Damage(name, _describe_owner(folder, name, index) or _describe_difference(num_bytes, info))
+        return Damage(name, _describe_difference(num_bytes, info))
     except FileNotFoundError:
         return Damage(name, "is missing")
     except Exception as error:  # any file system error
@@ -290,21 +285,6 @@ def _describe_difference(num_bytes: int, info: FileInfo) -> str:
     if num_bytes > info.num_bytes:
         return f"is too long: it has {num_bytes} bytes instead of {info.num_bytes}"
     return "does not match its checksum"
-
-
-def _describe_owner(folder: Folder, name: str, index: CheckpointIndex) -> str:
-    """Describes the other checkpoint or rank that the header of a file names; returns "" if the header names the right ones."""
-    try:
-        _, header = read_header(folder, name)
-    except RunError:
-        return ""
-    if (header.get("run"), header.get("step")) != (index.run, index.step):
-        return f"belongs to step {header.get('step')} of the run {header.get('run')!r}"
-    if header.get("token") != index.token:
-        return f"belongs to another checkpoint of step {index.step}"
-    if header.get("rank") != index.files[name].rank:
-        return f"belongs to rank {header.get('rank')}"
-    return ""
 
 
 def _sort_key(name: str) -> tuple[int, int]:
@@ -325,7 +305,7 @@ class Files:
         return read_index(folder) if INDEX in folder.names() else None
 
     def is_whole(self, path: str) -> bool:
-        return not find_damages(open_folder(path))
+        return not examine(open_folder(path))[1]
 
     def open(self, path: str) -> CheckpointReader | None:
         folder = open_folder(path)

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
 from itertools import accumulate, chain, repeat
-from math import log2
 from mmap import ACCESS_READ, mmap
 from operator import eq, floordiv, gt, mul
 from pathlib import Path
@@ -173,7 +172,7 @@ _LLM_C = (20240520).to_bytes(4, "little")
 
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
-    """Returns a reason and a hint if the ids of a file are not of `dtype`, little-endian and below `vocab_size`.
+    """Returns a reason and a hint if the ids of a file are not of `dtype` and below `vocab_size`.
 
     Returns None if they are, or if the file cannot be read. Reads at most 128 KiB of the file.
     """
@@ -193,20 +192,13 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
         return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
     if max(ids) >= vocab_size:
         return _describe_large_id(sample, dtype, max(ids), vocab_size)
-    if dtype == "uint16" and len(ids) >= 1 << 12 and _byte_entropy(ids, 8) > _byte_entropy(ids, 0) + 1:
-        advice = 'write them in little-endian order: `numpy.fromfile("...", ">u2").astype("<u2").tofile("...")`'
-        return "has ids whose upper bytes vary more than their lower ones: they are big-endian", advice
     return None
 
 
 def _describe_large_id(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
-    """Returns the problem of an id outside the vocabulary, and a hint that names a byte order or dtype that fits."""
+    """Returns the problem of an id outside the vocabulary, and a hint that names a dtype that fits."""
     fitting_dtypes = [name for name in _ARRAY_CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
-    big_endian_ids = _ids(sample, dtype)
-    big_endian_ids.byteswap()
-    if max(big_endian_ids) < vocab_size:
-        hint = "they fit if they are big-endian: write them in little-endian order"
-    elif fitting_dtypes:
+    if fitting_dtypes:
         hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`'
     else:
         hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
@@ -237,14 +229,6 @@ def _is_padded(ids: Sequence[int]) -> bool:
     """Returns whether every second id is 0 or small, like the upper halves of wider ids."""
     lower, upper = ids[::2], ids[1::2]
     return (max(upper) == 0 and len(set(lower)) > 4) or (max(upper) < 16 and max(lower) >= 1 << 12)
-
-
-def _byte_entropy(ids: Sequence[int], shift: int) -> float:
-    """Returns the entropy, in bits, of one byte of the ids. shift: the byte's position in bits."""
-    counts = [0] * 256
-    for value in ids:
-        counts[value >> shift & 255] += 1
-    return -sum(count / len(ids) * log2(count / len(ids)) for count in counts if count)
 
 
 _HEADER = struct.Struct("<9sQBQQ")

@@ -48,14 +48,16 @@ class Interleave:
     def __init__(self, shares: Sequence[int]) -> None:
         self.shares = tuple(shares)
         self.total = sum(shares)
-        branches: list[tuple[int, int, _Node | int]] = [(share, source, source) for source, share in enumerate(shares)]
+        self._paths: list[list[tuple[_Node, bool]]] = [[] for _ in shares]  # the nodes from the root, and whether to go left
+        branches: list[tuple[int, int, _Node | int, list[int]]] = [(share, i, i, [i]) for i, share in enumerate(shares)]
         heapify(branches)
         for number in range(len(shares), 2 * len(shares) - 1):  # joins the two smallest branches, as in a Huffman tree
             right, left = heappop(branches), heappop(branches)
-            total = left[0] + right[0]
-            heappush(branches, (total, number, _Node(left[2], right[2], left[0], total)))
+            node = _Node(left[2], right[2], left[0], left[0] + right[0])
+            for source in (*left[3], *right[3]):
+                self._paths[source].insert(0, (node, source in left[3]))
+            heappush(branches, (node.total, number, node, left[3] + right[3]))
         self._root = branches[0][2]
-        self._paths = [list(self._find_path(self._root, source) or ()) for source in range(len(shares))]
 
     def __getitem__(self, number: int) -> tuple[int, int]:
         node = self._root
@@ -84,15 +86,6 @@ class Interleave:
 
     def _search_limit(self, source: int, count: int) -> int:
         return (count + len(self.shares) + 1) * self.total // self.shares[source] + 1
-
-    def _find_path(self, node: _Node | int, source: int) -> Sequence[tuple[_Node, bool]] | None:
-        """Returns the nodes on the path to `source`, each with whether the path goes left, or None if there is no path."""
-        if not isinstance(node, _Node):
-            return () if node == source else None
-        for branch, is_left in ((node.left, True), (node.right, False)):
-            if (subpath := self._find_path(branch, source)) is not None:
-                return ((node, is_left), *subpath)
-        return None
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
