@@ -1,4 +1,4 @@
-"""docs/errors.md: every error that Sley tells by a code, read from the sources of all packages.
+"""Writes docs/errors.md: every error of Sley by its code, from the sources of all packages.
 
 python .ci/error_codes.py > docs/errors.md
 python .ci/error_codes.py --check           # exits 1 if the page is not what this would write
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from error_calls import Said, said_in, without_gaps
+from error_calls import ErrorEntry, find_errors, without_gaps
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -38,7 +38,7 @@ KINDS = {
 
 def main(arguments: Sequence[str]) -> int:
     files = [file for top in ("packages", "apps") for file in sorted((ROOT / top).glob("*/src/**/*.py"))]
-    text = page(sorted(set(said_in(files, KINDS))))
+    text = page(sorted(set(find_errors(files, KINDS))))
     if "--check" not in arguments:
         sys.stdout.write(text)
         return 0
@@ -48,26 +48,26 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def page(errors: Sequence[Said]) -> str:
+def page(errors: Sequence[ErrorEntry]) -> str:
     lines = [INTRODUCTION]
     for kind, (title, about) in KINDS.items():
         lines += [f"## {title}", "", about, "", "| Code | Message | Hint |", "|---|---|---|"]
-        by_code: dict[str, list[Said]] = defaultdict(list)
+        by_code: dict[str, list[ErrorEntry]] = defaultdict(list)
         for error in errors:
             if error.kind == kind:
                 by_code[error.code].append(error)
-        for code, every in by_code.items():
-            for number, error in enumerate(worth_reading(every)):
-                lines.append(f"| {'' if number else f'`{code}`'} | {cell(error.message)} | {cell(error.remedy)} |")
+        for code, entries in by_code.items():
+            for number, error in enumerate(drop_uninformative(entries)):
+                lines.append(f"| {'' if number else f'`{code}`'} | {cell(error.message)} | {cell(error.hint)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def worth_reading(errors: Sequence[Said]) -> list[Said]:
-    """Returns errors of one code without those that say less than another: nothing of their own, or no remedy."""
-    with_remedy = {error.message for error in errors if error.remedy}
-    told = [error for error in errors if error.remedy or error.message not in with_remedy]
-    return [error for error in told if any(map(str.isalpha, without_gaps(error.message)))] or told[:1]
+def drop_uninformative(errors: Sequence[ErrorEntry]) -> list[ErrorEntry]:
+    """Returns the errors of one code without entries that have no text, and without a hint if the same message has one."""
+    with_hint = {error.message for error in errors if error.hint}
+    entries = [error for error in errors if error.hint or error.message not in with_hint]
+    return [error for error in entries if any(map(str.isalpha, without_gaps(error.message)))] or entries[:1]
 
 
 def cell(text: str) -> str:

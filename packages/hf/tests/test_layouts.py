@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
+from hf_families import FAMILIES, LAYOUTS, computes_in_fp32, has_experts, small_config, transformers_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -26,17 +26,6 @@ STEPS, GLOBAL, MICRO, LENGTH = 3, 4, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
 LR = 1e-3
 ROUTER_LOSS = 0.1
-
-LAYOUTS: dict[str, Tables] = {
-    "dp": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed"}]},
-    "dp sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded"}]},
-    "pp": {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}},
-    "pp zero bubble": {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}},
-    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
-    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
-    "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute"}},
-    "host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}},
-}
 
 
 def batches_of() -> list[dict[str, Tensor]]:

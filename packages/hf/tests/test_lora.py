@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_families import LAYOUTS, small_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from sley_core.errors import PlanError, RunError
 from sley_hf.decoder import layer_name
@@ -22,30 +23,7 @@ from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_r
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
 STEPS, LENGTH = 3, 24
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 257,
-    "tie_word_embeddings": True,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 LORA = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
-
-LAYOUTS: dict[str, Tables] = {
-    "dp bucketed": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}]},
-    "dp sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.001}]},
-    "1f1b": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},
-    "zb_h1": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.zero_bubble_h1"}},
-    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
-    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
-    "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute", "fraction": 1.0}},
-    "host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}, "offload": [{"use": "memory.everything"}]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +34,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_base(folder: Path, family: str = "llama", **changes: Any) -> None:
-    config = AutoConfig.for_model(family, **{**SIZES, **changes})
+def write_base(folder: Path, family: str = "llama") -> None:
+    config = small_config(family, vocab_size=257, tie_word_embeddings=True, eos_token_id=None)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -204,7 +182,7 @@ def test_targets_that_cannot_be_adapted_are_refused(targets: list[str], message:
 
 
 def test_linears_beside_experts_have_adapters_and_experts_are_refused_or_trained(texts: Path, tmp_path: Path) -> None:
-    write_base(tmp_path, "mixtral", num_local_experts=4)
+    write_base(tmp_path, "mixtral")
 
     def run(**adapters: Any) -> set[str]:
         tables = plan(tmp_path, adapters=LORA | adapters, model__experts="eager")

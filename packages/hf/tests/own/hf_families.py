@@ -1,4 +1,4 @@
-"""Small random configs of the families that packages/hf/README.md lists, and their models."""
+"""Small random configs of the families that packages/hf/README.md lists, their models, and layouts of two ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from sley_testing.plans import Tables
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -63,6 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": MOE,
 }
 """The keys by which a config differs from `SIZES`, by `model_type`."""
+
+
+LAYOUTS: dict[str, Tables] = {
+    "dp bucketed": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}]},
+    "dp sharded": {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "dp.sharded", "bucket_mb": 0.001}]},
+    "1f1b": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}},
+    "zb_h1": {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.zero_bubble_h1"}},
+    "wp": {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
+    "sp": {"parallel": {"dp": 1, "sp": 2}, "sequence": {"use": "isp.all_to_all"}},
+    "recompute": {"parallel": {"dp": 2}, "activations": {"use": "core.recompute", "fraction": 1.0}},
+    "host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}, "offload": [{"use": "memory.everything"}]},
+}
 
 
 def small_config(family: str, **changes: Any) -> Any:
