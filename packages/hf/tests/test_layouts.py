@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hf_families
 import pytest
 import torch
-from hf_families import FAMILIES, LAYOUTS, computes_in_fp32, has_experts, small_config, transformers_model
+from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -26,6 +27,7 @@ STEPS, GLOBAL, MICRO, LENGTH = 3, 4, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
 LR = 1e-3
 ROUTER_LOSS = 0.1
+LAYOUTS = hf_families.LAYOUTS | {"host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}}}
 
 
 def batches_of() -> list[dict[str, Tensor]]:
