@@ -55,9 +55,10 @@ def _find_plugins(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[Plu
     for dist in distributions(path=[folder for folder, _ in folders]):
         try:
             points = dist.entry_points.select(group=GROUP)
-        except (OSError, TypeError, ValueError):
+            name = _canonical_name(dist.name) if points else ""
+        except (KeyError, OSError, TypeError, ValueError):
             continue  # an unreadable plugin is reported as missing if a plan names it
-        if not points or (name := _canonical_name(dist.name)) in dists:
+        if not points or name in dists:
             continue
         dists.add(name)
         for point in points:
