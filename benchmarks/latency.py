@@ -54,7 +54,7 @@ class Wire:
 
 
 class _Late:
-    """A `Work`, or a `Pending`, that is complete later than `pending`."""
+    """A `Work` that is complete later than `pending`."""
 
     def __init__(self, pending: Any, is_done: threading.Event) -> None:
         self._pending = pending

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.comm.copies import HostStream
+from sley_core.comm.copies import CopyStream
 from sley_core.comm.world import World
 from sley_core.errors import StateError
 from sley_core.plan.load import plan_from_dict
@@ -30,7 +30,7 @@ def test_an_offload_that_is_interrupted_brings_back_what_had_left(run, monkeypat
     """Also the second one, of which the host had older values."""
     for _ in range(2):
         before = _held(run)
-        calls, copy = [], HostStream.copy
+        calls, copy = [], CopyStream.copy
 
         def late(stream, target, source, calls=calls, copy=copy):
             calls.append(1)
@@ -39,7 +39,7 @@ def test_an_offload_that_is_interrupted_brings_back_what_had_left(run, monkeypat
             copy(stream, target, source)
 
         with monkeypatch.context() as patch:
-            patch.setattr(HostStream, "copy", late)
+            patch.setattr(CopyStream, "copy", late)
             with pytest.raises(KeyboardInterrupt):
                 run.memory.offload()
         run.memory.onload()

@@ -14,7 +14,7 @@ from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, poisoned, running, sha
 
 from sley_core.api.comm import HostMemory
-from sley_core.comm.copies import HostStream
+from sley_core.comm.copies import CopyStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of
 from sley_core.memory.inventory import group_by_storage
@@ -26,7 +26,7 @@ MIB = 1 << 20
 CPU = Device(torch.device("cpu"))
 
 
-def parked(tensors, bucket_bytes=1000, make=HostStream, budget=None):
+def parked(tensors, bucket_bytes=1000, make=CopyStream, budget=None):
     """A unit of these tensors, and what it has counted."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
@@ -85,7 +85,7 @@ def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(s
     nobody else lies in its block.
     """
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
-    moved, streams = Moved(), Streams(HostStream)
+    moved, streams = Moved(), Streams(CopyStream)
     arena = HostArena(CPU.host_memory, streams.wait)
     unit = HostCopy(lambda: group_by_storage(state.items()), streams, arena, 1000, moved)
     around(unit)
@@ -103,7 +103,7 @@ def test_device_memory_grows_by_a_bucket_at_a_time():
     """While memory leaves and while it comes, what is here and on the host is never more than all and one bucket."""
     seen = []
 
-    class Watched(HostStream):
+    class Watched(CopyStream):
         def copy(self, target, source):
             super().copy(target, source)
             seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
@@ -124,8 +124,8 @@ STATES = [{"use": "memory.optimizer_states"}]
 def counted(monkeypatch, offload, moves):
     """The digest of two steps of 501 parameters, and the copies of the last cycle or step."""
     copies = []
-    copy = HostStream.copy
-    monkeypatch.setattr(HostStream, "copy", lambda stream, *args: (copies.append(1), copy(stream, *args)))
+    copy = CopyStream.copy
+    monkeypatch.setattr(CopyStream, "copy", lambda stream, *args: (copies.append(1), copy(stream, *args)))
     with running({**MANY, "offload": offload}, guards=False) as run:  # of some thousand tensors
         for _ in range(2):
             copies.clear()

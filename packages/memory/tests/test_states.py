@@ -9,7 +9,7 @@ import torch
 from odd_parts import PLAN, Points
 from parking import BETWEEN, EVERYTHING, cycle, running, sha, steps
 
-from sley_core.comm.copies import HostStream
+from sley_core.comm.copies import CopyStream
 from sley_core.errors import RunError, StateError, UsageError
 from sley_testing.plans import small_plan
 
@@ -138,7 +138,7 @@ def test_memory_that_leaves_before_the_first_step(texts):
 
 def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
     """The poison works: without copies back, the next step has no number."""
-    monkeypatch.setattr(HostStream, "copy", lambda stream, target, source: None)
+    monkeypatch.setattr(CopyStream, "copy", lambda stream, target, source: None)
     with pytest.raises(Exception, match="not-finite"):
         steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)
 

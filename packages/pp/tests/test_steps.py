@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from sley_core.actions.action import Kind
-from sley_core.comm.group import Group, Pending
+from sley_core.comm.device import Device
+from sley_core.comm.group import Group
+from sley_core.comm.transport import Work
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
 from sley_testing.runs import running
@@ -20,7 +22,7 @@ from sley_testing.runs import running
 class RecordedReduction:
     """A reduction that records its waits."""
 
-    def __init__(self, pending: Pending, events: list[str]) -> None:
+    def __init__(self, pending: Work, events: list[str]) -> None:
         self.pending = pending
         self.events = events
 

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from sley_cma.transport import CmaTransport
-from sley_core.comm.backends import CollectiveTransport, CompletedWork, MessageTransport
-from sley_core.comm.group import Group, Pending
+from sley_core.comm.backends import CollectiveTransport, MessageTransport
+from sley_core.comm.group import Group
+from sley_core.comm.transport import Work
 
 VARIABLE, HIT = "SLEY_TEST_FAULT", Path("hit.json")
 HIDDEN = 16
@@ -80,7 +81,7 @@ def _break_sums(transport_type: type) -> None:
         if not fault.is_due("sum"):
             return all_reduce(transport, *args, label=label, **options)
         HIT.write_text(json.dumps(label), "utf-8")
-        return CompletedWork()
+        return Work()
 
     transport_type.all_reduce = call  # type: ignore[attr-defined]
 
@@ -92,7 +93,7 @@ def _break_sends() -> None:
         if label.startswith("what stage") and "walks" not in label and fault.is_due("send"):
             HIT.write_text(json.dumps(label), "utf-8")
             if fault.type == "skipped":
-                return Pending()
+                return Work()
             tensor = tensor.reshape(-1)[: tensor.numel() // 2]
         return send(group, tensor, channel, peer, label=label)
 

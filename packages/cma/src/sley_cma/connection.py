@@ -200,7 +200,7 @@ class Connection:
         """Calls `condition` until it returns True. After a millisecond, sleeps between the calls.
 
         late_peer: returns the coordinate of a peer that delays the wait. turn: the description of the exchange. Raises RunError
-        `collective-failed` if that peer has ended or exceeds `timeout_s`, and `ranks-differ` if ranks wait for each other.
+        `collective-failed` if that peer has ended or exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending
+from sley_core.api.comm import Work
 from sley_core.api.parts import Sums, round_up
 from sley_dp.config import SUMS, copies_axis
 
@@ -120,7 +120,7 @@ class _Bf16Sum:
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self.pending: Pending = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
+        self.pending: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
         """Waits for the exchange, sums this rank's slice in fp32 and starts the all-gather. A second call does nothing."""

@@ -28,7 +28,7 @@ from sley_core.api.comm import SentBytes
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Device, Group, Pending
+    from sley_core.api.comm import Device, Group, Work
 
 
 Operation = Literal["send", "receive"]
@@ -79,7 +79,7 @@ class Channels:
                 operation = self.group.send if sender == self.stage else self.group.receive
                 operation(byte, direction_of(sender, receiver), peer, label=label).wait()
 
-    def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+    def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
         """Starts to send the `pieces` of a message to stage `peer`, and returns a handle for each, in the same order.
 
         label: the message's description for errors. An empty body is not sent. The caller must not write to `pieces` before the
@@ -88,15 +88,15 @@ class Channels:
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
         return self._start_message("send", pieces, peer, label)
 
-    def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+    def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
         """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes."""
         return self._start_message("receive", pieces, peer, label)
 
-    def send_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
+    def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
         """Starts to send a host `tensor`, such as a header or an announcement, to stage `peer`."""
         return self._start("send", tensor, peer, label, on_host=True)
 
-    def receive_host(self, tensor: Tensor, peer: int, label: str) -> Pending:
+    def receive_host(self, tensor: Tensor, peer: int, label: str) -> Work:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
         return self._start("receive", tensor, peer, label, on_host=True)
 
@@ -133,8 +133,8 @@ class WalkCheck:
     def __init__(self, channels: Channels) -> None:
         self.number = 0
         self._channels = channels
-        self._sends: dict[int, Pending] = {}
-        self._receives: dict[int, tuple[Pending, Tensor]] = {}
+        self._sends: dict[int, Work] = {}
+        self._receives: dict[int, tuple[Work, Tensor]] = {}
         self._confirmed_peers: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ from sley_pp.channels import Channels, WalkCheck, has_separate_header, stages_di
 from sley_pp.message import Announcements, Message, MessagePool, Outbox, boundary_mismatch_error, message_layout
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Pending
+    from sley_core.api.comm import Work
     from sley_core.api.parts import Parts
     from sley_pp.config import LinkConfig
 
@@ -45,7 +45,7 @@ class _Receive:
     """Holds a receive in flight. `message` is None if no tensor has a gradient, since then the peer sends nothing."""
 
     message: Message | None
-    pending: list[Pending]
+    pending: list[Work]
     description: Description
 
 

@@ -36,7 +36,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, Description, Leaf, round_up
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.comm import Pending
+    from sley_core.api.comm import Work
     from sley_core.protocols import MemoryPool
     from sley_pp.channels import Channels
 
@@ -190,7 +190,7 @@ class Announcements:
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._sends: list[Pending] = []
+        self._sends: list[Work] = []
 
     def send(self, description: Description, peer: int, label: str) -> None:
         """Starts to send `description` to the stage `peer`, as JSON."""
@@ -230,7 +230,7 @@ class Outbox:
     def __init__(self, channels: Channels, message_pool: MessagePool) -> None:
         self._channels = channels
         self._message_pool = message_pool
-        self._sends: deque[tuple[list[Pending], Message]] = deque()
+        self._sends: deque[tuple[list[Work], Message]] = deque()
 
     def send(
         self, peer: int, label: str, ids: tuple[int, int], expected: Description, actual: Description, tensors: list[Tensor]
@@ -275,7 +275,7 @@ class Outbox:
         (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
         """
         if self._channels.reports_completion:
-            while self._sends and self._sends[0][0][-1].is_done():
+            while self._sends and self._sends[0][0][-1].test():
                 self._finish_oldest_send()
         while not self._channels.reports_completion and len(self._sends) > MAX_SENDS:
             self._finish_oldest_send()

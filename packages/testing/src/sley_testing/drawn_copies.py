@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sley_core.comm.copies import CopyEvent, HostMemory
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
 from sley_core.comm.device import Device
 from sley_testing.happens_before import (
     DEVICE,
@@ -194,7 +194,7 @@ class DrawnCopies:
         return True
 
 
-class DrawnStream:
+class DrawnStream(CopyStream):
     """Implements a copy stream of a `DrawnDevice`."""
 
     def __init__(self, copies: DrawnCopies) -> None:
@@ -224,7 +224,7 @@ class DrawnStream:
         return DrawnEvent(self._copies, dict(self._clock))
 
 
-class DrawnEvent:
+class DrawnEvent(CopyEvent):
     """Marks a point in a stream. clock: the work that precedes it."""
 
     def __init__(self, copies: DrawnCopies, clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sley_core.api.comm import Pending
+from sley_core.api.comm import Work
 from sley_core.api.parts import GradientBuffer, Layout, Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_core.table import Table
@@ -55,7 +55,7 @@ class Halves(GradientHandler):
     """Sums each half of a reduce group's gradients in one exchange, when the last of them is ready."""
 
     def __init__(self, config: Table) -> None:
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
 
     def attach(self, parts: Parts) -> None:
         self._store, self._groups = parts.store, parts.groups

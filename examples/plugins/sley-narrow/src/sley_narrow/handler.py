@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending
+from sley_core.api.comm import Work
 from sley_core.protocols import GradientHandler
 from sley_narrow.config import NarrowConfig
 
@@ -20,7 +20,7 @@ class Narrow(GradientHandler):
 
     def __init__(self, config: NarrowConfig) -> None:
         self.config = config
-        self._pending: list[tuple[Pending, Tensor, Tensor]] = []
+        self._pending: list[tuple[Work, Tensor, Tensor]] = []
 
     def attach(self, parts: Parts) -> None:
         self._store = parts.store

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes
+from sley_core.api.comm import SentBytes, Work
 from sley_core.api.model import derive
 from sley_core.api.parts import FlatBuffer
 from sley_core.protocols import GradientHandler
@@ -50,7 +50,7 @@ class _Bucket:
     second: FlatBuffer
     compressed: list[_Compressed]
     uncompressed: list[tuple[Tensor, Tensor]]
-    pending: Pending
+    pending: Work
 
 
 class LowRankSums:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes
+from sley_core.api.comm import SentBytes, Work
 from sley_core.protocols import GradientHandler
 from sley_topk.config import TopKConfig
 from sley_topk.sparse import SparseSum
@@ -28,7 +28,7 @@ class TopK(GradientHandler):
         self.config = config
         self._errors: dict[str, Tensor] = {}
         self._sparse: dict[str, SparseSum] = {}
-        self._dense: list[Pending] = []
+        self._dense: list[Work] = []
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:

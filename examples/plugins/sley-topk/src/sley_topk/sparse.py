@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import Pending, SentBytes
+from sley_core.api.comm import SentBytes, Work
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group
@@ -28,7 +28,7 @@ class SparseSum:
         self._values = gradient.new_empty(group.size, count)
         self._indices = indices.new_empty(group.size, count)
         self._local_indices = indices
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         # The parameter's reduce group: its ranks send equally many elements, values first.
         for gathered, local, label in ((self._values, self._flat[indices], "values"), (self._indices, indices, "indices")):
             self._pending.append(group.all_gather(gathered, local[None], label=f"{label} of {name}"))

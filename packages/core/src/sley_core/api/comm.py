@@ -6,7 +6,6 @@ from sley_core.comm.copies import HostMemory as HostMemory
 from sley_core.comm.device import Device as Device
 from sley_core.comm.folder_probe import probe as probe
 from sley_core.comm.group import Group as Group
-from sley_core.comm.group import Pending as Pending
 from sley_core.comm.guard import Turn as Turn
 from sley_core.comm.marks import Mark as Mark
 from sley_core.comm.marks import checksum as checksum

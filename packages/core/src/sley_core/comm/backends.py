@@ -179,39 +179,23 @@ class MessageTransport(Transport):
         return GroupWork(received, sent, turn, finish, headers)
 
 
-class CompletedWork(Work):
-    """The handle of a completed exchange."""
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Returns at once: the result is complete."""
-
-    def release(self) -> None:
-        """Does nothing: the handle holds no memory."""
-
-    def wait_sent(self) -> None:
-        """Returns at once: nobody reads the inputs."""
-
-
 class SingleRankTransport(Transport):
     """The transport of a group of one rank: copies inputs to outputs."""
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         for whole, shard in zip(wholes, shards, strict=True):
             copy_shard(shard, whole)
-        return CompletedWork()
+        return Work()
 
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        return CompletedWork()
+        return Work()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         received.copy_(sent)
-        return CompletedWork()
+        return Work()
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return CompletedWork()
+        return Work()
 
 
 GROUP = "sley.transports"

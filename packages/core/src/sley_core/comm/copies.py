@@ -19,76 +19,49 @@ import warnings
 import weakref
 from contextlib import suppress
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class CopyEvent(Protocol):
-    """A point in a copy stream, after all copies that were enqueued before it."""
+class CopyEvent:
+    """A point in a copy stream, after all copies that were enqueued before it; this class is that of completed copies."""
 
     def is_done(self) -> bool:
         """Returns whether those copies are done; does not wait."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Waits, on the host, until those copies are done."""
-        ...
 
     def hold_device(self) -> None:
         """Makes all later work on the device's own stream wait for those copies; does not block the host."""
-        ...
 
 
-class CopyStream(Protocol):
-    """Copies that run in order, in parallel with the device's own work."""
+class CopyStream:
+    """Copies that run in order, in parallel with the device's own work. This class is for the CPU: each copy is done when
+    `copy` returns.
+    """
 
     def follow(self) -> None:
         """Makes all later copies wait for the work that is queued on the device's own stream so far."""
-        ...
 
     def after(self, event: CopyEvent) -> None:
         """Makes all later copies wait for `event` of another copy stream."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy of `source` into `target`, of equal shape and dtype. Neither may be written until it is done."""
-        ...
-
-    def record(self) -> CopyEvent:
-        """Returns an event after all copies that were enqueued so far."""
-        ...
-
-
-class _CompletedEvent:
-    """The event of a stream whose copies are synchronous."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None: ...
-
-    def hold_device(self) -> None: ...
-
-
-class HostStream:
-    """A copy stream for the CPU: each copy is done when `copy` returns."""
-
-    def follow(self) -> None: ...
-
-    def after(self, event: CopyEvent) -> None:
         event.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueues a copy of `source` into `target`, of equal shape and dtype. Neither may be written until it is done."""
         with torch.no_grad():
             target.copy_(source)
 
     def record(self) -> CopyEvent:
-        return _CompletedEvent()
+        """Returns an event after all copies that were enqueued so far."""
+        return CopyEvent()
 
 
-class _CudaEvent:
+class _CudaEvent(CopyEvent):
     """An event that the run's stream `main` can wait for.
 
     Its methods do not depend on the thread's current device. In a new thread that is device 0, where a context would take some
@@ -111,7 +84,7 @@ class _CudaEvent:
         self._main.wait_event(self.event)
 
 
-class CudaStream:
+class CudaStream(CopyStream):
     """A separate CUDA stream; copies from and to page-locked memory do not block the host. main: the run's own stream."""
 
     def __init__(self, main: torch.cuda.Stream) -> None:

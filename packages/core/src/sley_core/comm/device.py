@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from sley_core.comm.copies import CopyStream, CudaStream, HostMemory, HostStream
+from sley_core.comm.copies import CopyStream, CudaStream, HostMemory
 from sley_core.errors import RunError
 from sley_core.generators import host_state, seed_host, set_host_state
 
@@ -188,7 +188,7 @@ class Device:
 
     def copy_stream(self) -> CopyStream:
         """Returns a new stream for copies to and from the host, in parallel with the device's own work."""
-        return HostStream() if self.stream is None else CudaStream(self.stream)
+        return CopyStream() if self.stream is None else CudaStream(self.stream)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
         """Returns zeroed host memory, page-locked if this device is asynchronous."""

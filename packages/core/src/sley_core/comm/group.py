@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.backends import SingleRankTransport
-from sley_core.comm.guard import Turn, begin_turn, run_guarded
+from sley_core.comm.guard import begin_turn, run_guarded
 from sley_core.comm.marks import ExchangeLog
 from sley_core.comm.progress import Members
 from sley_core.comm.startup import gather_values
-from sley_core.comm.transport import Transport
+from sley_core.comm.transport import GroupWork, Transport, Work
 from sley_core.topology import DEFAULT_CHANNEL
 
 Op = Literal["sum", "max", "min"]
@@ -28,62 +28,6 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
-
-
-class Pending:
-    """The handle of a collective, which is complete if `work` is None.
-
-    After `wait` the result is complete, on CUDA for later work on this stream.
-    """
-
-    __slots__ = ("_turn", "_work")
-
-    def __init__(self, work: Any = None, turn: Turn | None = None) -> None:
-        self._work = work
-        self._turn = turn
-
-    def wait(self) -> None:
-        """Waits for the result; a second call does nothing. Raises RunError `collective-failed`, naming operation, group and
-        tensor, after a timeout or if a peer died, and `ranks-differ` if ranks wait for each other.
-        """
-        if self._work is None or self._turn is None:
-            return
-        run_guarded(self._work.wait, self._turn)
-        self._work = None
-
-    def is_done(self) -> bool:
-        """Returns whether `wait` would return at once; never blocks."""
-        return self._work is None or bool(self._work.is_completed())
-
-
-class SimulatedPending(Pending):
-    """The handle of a simulated exchange; `wait` calls `waits`."""
-
-    __slots__ = ("_waits",)
-
-    def __init__(self, waits: Callable[[], None]) -> None:
-        super().__init__()
-        self._waits = waits
-
-    def wait(self) -> None:
-        self._waits()
-
-
-class HostReceive(Pending):
-    """The handle of a message that arrives in `landed`, on the host. The first `wait` copies it to `place`, on the device."""
-
-    __slots__ = ("_landed", "_place")
-
-    def __init__(self, work: Any, turn: Turn, landed: Tensor, place: Tensor) -> None:
-        super().__init__(work, turn)
-        self._landed = landed
-        self._place = place
-
-    def wait(self) -> None:
-        is_first = self._work is not None
-        super().wait()
-        if is_first:
-            self._place.copy_(self._landed)
 
 
 class Imitate(Protocol):
@@ -124,43 +68,44 @@ class Group(Members):
         """Returns the transport of `channel`. Call this at each use: closed groups have no transports."""
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Work:
         """Starts an all-reduce of `tensor` in place; returns its handle."""
         return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, label)
 
-    def broadcast(self, tensor: Tensor, *, label: str) -> Pending:
+    def broadcast(self, tensor: Tensor, *, label: str) -> Work:
         """Starts a broadcast of `tensor` in place from the first rank of the group; returns its handle."""
         return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, label)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Pending:
+    def all_to_all(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
         """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it. Both are of one
         size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
         """
         return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, label, channel)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Pending:
+    def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
         return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, label, channel)
 
-    def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Pending:
+    def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle. Calls the communicator
         itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the call.
         """
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("send", tensor, tensor, channel, label))
+            return GroupWork([], _finish=self.imitate("send", tensor, tensor, channel, label))
         turn = begin_turn("send", self, label, channel, tensor.nbytes, (self.coord, peer))
         message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
-        return Pending(run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn), turn)
+        return GroupWork([run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn)], (), turn)
 
-    def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Pending:
+    def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
         if self.imitate is not None:
-            return SimulatedPending(self.imitate("receive", tensor, tensor, channel, label))
+            return GroupWork([], _finish=self.imitate("receive", tensor, tensor, channel, label))
         turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
             landed = torch.empty_like(tensor, device="cpu")
-            return HostReceive(run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn), turn, landed, tensor)
-        return Pending(run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn), turn)
+            work = run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn)
+            return GroupWork([work], (), turn, lambda: tensor.copy_(landed))
+        return GroupWork([run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn)], (), turn)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Gathers the `value` of each rank of the group `control`, in the order of ranks; blocks.
@@ -182,17 +127,17 @@ class Group(Members):
         tensor: Tensor,
         label: str,
         channel: str = DEFAULT_CHANNEL,
-    ) -> Pending:
+    ) -> Work:
         """Starts the collective `call` of torch, which sends `tensor` and fills `result`; returns its handle."""
         if self.size == 1:
             if result is not tensor:
                 result.copy_(tensor)
-            return Pending()
+            return Work()
         if self.imitate is not None:
-            return SimulatedPending(self.imitate(kind, result, tensor, channel, label))
+            return GroupWork([], _finish=self.imitate(kind, result, tensor, channel, label))
         operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
         turn = begin_turn(operation, self, label, channel, tensor.nbytes)
-        return Pending(run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn), turn)
+        return GroupWork([run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn)], (), turn)
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
         """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""

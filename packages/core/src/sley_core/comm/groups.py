@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.backends import (
-    CompletedWork,
     SingleRankTransport,
     choose_transports,
     common_transports,
@@ -60,7 +59,6 @@ class Groups(Mapping[str, Group]):
         for group in self._groups.values():
             group.channels.clear()
             group.transports.clear()
-        self.progress.store = None  # it would keep a communicator's store, and the launcher's, alive
 
 
 def make_groups(
@@ -103,10 +101,7 @@ def make_groups(
         assert (communicator is not None) == is_member, f"rank {rank} of {entry.label}: {communicator}"
         if communicator is not None:
             channels.setdefault(entry.axis, {})[entry.channel] = communicator
-    control = channels.get("control", {}).get(DEFAULT_CHANNEL)
-    # Only the ranks of this run share it; without peers there is none.
-    store = control.get_group_store() if control is not None and dist.get_backend(control) == "gloo" else None
-    progress = Progress(store=store, timeout_s=timeout.total_seconds())
+    progress = Progress()
     groups = {}
     for axis, ranks in members_of(lines, extra, rank).items():
         log, axis_channels = ExchangeLog(), channels.get(axis, {})
@@ -172,10 +167,10 @@ class SilentTransport(SingleRankTransport):
     """A transport that exchanges no data: results keep their contents."""
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        return CompletedWork()
+        return Work()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        return CompletedWork()
+        return Work()
 
 
 class Simulation:
@@ -193,7 +188,7 @@ class Simulation:
                 assert communicator is not None, entry.label
                 channels.setdefault(entry.axis, {})[entry.channel] = communicator
         axes = axes_with_cma(topology, extra) if cross_memory else ()
-        progress = Progress(timeout_s=timeout.total_seconds())
+        progress = Progress()
         groups = {}
         for axis, ranks in members_of(lines, extra, rank).items():
             members, axis_channels = Members(axis, ranks, rank, progress=progress), channels.get(axis, {})

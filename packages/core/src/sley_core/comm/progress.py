@@ -13,12 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
-
     from sley_core.comm.guard import Turn
-
-PATIENCE_SHARE, MAX_PATIENCE_S = 1 / 8, 5.0
-"""The longest wait for the others' records after a timeout: a share of the timeout, and a number of seconds."""
 
 NUM_RECENT = 32
 """The number of recent exchanges that are kept per queue: diverged ranks block each other long before that."""
@@ -96,17 +91,14 @@ class Progress:
 
     A queue is a sequence of exchanges that the members of a group start in one order: the collectives of one channel, or the
     messages from one rank to another. numbers: the number of started exchanges per queue. recent: the last `NUM_RECENT` of each
-    queue. store: the store for the records of failed waits, if there is one. timeout_s: the time limit of waits. step_progress:
-    the position in the action list. follow_wait: called after each wait with the exchange and the start time of the wait by
-    `time.perf_counter`.
+    queue. step_progress: the position in the action list. follow_wait: called after each wait with the exchange and the start
+    time of the wait by `time.perf_counter`.
 
     Recording costs under 1 us per exchange (a tuple in a list, and the time); an exchange takes 20 us and more.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
     recent: dict[str, deque[Turn]] = field(default_factory=dict)
-    store: Store | None = None
-    timeout_s: float = 0.0
     step_progress: ActionProgress = field(default_factory=ActionProgress)
     follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
@@ -123,11 +115,6 @@ class Progress:
             return Wait(turn, time.perf_counter() - self._since)
         failed_at, end, peer = failure
         return Wait(turn, failed_at - self._since, end, peer)
-
-    @property
-    def patience_s(self) -> float:
-        """Returns the seconds to wait for the others' records after a timeout."""
-        return min(PATIENCE_SHARE * self.timeout_s, MAX_PATIENCE_S)
 
     def add_turn(self, turn: Turn) -> None:
         self.numbers[turn.queue] = turn.number

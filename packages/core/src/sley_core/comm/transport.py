@@ -33,18 +33,19 @@ from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 
 
-class Work(Protocol):
-    """The handle of an exchange in progress.
+class Work:
+    """The handle of an exchange in progress; this class is that of a completed one.
 
         start ──> test* ──> wait ──> release ──> wait_sent
 
     Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `test` raise RunError
     `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and `ranks-differ` if a peer's
-    exchange differs, or ranks wait for each other.
+    exchange differs.
     """
 
     def test(self) -> bool:
         """Returns whether `wait` is known to return at once, without blocking; progresses the exchange if only calls do."""
+        return True
 
     def wait(self) -> None:
         """Waits until the result is complete, on CUDA for later work on this stream; a second call does nothing."""
@@ -58,23 +59,19 @@ class Work(Protocol):
         """Waits until the peers have this rank's inputs, so that inputs and outputs may be written."""
 
 
-class Gatherer(Protocol):
-    """Gathers full tensors from shards: a transport, or its published shards."""
+class Published(Protocol):
+    """Shards that are constant until `wait_sent`, and can be gathered any number of times."""
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `wholes` [size x n, ...], in the order of the group. A shard may
         be a view of its full tensor, and may not be written until `wait_sent` has returned.
         """
 
-
-class Published(Gatherer, Protocol):
-    """Shards that are constant until `wait_sent`, and can be gathered any number of times."""
-
     def wait_sent(self) -> None:
         """Ends the publication; waits until no peer gathers any more, so that the shards may be written."""
 
 
-class Transport(Gatherer, Protocol):
+class Transport(Published, Protocol):
     """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous, and may not be used until
     `wait_sent` has returned. contents: a checksum of further content, compared between ranks.
     """
@@ -84,7 +81,11 @@ class Transport(Gatherer, Protocol):
         exchange. All ranks call this and `wait_sent` in one order with their other exchanges; one publication is open at a
         time.
         """
-        return RepeatedGather(self)
+        return self
+
+    def wait_sent(self) -> None:
+        """Returns at once: each gather has its own handle."""
+        return
 
     def num_scratch_rows(self, num_rows: int) -> int:
         """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
@@ -109,19 +110,6 @@ def copy_shard(shard: Tensor, target: Tensor) -> None:
     """Copies `shard` into `target`, of equal shape, unless both begin at the same address."""
     if shard.data_ptr() != target.data_ptr():
         target.copy_(shard)
-
-
-class RepeatedGather(Published):
-    """Gatherer each time anew, where saying beforehand what stays as it is changes nothing."""
-
-    def __init__(self, transport: Gatherer) -> None:
-        self._transport = transport
-
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        return self._transport.all_gather(wholes, shards, label=label)
-
-    def wait_sent(self) -> None:
-        """Returns at once: each gather has its own handle."""
 
 
 _HEADER_TAG = 0
@@ -150,16 +138,16 @@ class Headers:
 
 @dataclass(eq=False)
 class GroupWork(Work):
-    """An exchange carried by works of a process group.
+    """An exchange carried by works of a process group, or a simulated one without works.
 
     _received, _sent: the works of receives and sends. _turn: the exchange, for errors. _finish: called once, after the last
     receive. _headers: the peers' headers, to compare.
     """
 
     _received: Sequence[Any]
-    _sent: Sequence[Any]
-    _turn: Turn
-    _finish: Callable[[], None] | None = None
+    _sent: Sequence[Any] = ()
+    _turn: Turn | None = None
+    _finish: Callable[[], object] | None = None
     _headers: Headers | None = None
 
     def test(self) -> bool:
@@ -169,6 +157,7 @@ class GroupWork(Work):
     def wait(self) -> None:
         """Compares the peers' headers, then waits until everything is received."""
         if self._headers is not None:
+            assert self._turn is not None
             self._await(self._headers.works)
             progress = self._turn.members.progress
             progress.begin_wait(self._turn)
@@ -195,6 +184,7 @@ class GroupWork(Work):
 
     def _await(self, works: Sequence[Any]) -> None:
         for work in works:
+            assert self._turn is not None
             run_guarded(work.wait, self._turn)
 
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_core.comm.group import Group, Pending
+from sley_core.comm.group import Group
 from sley_core.comm.marks import HINT, ExchangeSummary, checksum
+from sley_core.comm.transport import Work
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
@@ -75,7 +76,7 @@ class Agreement:
         self._layout = -1
         self._trained: dict[str, View] = {}
         self._sum = torch.zeros(0, dtype=torch.float64)
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
 
     def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
         """Starts one asynchronous all-reduce over all ranks on the host. Every rank calls it, and then `check`.

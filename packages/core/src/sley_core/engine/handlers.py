@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sley_core.comm.group import Pending
 from sley_core.comm.progress import SentBytes
+from sley_core.comm.transport import Work
 from sley_core.engine.buffers import Layout
 from sley_core.engine.reduction import Sums
 from sley_core.protocols import GradientHandler
@@ -28,7 +28,7 @@ class Each(GradientHandler):
 
     def __init__(self, config: EachConfig) -> None:
         self.config = config
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         self._sent = SentBytes()
         self._sums: Sums | None = None
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sley_core.comm.backends import CompletedWork, MessageTransport, installed_transports
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, HostStream, storage_id
+from sley_core.comm.backends import MessageTransport, installed_transports
+from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, storage_id
 from sley_core.comm.device import Device
 from sley_core.comm.group import Exchange
 from sley_core.comm.groups import Simulation, nothing
@@ -99,7 +99,7 @@ class FakeCopies:
         return storage_id(tensor) in self._host_storages
 
 
-class FakeStream(HostStream):
+class FakeStream(CopyStream):
     """A copy stream. pending: the numbers of copies without a wait so far."""
 
     def __init__(self, copies: FakeCopies, number: int) -> None:
@@ -130,7 +130,7 @@ class FakeStream(HostStream):
             self._copies.listener.on_wait(self.pending.popleft())
 
 
-class FakeEvent:
+class FakeEvent(CopyEvent):
     """A point of a stream. last: the number of the last copy before it, or None if all copies were complete."""
 
     def __init__(self, stream: FakeStream, last: int | None) -> None:
@@ -196,7 +196,7 @@ class FakeDevice(Device):
         return self.copies.memory(num_bytes)
 
 
-class FakeWork(CompletedWork):
+class FakeWork(Work):
     """A complete exchange that counts as pending until the rank waits for it, since ranks wait at once for complete exchanges.
 
     on_wait: a function called at the wait. reduce: allocates the memory for summing the peers' parts. It is called at the wait

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.actions import Transfer, direction_of
-from sley_core.api.comm import Pending
+from sley_core.api.comm import Work
 from sley_core.api.parts import Description, Leaf, Parts
 from sley_core.errors import RunError
 from sley_wave.config import LinkConfig
@@ -33,7 +33,7 @@ class Link:
         self._agreed: set[int] = set()
         self._due: dict[str, deque[Transfer]] = {"up": deque(), "down": deque()}
         self._come: dict[Transfer, Message] = {}
-        self._sending: list[tuple[Pending, Tensor]] = []
+        self._sending: list[tuple[Work, Tensor]] = []
 
     def prepare(self, parts: Parts) -> None:
         self._group = parts.groups["pp"]
