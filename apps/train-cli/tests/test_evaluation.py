@@ -112,7 +112,7 @@ def test_metrics_with_other_names_on_one_rank_are_refused(ranks: Any, texts: Pat
     tables = changed(PLAN, evaluation={"every": 2, "metric": metric}, parallel__dp=2)
     first, second = ranks(2)(evaluation_error, tables, texts)
     assert first == second
-    assert "error[metric-result]: on rank 1 the [evaluation] metric gives likelihood, more, and on rank 0 highest" in first
+    assert "error[metric-result]: the [evaluation] metric returns likelihood, more on rank 1, but highest" in first
 
 
 @pytest.mark.parametrize(("place", "message"), [("a pair", "no pair of numbers as 'highest'"), ("in place", "writes in place")])

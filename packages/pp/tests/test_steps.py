@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sley_core.actions.action import Kind
-from sley_core.comm.device import Device
 from sley_core.comm.group import Group
 from sley_core.comm.transport import Work
 from sley_core.errors import RunError

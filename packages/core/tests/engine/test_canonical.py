@@ -66,12 +66,6 @@ def test_any_cut_and_any_order_take_the_additions_of_the_one_tree(num_leaves, da
     assert done | made == additions(Node(0, num_leaves))
 
 
-@given(st.integers(1, 12), st.integers(1, 12))
-def test_each_rank_of_a_group_has_a_run_of_its_own(size, each):
-    runs = [leaf_range(coord, size, size * each) for coord in range(size)]
-    assert [at for first, last in runs for at in range(first, last)] == list(range(size * each))
-
-
 def canonical(gradients: list[Tensor], dp: int) -> Tensor:
     """The sum over `dp` ranks, each of which joins what it can and hands over the rest."""
     num_leaves = len(gradients)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 
-import pluggy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -105,18 +104,6 @@ def test_how_a_run_ends_is_told(heard, fail_at, changes, num_steps, end, error, 
             run.listeners.append(lambda row: run.stop() if row["step"] == 1 else None)
         assert run.train() == "interrupted"
     assert listener.told == [("started", 0), *STEPS[:num_steps], ("finished", end)]
-
-
-def test_a_step_that_nobody_listens_to_makes_no_hook_call(alone, heard, small, monkeypatch):
-    calls, original = [], pluggy.HookCaller.__call__
-    monkeypatch.setattr(pluggy.HookCaller, "__call__", lambda self, **given: calls.append(self) or original(self, **given))
-    for make, per_step in ((lambda: alone(small()), 0), (lambda: heard(Listener()), 1)):
-        with make() as run:
-            run.step()
-            before = len(calls)
-            run.step()
-            run.step()
-            assert len(calls) - before == 2 * per_step
 
 
 def test_a_row_has_what_it_promises(alone, small):

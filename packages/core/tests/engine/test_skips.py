@@ -91,7 +91,7 @@ def halve_the_scale_after_the_first(run):
     run.listeners.append(halve)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,30 +104,6 @@ def test_a_gradient_of_one_rank_skips_the_step_on_all(ranks, own, small, layout,
     prepare = halve_the_scale_after_the_first if layout == "fp16" else None
     expected = ranks(2)(record, tables, 2, folder=own, batches=[batches[0], batches[2]], prepare=prepare)
     as_if_it_never_was(found, expected)
-
-
-def exhausted(tables, folder):
-    try:
-        record(tables, 4, folder=folder, prepare=partial(spoil, steps=range(4), rank=1))
-    except RunError as error:
-        return str(error)
-
-
-def test_a_run_that_always_overflows_ends_on_all_ranks(ranks, own, small):
-    for message in ranks(2)(exhausted, fp16(small, init_scale=16.0, min_scale=4.0), own):
-        assert "loss-scale-exhausted" in message
-        assert "step 3" in message
-
-
-def test_a_scale_that_is_far_too_large_comes_down_by_itself(alone, small):
-    with alone(fp16(small, init_scale=2.0**40)) as run:
-        rows = [run.step() for _ in range(40)]
-    skipped = [row["skipped"] for row in rows]
-    num = sum(skipped)
-    assert 5 < num < 35
-    assert skipped == [1] * num + [0] * (40 - num), "and does not grow again within 2000 steps"
-    assert rows[-1]["loss_scale"] == 2.0 ** (40 - num)
-    assert rows[0]["lr"] == rows[num]["lr"], "what was skipped does not count"
 
 
 @pytest.mark.parametrize("kind", [1.0, 3.0, "inf"])
@@ -276,13 +252,11 @@ def test_a_limit_where_nothing_is_skipped_is_refused(own, small):
     assert plan_from_dict(tables, own).run.max_skips == 10
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks, compute):
+def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks):
     """Steps of four samples: the one that starts with the token 7 is the last of the second, and belongs to rank 1."""
     tables = small(
         model={"factory": "own_models:poisoned", "options": {"token": 7}},
         data__shuffle=False,
-        precision={"compute": compute},
         optimizer={"use": "core.adamw", "lr": 0.01, "clip_norm": 1.0},
     )
     layouts = [go_on(tables, own), *ranks(2)(go_on, tables, own)]

@@ -73,13 +73,6 @@ def test_a_batch_is_cut_without_a_copy_and_weighed_in_one_piece() -> None:
     assert batch.micros[1]["tokens"].data_ptr() == batch.whole[0]["tokens"][2:].data_ptr()
 
 
-def test_micro_batches_may_differ_in_length() -> None:
-    micros = apart(a_batch())
-    micros[1] = {name: value[:, :3] for name, value in micros[1].items()}
-    found = splitter().split_input(micros)
-    assert [micro["tokens"].shape for micro in found.micros] == [(2, 8), (2, 3), (2, 8)]
-
-
 @pytest.mark.parametrize(
     ("given", "code", "match"),
     [

@@ -13,26 +13,11 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_close_gradients
-from sley_testing.plans import small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record
 
 
 class TestEach(GradientHandlerContract):
     handler: ClassVar[dict] = {"use": "core.each"}
-
-
-class TestGradientNorms(GradientHandlerContract):
-    """An observer that adds numbers to the row."""
-
-    handler: ClassVar[dict] = {"use": "core.gradient_norms"}
-
-
-def test_evaluation_changes_no_bit(texts):
-    with_it, plain = (record(small_plan(evaluation=table), 3, folder=texts) for table in ({"every": 2, "steps": 1}, None))
-    assert_equal_replicas([with_it, plain])
-    assert [row["loss"] for row in with_it.rows] == [row["loss"] for row in plain.rows]
-    assert "held_out_loss" in with_it.rows[1]
-    assert "held_out_loss" not in with_it.rows[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself

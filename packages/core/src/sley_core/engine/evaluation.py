@@ -1,4 +1,4 @@
-"""The metrics of an evaluation besides the loss: sums and counts of microbatches, summed over ranks together with the loss.
+"""Computes the metrics of an evaluation besides the loss: sums and counts of microbatches, summed over ranks with the loss.
 
 output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
@@ -6,7 +6,7 @@ output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,8 +32,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of the model's output in an evaluation. labels: of the loss, a cross-entropy of token ids, whose next tokens
-    are counted; None for other losses and data. own: the user's function, or None. whole: gathers whole sequences for it.
+    """Selects the metrics of an evaluation. labels: the cross-entropy of token ids, for the accuracy of next tokens; None
+    for other losses. own: the user's function, or None. whole: gathers full sequences for it.
     """
 
     labels: CrossEntropyConfig | None = None
@@ -46,7 +46,7 @@ class Metrics:
 
     @property
     def names(self) -> list[str]:
-        """The names that are known before the user's function is called."""
+        """Returns the names that are known before the user's function is called."""
         return ["accuracy"] if self.labels is not None else []
 
     def accuracy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,13 +57,12 @@ class Metrics:
 
 
 class Tally:
-    """Sums the counts of `metrics` over the microbatches of one evaluation on this rank. problem: the fault of the results of
-    the user's function, "" without one; all ranks raise it after the exchange.
+    """Sums the counts of `metrics` over the microbatches of one evaluation on this rank. names: the sorted names of the user's
+    metrics; None before the first result.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.problem = ""
         self.names: list[str] | None = None
         self._batches: list[tuple[Tensor, dict[tuple[str, int], Tensor]]] = []
 
@@ -72,22 +71,23 @@ class Tally:
         self._batches.append((torch.zeros_like(like), {}))
 
     def reads(self, field: str) -> bool:
-        """Returns whether a field of the batch is needed: all may be, by the user's function."""
+        """Returns whether the metrics may read a batch field; the user's function may read all of them."""
         return self.metrics.own is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
 
     def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
-        """Counts a microbatch. output: of the model, whole logits. fields: on the device, the slices that this rank has.
-        batch: the same on the host. counts: whether its samples count; if not, only exchanges are made.
+        """Counts a microbatch. Raises RunError "metric-result" if the user's function writes in place or returns no numbers.
+
+        output: the model's output, with full logits. fields: this rank's slices, on the device. batch: the same fields on the
+        host. counts: whether the samples count; otherwise only the exchanges are made.
         """
         metrics, results = self.metrics, dict[str, Any]()
-        before = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
+        versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
         if metrics.own is not None:
             arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
             if metrics.whole is None or metrics.whole.counts:
-                results = self._validate_results(metrics.own(*arguments))
-        if any(version_of(tensor) != version for tensor, version in before):
-            message = "the [evaluation] metric writes in place to the output or the batch, which the loss also uses"
-            raise RunError("metric-result", message, path=("evaluation", "metric"), hint="let it make new tensors")
+                results = self._check_results(metrics.own(*arguments))
+        if any(version_of(tensor) != version for tensor, version in versions):
+            raise _metric_error("writes in place to the output or the batch, which the loss also uses")
         if metrics.labels is not None:
             results["accuracy"] = metrics.accuracy(output, fields[metrics.labels.labels])
         if not counts:
@@ -99,64 +99,59 @@ class Tally:
                 place = total[micro] if total.dim() else total
                 place += value.reshape(()) if isinstance(value, Tensor) else value
 
-    def column(self, name: str, at: int) -> list[Tensor]:
-        """Returns of each batch the sum (0) or the count (1) of a metric: zeros where this rank has none."""
-        return [sums.get((name, at), zeros) for zeros, sums in self._batches]
+    def column(self, name: str, index: int) -> list[Tensor]:
+        """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros where this rank has none."""
+        return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
-    def _validate_results(self, results: Any) -> dict[str, Any]:
-        """Returns what the user's function gave for one microbatch; {} with a `problem` if that is no numbers by name."""
-        problem = ""
+    def _check_results(self, results: Any) -> dict[str, Any]:
+        """Returns a copy of the user's results for one microbatch. Raises RunError "metric-result" unless they are pairs of
+        numbers with the names of the earlier microbatches.
+        """
         if not isinstance(results, Mapping) or not results:
-            problem = f"gives {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}"
-        elif wrong := next((name for name, pair in results.items() if not _is_pair(pair)), None):
-            problem = f"gives no pair of numbers as {wrong!r}"
-        elif wrong := next((name for name in results if not _NAME.fullmatch(str(name)) or name in BEST_MODES), None):
-            problem = f"gives the name {wrong!r}, which is {'taken' if wrong in BEST_MODES else 'no name'}"
-        else:
-            names = sorted(results)
-            if self.names not in (None, names):
-                problem = f"gives {', '.join(self.names or [])} for one microbatch, and {', '.join(names)} for another"
-            self.names = names
-        self.problem = self.problem or problem
-        return {} if problem else dict(results)
+            raise _metric_error(f"returns {f'a {type(results).__name__}' if not isinstance(results, Mapping) else 'nothing'}")
+        for name, pair in results.items():
+            if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
+                raise _metric_error(f"returns no pair of numbers as {name!r}")
+            if not _NAME.fullmatch(str(name)) or name in BEST_MODES:
+                raise _metric_error(f"returns the name {name!r}, which is {'taken' if name in BEST_MODES else 'not valid'}")
+        names = sorted(results)
+        if self.names not in (None, names):
+            raise _metric_error(f"returns {', '.join(self.names or [])} for one microbatch, but {', '.join(names)} for another")
+        self.names = names
+        return dict(results)
 
 
-def merge_metric_names(everyone: Iterable[tuple[str, list[str] | None]], ranks: Sequence[int]) -> list[str]:
-    """Returns the names of the user's numbers, which each rank with the model's output gives alike. everyone: by rank, a
-    problem, and the names, None on ranks without an output. Raises RunError "metric-result", the same on all ranks.
+def merge_metric_names(names_by_rank: Mapping[int, list[str] | None]) -> list[str]:
+    """Returns the names of the user's metrics, which are the same on all ranks that count samples. names_by_rank: None for a
+    rank that counts none. Raises RunError "metric-result", the same on all ranks.
     """
-    names: tuple[int, list[str]] | None = None
-    problem = ""
-    for rank, (wrong, names_of_rank) in zip(ranks, everyone, strict=True):
-        if not wrong and names_of_rank is not None and names is not None and names_of_rank != names[1]:
-            wrong = f"gives {', '.join(names_of_rank)}, and on rank {names[0]} {', '.join(names[1])}"
-        if wrong:
-            problem = problem or f"on rank {rank} the [evaluation] metric {wrong}"
-        if names_of_rank is not None:
-            names = names or (rank, names_of_rank)
-    if problem or names is None:
-        hint = "it returns {name: (sum, count)}, the same names for every microbatch: `{'exact': (num_right, num_samples)}`"
-        raise RunError("metric-result", problem or "no sample was counted", path=("evaluation", "metric"), hint=hint)
-    return names[1]
+    known = [(rank, names) for rank, names in names_by_rank.items() if names is not None]
+    if not known:
+        raise _metric_error("has counted no sample")
+    first_rank, first_names = known[0]
+    for rank, names in known:
+        if names != first_names:
+            raise _metric_error(f"returns {', '.join(names)} on rank {rank}, but {', '.join(first_names)} on rank {first_rank}")
+    return first_names
 
 
-def _is_pair(pair: Any) -> bool:
-    is_number = [
-        isinstance(number, int | float) or (isinstance(number, Tensor) and number.numel() == 1) for number in _items(pair)
-    ]
-    return len(is_number) == 2 and all(is_number)
+def _metric_error(fault: str) -> RunError:
+    hint = "return new tensors, {name: (sum, count)}, with the same names for every microbatch, such as "
+    hint += "`{'exact': (num_right, num_samples)}`"
+    return RunError("metric-result", f"the [evaluation] metric {fault}", path=("evaluation", "metric"), hint=hint)
 
 
-def _items(pair: Any) -> Sequence[Any]:
-    return pair if isinstance(pair, list | tuple) else ()
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 @dataclass(frozen=True)
 class EvaluationFeed:
     """Yields the samples of one evaluation set, the same in each evaluation.
 
-    feed: gives this rank's rows, from `first` on, of batches of `batch_size`. num_samples: how many count, over all ranks. A
-    batch may have more: the feed begins again where the data end. fields: the names of the fields of a batch.
+    feed: yields this rank's rows, from `first` on, of batches of `batch_size`. num_samples: the number of samples that count,
+    over all ranks; the last batch may have more, since the feed restarts at the end of the data. fields: the names of the batch
+    fields.
     """
 
     feed: Feed

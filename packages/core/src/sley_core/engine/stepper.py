@@ -165,8 +165,9 @@ class Stepper:
                 weight += self.agreement.weight  # of all ranks
             names = metrics.names
             if metrics.own is not None:  # on all ranks, of which some may have no output
-                everyone = self.groups["control"].gather_objects([tally.problem, tally.names], label="the names of metrics")
-                names = [*names, *merge_metric_names(everyone, self.groups["control"].ranks)]
+                control = self.groups["control"]
+                names_of_ranks = control.gather_objects(tally.names, label="the names of metrics")
+                names = [*names, *merge_metric_names(dict(zip(control.ranks, names_of_ranks, strict=True)))]
             sums = [losses, *(tally.column(name, column) for name in names for column in (0, 1))]
             differs = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
