@@ -114,7 +114,7 @@ def steps(tables, folder, num_steps, prepare=None):
             prepare(run)
         hook = CollectiveCounts()
         run.caller.hooks.append(hook)
-        run.stepper.agreement.first = None  # the first step compares first values, beside what is counted here
+        run.stepper.agreement.on_agreed = None  # the first step compares first values, beside what is counted here
         for _ in range(num_steps):
             with collectives() as calls:
                 hook.calls, hook.counts = calls, []
@@ -155,7 +155,7 @@ def reduce_over_two_groups(run):
     pairs = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
     run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": pairs["pair"]}))
     run.groups = run.stepper.update.groups = run.store.reduction.groups = run.parts.groups
-    run.stepper.agreement.first = None  # which knows of no pairs
+    run.stepper.agreement.on_agreed = None  # which knows of no pairs
     for param in run.registry:
         param.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(param.name.partition(".")[0], "stage")
     run.store.lay_out(by_reduce_group)

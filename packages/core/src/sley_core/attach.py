@@ -144,7 +144,7 @@ def build_stepper(
         communicator,
         PositionAdditivity(loss, fields) if asks and not is_additive and not is_whole else None,
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
-        keeps_apart=parts.store.reduction.fixed_order,
+        keeps_micro_losses=parts.store.reduction.fixed_order,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)

@@ -220,7 +220,7 @@ def of_some_ranks(tables, folder):
             numbers.add("own/second", lambda: torch.tensor(9.0), of="root")
         numbers.add("own/both", lambda: run.world.rank + 1.0)
         numbers.agree()
-        values = numbers.own(torch.device("cpu"))
+        values = numbers.local_shares(torch.device("cpu"))
         torch.distributed.all_reduce(values)
         return numbers.names, numbers.row(values.tolist())
 
@@ -235,7 +235,7 @@ def test_a_number_on_the_device_is_not_read(small, alone):
         numbers = StepNumbers(run.groups)
         numbers.add("own/one", lambda: torch.ones(()))
         numbers.agree()
-        assert numbers.own(torch.device("cpu")).shape == (1,)
+        assert numbers.local_shares(torch.device("cpu")).shape == (1,)
 
 
 def correct(tables, folder):

@@ -85,7 +85,7 @@ def test_a_frozen_weight_may_be_written_in_bf16(alone, tables):
 
 @pytest.mark.parametrize("kind", ["in place", "new", "data"])
 def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, small, monkeypatch, kind):
-    monkeypatch.setattr(replicas, "LOOK_EVERY", 4)
+    monkeypatch.setattr(replicas, "COMPARE_EVERY", 4)
     plan = small(
         model={"factory": "own_models:model", "options": {"kind": "LateWrites", "way": kind}}, batch__micro_size=2, run__steps=6
     )
@@ -101,7 +101,7 @@ def test_a_buffer_that_is_first_written_after_the_first_step_is_refused(alone, s
 
 
 def drifts(plan, folder, name):
-    replicas.LOOK_EVERY = 3
+    replicas.COMPARE_EVERY = 3
     try:
         with running(plan, folder) as run:
             run.step()
@@ -113,7 +113,7 @@ def drifts(plan, folder, name):
                 run.step()
             return caught.value.diagnostics[0].code
     finally:
-        replicas.LOOK_EVERY = 256
+        replicas.COMPARE_EVERY = 256
 
 
 def test_replicas_that_come_apart_are_found(ranks, own, small):

@@ -207,7 +207,7 @@ class Walker:
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
         """Receives the message of the chunk at position `origin`, and compares it with the sent one."""
-        description, tensors = self._crossing.bring(flow, action.chunk, action.micro)
+        description, tensors = self._crossing.receive(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
         label = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
         if flow == "forward":
@@ -228,7 +228,7 @@ class Walker:
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
         self._sent[flow, action.chunk, action.micro] = tensors
-        self._crossing.give(flow, action.chunk, action.micro, (description, tensors))
+        self._crossing.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _store(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
         """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd microbatches."""

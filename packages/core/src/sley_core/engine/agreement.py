@@ -60,14 +60,15 @@ View = tuple[Any, int]
 
 class Agreement:
     """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`. store:
-    the gradient store, whose trained parameters are compared, or None. first: called once, after the first passed check.
+    the gradient store, whose trained parameters are compared, or None. on_agreed: called once, after the next check that
+    passes.
     """
 
-    def __init__(self, groups: Groups, store: GradientStore | None = None, first: Callable[[], None] | None = None) -> None:
+    def __init__(self, groups: Groups, store: GradientStore | None = None, on_agreed: Callable[[], None] | None = None) -> None:
         self.groups = groups
         self.store = store
         self.reduction = Reduction(groups, StepState()) if store is None else store.reduction
-        self.first = first
+        self.on_agreed = on_agreed
         self.weight = 0.0
         self.counts = NO_COUNTS
         self._everyone = groups["control"]
@@ -127,9 +128,9 @@ class Agreement:
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
-        if self.first is not None:  # only now is it known that all ranks do the same
-            first, self.first = self.first, None
-            first()
+        if self.on_agreed is not None:  # only now is it known that all ranks do the same
+            on_agreed, self.on_agreed = self.on_agreed, None
+            on_agreed()
 
     def _trained_views(self) -> dict[str, View]:
         """Returns the trained parameters in layout order, by the axis whose ranks must agree; computed once per layout."""

@@ -55,8 +55,8 @@ class Keep(ActivationPolicy):
 
 
 class Recompute(ActivationPolicy):
-    """Recomputes the layers named in `names`: they keep only their inputs, and run again once when their backward needs them.
-    Raises RunError `recompute-in-place` if inputs are written in place: the second run would start from other values.
+    """Recomputes the layers in `names`: they save only their inputs, and run again when their backward needs activations.
+    Raises RunError `recompute-in-place` if inputs are written in place, since the recomputation would start from other values.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -64,7 +64,7 @@ class Recompute(ActivationPolicy):
         self._num_steps = 0
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Counts the steps, since the bits of inputs are compared only in the first one."""
+        """Counts the steps, since the bits of inputs are compared only in the first step."""
         self._num_steps += phase is Phase.TRAIN
 
     def call(
@@ -73,39 +73,41 @@ class Recompute(ActivationPolicy):
         """Calls `layer`, through torch's checkpoint if `names` has it. Raises RunError `recompute-in-place`."""
         if name not in self.names:
             return layer(*args, **fields)
-        kept = copy_containers((args, dict(fields)))
+        saved = copy_containers((args, dict(fields)))
         read_versions = partial(_read_versions, with_bits=self._num_steps == 1)
-        before = read_versions(kept)
-        first = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
+        versions = read_versions(saved)
+        first_inputs = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
 
-        def check(kept: Any) -> None:
-            if read_versions(kept) != before:
+        def check(saved: Any) -> None:
+            if read_versions(saved) != versions:
                 message = f"a layer writes in place to the input of layer {name!r}, which the recomputation needs"
-                hint = "let them make new tensors (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`"
+                hint = "return new tensors there (`h = h * 2`, `inplace=False`), or lower the `fraction` of `core.recompute`"
                 raise RunError("recompute-in-place", message, hint=hint)
 
-        def run(kept: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
-            if first:
-                args, fields = first.pop()
+        def run(saved: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
+            if first_inputs:
+                args, fields = first_inputs.pop()
             else:
-                check(kept)  # a later layer may have written in place
-                args, fields = copy_containers(kept)
+                check(saved)  # a later layer may have written in place
+                args, fields = copy_containers(saved)
             return layer(*args, **fields)
 
         # In a tuple, whose tensors checkpoint keeps as they are: autograd saves none of torch's inference mode.
-        output = checkpoint(run, kept, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
-        check(kept)
+        output = checkpoint(run, saved, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+        check(saved)
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's forward and of its recomputation, here empty ones; called once per layer call."""
+        """Returns the contexts of a layer's forward and of its recomputation, here empty contexts; called once per layer
+        call.
+        """
         return nullcontext(), nullcontext()
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns the version of each tensor in `inputs`, and with `with_bits` a hash of its values, for which it waits."""
-    looks = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
-    return [(version, 0 if bits is None else int(bits)) for version, bits in looks]
+    """Returns the version of each tensor in `inputs`, and with `with_bits` also a hash of its values. Waits for the hashes."""
+    versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
+    return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
@@ -126,8 +128,8 @@ def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
 
 
 def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for a fraction of the blocks, the first ones, rounded half up. The first and last layer are no
-    blocks.
+    """Builds `core.recompute` for the first blocks. Their number is the fraction of all blocks, rounded half up; blocks are all
+    layers but the first and the last.
     """
     blocks = layer_names[1:-1]
     # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
@@ -145,9 +147,9 @@ generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Gen
 class LayerCaller:
     """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
-    slice_index: the slice of its sequences that this rank has; slices of one sample draw different random numbers.
-    step_progress: gets the name of each layer that is called. data_timeout_s: how long a layer waits for a dataset that draws
-    from the same generators. writes: watches the writes of layers. probe: asks whether layers mix positions.
+    slice_index: the index of this rank's slice of its sequences; slices of one sample draw different random numbers.
+    step_progress: receives the name of each called layer. data_timeout_s: the limit of the wait for a dataset that draws from
+    the same generators. writes: watches the writes of layers. probe: checks whether layers mix positions.
     """
 
     device: Device
@@ -162,42 +164,42 @@ class LayerCaller:
     probe: PositionProbe | None = None
 
     def __post_init__(self) -> None:
-        self._keeps_all = type(self.policy) is Keep  # exactly: a subclass may do more
+        self._keeps_all = type(self.policy) is Keep  # not a subclass, which may do more
         self._slice = ("slice", self.slice_index) if self.slice_index else ()
         self._step = -1
         self._step_seed = 0
         self._layer_seeds: dict[str, int] = {}
-        self._own: dict[str, list[Any]] = {}
+        self._generators: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Returns `layer(*args, **fields)` under the policy. args: the output of the layer before, () for the first layer."""
-        calls = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
+        """Returns `layer(*args, **fields)` under the policy. args: the output of the previous layer, () for the first layer."""
+        call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
         if self.probe is not None and self.probe.should_probe(layer, micro):
             output = self.probe.call(
                 layer,
                 args,
                 fields,
-                lambda args, fields: calls(layer, args, fields, micro),
+                lambda args, fields: call_layer(layer, args, fields, micro),
                 lambda args, fields: self._run_layer(layer, args, fields, micro),
             )
         else:
-            output = calls(layer, args, fields, micro)
+            output = call_layer(layer, args, fields, micro)
         if (follow := self.step_progress.follow_output) is not None:
             follow(layer.name, output)
         return output
 
     def seed_loss(self, micro: MicroStep) -> None:
-        """Seeds torch's generators for a loss of whole sequences, with one seed on all ranks that share the sequences."""
+        """Seeds torch's generators for a loss of full sequences, with one seed on all ranks that share the sequences."""
         self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Calls the layer through the policy, and reports its recomputation to the scheduler hooks."""
-        runs = 0
+        num_runs = 0
 
         def run(*args: Any, **fields: Any) -> Any:
-            nonlocal runs
-            runs += 1
-            if runs > 1:
+            nonlocal num_runs
+            num_runs += 1
+            if num_runs > 1:
                 if self.writes is not None:
                     self.writes.check_rerun(layer)
                 recomputation = replace(micro, phase=Phase.RECOMPUTE, layer=layer.name)
@@ -210,8 +212,8 @@ class LayerCaller:
         """Waits for the layer's weights, seeds the generators, and calls the layer; recomputation uses the same seed."""
         self.step_progress.begin_layer(layer.name)
         self.waits.wait_for(layer.name)
-        is_new = layer.name not in self._own
-        before = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
+        is_first_call = layer.name not in self._generators
+        snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
         self.acquire_generators(layer.name)
         try:
             self.seed_layer(layer, micro)
@@ -224,10 +226,10 @@ class LayerCaller:
         finally:
             GENERATOR_LOCK.release()
         if self.writes is not None:
-            self.writes.check(layer, before)
-        if is_new:  # a generator made by the first forward would begin in each layout with another call
-            known = {id(generator) for generator in self._own[layer.name]}
-            if any(id(generator) not in known for generator in module_generators(layer.module, layer.name)):
+            self.writes.check(layer, snapshot)
+        if is_first_call:  # the first call that would use a generator made in the forward depends on the layout
+            seeded = {id(generator) for generator in self._generators[layer.name]}
+            if any(id(generator) not in seeded for generator in module_generators(layer.module, layer.name)):
                 raise PlanError(
                     "model-random",
                     f"the forward of the layer {layer.name!r} creates a generator and keeps it, so its first random "
@@ -241,9 +243,9 @@ class LayerCaller:
         """Seeds all generators from which a call of `layer` may draw."""
         seed = self._seed(layer.name, micro)
         self.device.seed(seed)
-        if layer.name not in self._own:
-            self._own[layer.name] = module_generators(layer.module, layer.name)
-        seed_generators(self._own[layer.name], seed)
+        if layer.name not in self._generators:
+            self._generators[layer.name] = module_generators(layer.module, layer.name)
+        seed_generators(self._generators[layer.name], seed)
 
     def acquire_generators(self, label: str) -> None:
         """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout"."""
@@ -256,7 +258,7 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a call. It hashes once per layer and step, since a hash takes as long as a layer call."""
+        """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a layer call."""
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
@@ -275,7 +277,7 @@ def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> N
 
 
 def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> str:
-    """Returns a text that identifies a layer call: `layer `2` (Linear) of microbatch 0, given float32 [2, 16, 64]`."""
+    """Returns a text such as `layer `2` (Linear) in microbatch 0, called with float32 [2, 16, 64]`."""
 
     def shape(value: Any) -> str:
         if not hasattr(value, "dtype") or not hasattr(value, "shape"):
@@ -283,8 +285,8 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
     descriptions = [shape(value) for value in args] + [f"{name} {shape(value)}" for name, value in fields.items()]
-    kind = type(layer.module).__name__
-    return f"layer `{layer.name}` ({kind}) in microbatch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
+    name = type(layer.module).__name__
+    return f"layer `{layer.name}` ({name}) in microbatch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
 
 
 def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitStack) -> None:

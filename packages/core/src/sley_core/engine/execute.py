@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
-    crossing: moves values into chunks and out of them. fields: the data's declaration. over_positions: checks the loss if ranks
-    have slices of sequences. whole: gathers whole sequences for it. keeps_apart: whether losses are returned one per
-    microbatch, [microbatches], in place of their sum. sources: sums losses by source of the samples. has_loss: whether this
-    rank holds the model's last chunk. left_in_flight: whether a list is running or has failed, so that its messages and gathers
-    may still be in flight until the next list begins.
+    crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
+    slices of sequences. whole: gathers full sequences for the loss. keeps_micro_losses: whether the losses are returned one per
+    microbatch, [microbatches], instead of their sum. sources: sums the losses by data source. has_loss: whether this rank holds
+    the model's last chunk. left_in_flight: whether a list is running or has failed, so that its messages and gathers may be in
+    flight until the next list begins.
     """
 
     chunks: Sequence[Sequence[Layer]]
@@ -66,15 +66,15 @@ class Executor:
     hooks: Sequence[SchedulerHook] = ()
     queue: WeightQueue = field(default_factory=WeightQueue)
     weights: WeightCommunicator | None = None
-    over_positions: PositionAdditivity | None = None
+    position_check: PositionAdditivity | None = None
     whole: WholeSequences | None = None
-    keeps_apart: bool = False
+    keeps_micro_losses: bool = False
     sources: SourceSums | None = None
     left_in_flight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
-        self._reads = reads(self.chunks, self.loss if self.has_loss else None, self.fields)
+        self._field_names = read_field_names(self.chunks, self.loss if self.has_loss else None, self.fields)
         self._micros: dict[int, dict[str, Tensor]] = {}
         self._outputs: dict[int, Any] | None = None
         self._tally: Tally | None = None
@@ -90,11 +90,11 @@ class Executor:
         weight: BatchWeight | None,
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
-        """Runs a training list, with the exchanges in it; gradients go to `store`. Returns the sum of the loss over this rank's
-        samples, or one loss per microbatch (`keeps_apart`): float64 on the device.
+        """Runs a training list with its exchanges, and accumulates the gradients in `store`. Returns the sum of the loss over
+        this rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device.
 
         batch: this rank's microbatches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
-        outputs: gets a copy of the model's output of each microbatch, on ranks with the loss.
+        outputs: receives a copy of the model's output of each microbatch, on ranks with the loss.
         """
         actions = select_actions(steps)
         total = self._begin(batch, Phase.TRAIN, actions, outputs)
@@ -135,9 +135,9 @@ class Executor:
         tally: Tally | None = None,
         num_counted: int | None = None,
     ) -> Tensor:
-        """Runs a forward-only list without saving activations. Returns the sum of the loss as `train` does, of the first
-        `num_counted` microbatches. outputs: gets the model's output of each microbatch, in place of its loss. tally: counts
-        more of the outputs than the loss.
+        """Runs a forward-only list without saving activations. Returns the loss of the first `num_counted` microbatches, in the
+        form of `train`. outputs: receives the model's output of each microbatch; no loss is computed then. tally: counts the
+        metrics of the outputs.
         """
         total = self._begin(batch, Phase.EVALUATE, select_actions(steps), outputs)
         self._tally, self._num_counted = tally, num_counted
@@ -157,7 +157,7 @@ class Executor:
         return total
 
     def _begin(self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], outputs: dict[int, Any] | None) -> Tensor:
-        """Discards a failed list, and announces `actions` to weights, policy and link. Returns the loss total, zero."""
+        """Discards a failed list, and announces `actions` to weights, policy and link. Returns zeros for the loss total."""
         self.left_in_flight = True
         self._outputs = outputs
         self._tally = self._num_counted = None
@@ -171,44 +171,44 @@ class Executor:
         has_link = self.crossing.link is not None
         keys = [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch] if has_link else []
         self.crossing.begin(keys)
-        shape = (len(batch),) if self.keeps_apart else ()
+        shape = (len(batch),) if self.keeps_micro_losses else ()
         return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
 
     def _run_action(
         self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor
     ) -> None:
-        place = action.chunk, action.micro
+        key = action.chunk, action.micro
         match action.kind:
             case Kind.FORWARD:
-                self._in_flight[place] = InFlight()
-                self._forward(micro, self._in_flight[place], batch, total)
+                self._in_flight[key] = InFlight()
+                self._forward(micro, self._in_flight[key], batch, total)
             case Kind.BACKWARD:
-                self._backward(micro, self._in_flight[place], weight)
+                self._backward(micro, self._in_flight[key], weight)
             case Kind.INPUT_GRADIENT:
-                with self.queue.collecting(place):
-                    self._backward(micro, self._in_flight[place], weight)
+                with self.queue.collecting(key):
+                    self._backward(micro, self._in_flight[key], weight)
             case Kind.WEIGHT_GRADIENT:  # the products that the I has deferred; no tensor crosses a boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
                 call_hooks(self.hooks, "before_backward", weights_step, None)
-                self.queue.run(place)
+                self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
     def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""
         if micro.micro not in self._micros:
-            given = batch[micro.micro].items()
-            self._micros[micro.micro] = {name: self.device.move(value) for name, value in given if name in self._reads}
+            items = batch[micro.micro].items()
+            self._micros[micro.micro] = {name: self.device.move(value) for name, value in items if name in self._field_names}
         fields = self._micros[micro.micro]
         layers = self.chunks[micro.chunk]
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
-            args = (flight.enter(*self.crossing.bring("forward", micro.chunk, micro.micro)),)
+            args = (flight.enter(*self.crossing.receive("forward", micro.chunk, micro.micro)),)
         call_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
-        before = [version_of(value) for value in fields.values()]
+        versions = [version_of(value) for value in fields.values()]
         for layer in layers:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
-            check_fields(layers, fields, before)
+            check_fields(layers, fields, versions)
         self.caller.step_progress.end_layers()
         (output,) = args
         flight.check_inputs_unwritten(layers[0].name)
@@ -216,20 +216,20 @@ class Executor:
         if not self._is_last_chunk(micro.chunk):
             description, tensors = describe(output, layers[-1].name)
             flight.edges = gradient_edges(description, tensors)
-            self.crossing.give("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
+            self.crossing.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
             return
-        is_predicted = self._outputs is not None and micro.phase is Phase.EVALUATE
+        is_prediction = self._outputs is not None and micro.phase is Phase.EVALUATE
         if self._outputs is not None:
-            self._outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_predicted)
-        if is_predicted:
+            self._outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_prediction)
+        if is_prediction:
             return
-        counts = self._num_counted is None or micro.micro < self._num_counted
+        is_counted = self._num_counted is None or micro.micro < self._num_counted
         if self._tally is not None:
-            self._count_metrics(self._tally, micro, output, batch[micro.micro], counts=counts)
+            self._count_metrics(self._tally, micro, output, batch[micro.micro], counts=is_counted)
         flight.loss = self._loss(micro, output, fields, batch[micro.micro])
-        if counts and (self.whole is None or self.whole.counts):
-            place = total[micro.micro] if self.keeps_apart else total
-            place += flight.loss.detach()
+        if is_counted and (self.whole is None or self.whole.counts):
+            loss_sum = total[micro.micro] if self.keeps_micro_losses else total
+            loss_sum += flight.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
         """Counts the metrics of a microbatch before the loss, which may write in place."""
@@ -245,7 +245,7 @@ class Executor:
             GENERATOR_LOCK.release()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Returns the loss of one microbatch, or of its whole sequences; calls the hooks `before_loss` and `after_loss`.
+        """Returns the loss of one microbatch, or of its full sequences. Calls the hooks `before_loss` and `after_loss`.
 
         batch: all fields of the microbatch, on the host.
         """
@@ -264,8 +264,8 @@ class Executor:
             raise
         finally:
             GENERATOR_LOCK.release()
-        if self.over_positions is not None:
-            self.over_positions.check(output, fields)
+        if self.position_check is not None:
+            self.position_check.check(output, fields)
         call_hooks(self.hooks, "after_loss", micro, loss)
         return loss
 
@@ -275,12 +275,12 @@ class Executor:
             assert weight is not None, "the loss, but not its weight"
             gradients = [weight.inverse(flight.loss)]
         else:
-            _, gradients = self.crossing.bring("backward", micro.chunk, micro.micro)
+            _, gradients = self.crossing.receive("backward", micro.chunk, micro.micro)
         call_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
-        of_inputs = flight.backward(gradients)
-        call_hooks(self.hooks, "after_backward", micro, None if flight.description is None else of_inputs)
+        input_gradients = flight.backward(gradients)
+        call_hooks(self.hooks, "after_backward", micro, None if flight.description is None else input_gradients)
         if flight.description is not None:
-            self.crossing.give("backward", micro.chunk, micro.micro, (flight.description.gradients, of_inputs))
+            self.crossing.send("backward", micro.chunk, micro.micro, (flight.description.gradients, input_gradients))
 
     def _is_last_chunk(self, chunk: int) -> bool:
         return self.crossing.placement.next(self.crossing.stage, chunk) is None
@@ -288,8 +288,9 @@ class Executor:
 
 @torch.no_grad()
 def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
-    """Returns the model's output without its graph; a collective that returns full logits if ranks share the classes. layer:
-    the model's last one. copies: whether to copy tensors, since the loss may write in place. Raises RunError `boundary-type`.
+    """Returns the model's output without its graph. If ranks share the classes, it is a collective that returns full logits.
+    layer: the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises RunError
+    `boundary-type`.
     """
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         return output.logits()
@@ -297,11 +298,11 @@ def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
     return unflatten([tensor.detach().clone() if copies else tensor.detach() for tensor in tensors], structure)
 
 
-def reads(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
-    """Returns the names of the batch fields that the layers and the loss read; all of them if the loss has no `fields`."""
-    by_layers = {name for layers in chunks for layer in layers for name in layer.fields}
-    by_loss = () if loss is None else getattr(loss, "fields", None)
-    return frozenset(by_layers | set(fields if by_loss is None else by_loss))
+def read_field_names(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
+    """Returns the names of the batch fields that the layers and the loss read: all fields if the loss has no `fields`."""
+    layer_fields = {name for layers in chunks for layer in layers for name in layer.fields}
+    loss_fields = () if loss is None else getattr(loss, "fields", None)
+    return frozenset(layer_fields | set(fields if loss_fields is None else loss_fields))
 
 
 class Input:
@@ -316,7 +317,9 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor and drops the reference; called once. The graph of a tensor with a gradient starts here."""
+        """Returns the tensor and drops the reference. If the tensor has a gradient, its graph starts here. It is called
+        once.
+        """
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
@@ -360,9 +363,10 @@ _ROOT = torch.empty(0, requires_grad=True)
 
 @dataclass
 class InFlight:
-    """Holds the values of one chunk and one microbatch between forward and backward. inputs, description: the received tensors
-    and their description, None on the first chunk. loss: the sum over the microbatch, on the last chunk. edges: the graph
-    edges of outputs with a gradient, on other chunks.
+    """Holds the values of one chunk and one microbatch between forward and backward.
+
+    inputs, description: the received tensors and their description, None on the first chunk. loss: the sum over the microbatch,
+    on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -375,13 +379,13 @@ class InFlight:
         """Returns the chunk's input, rebuilt from the received `tensors`, from which its graph starts."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
-        entered: list[Tensor] = []
+        tensors_in_graph: list[Tensor] = []
         for entry in self.inputs:
-            first = entry.leaf.same_as
-            entered.append(entry.enter() if first is None else entered[first])
+            same_as = entry.leaf.same_as
+            tensors_in_graph.append(entry.enter() if same_as is None else tensors_in_graph[same_as])
             if entry.leaf.overlaps:
-                self._watched.append((entered[-1], version_of(entered[-1])))
-        return unflatten(entered, description.structure)
+                self._watched.append((tensors_in_graph[-1], version_of(tensors_in_graph[-1])))
+        return unflatten(tensors_in_graph, description.structure)
 
     def check_inputs_unwritten(self, layer: str) -> None:
         """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another on its stage."""
@@ -421,13 +425,13 @@ class InFlight:
 def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for an error."""
     tensors, structure = flatten(value, layer)
-    firsts: dict[int, int] = {}
+    first_indices: dict[int, int] = {}
     leaves = []
     for index, tensor in enumerate(tensors):
-        first = firsts.setdefault(id(tensor), index)
-        is_first = first == index
+        first_index = first_indices.setdefault(id(tensor), index)
+        is_first = first_index == index
         shape = tuple(tensor.shape)
-        leaves.append(Leaf(tensor.dtype, shape, is_first and tensor.requires_grad, None if is_first else first))
+        leaves.append(Leaf(tensor.dtype, shape, is_first and tensor.requires_grad, None if is_first else first_index))
     return Description(tuple(leaves), structure), tensors
 
 
@@ -437,12 +441,12 @@ def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[
 
 
 Payload = tuple[Description, list[Tensor]]
-Spot = tuple[Flow, int, int]
-"""Flow, chunk of this stage, microbatch."""
+ValueKey = tuple[Flow, int, int]
+"""The flow, the chunk of this stage and the microbatch of a value."""
 
 
 class Crossing:
-    """Moves values over the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
+    """Moves values across the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
 
     def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
         self.placement = placement
@@ -452,19 +456,21 @@ class Crossing:
         peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in sides]
         self._neighbours = tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))
         self._keys: Sequence[Hashable] = ()
-        self._outgoing: dict[Spot, Payload] = {}
-        self._local: dict[Spot, Payload] = {}
+        self._outgoing: dict[ValueKey, Payload] = {}
+        self._local: dict[ValueKey, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a list of actions, and discards a failed one. keys: per microbatch, all values that determine its shapes."""
+        """Starts a list of actions, and discards a failed one. keys: the values that determine the shapes of each
+        microbatch.
+        """
         if self._outgoing or self._local:
-            self.abort("the step before did not end")
+            self.abort("the previous step did not end")
         self._keys = keys
         if self.link is not None:
             self.link.begin(keys, self._neighbours)
 
     def transfer(self, step: Transfer) -> None:
-        """Posts the receive, or starts the send, that the list's entry `step` names. Does not block."""
+        """Posts the receive, or starts the send, of the entry `step` of the list. Does not block."""
         assert self.link is not None, f"{step} without a link"
         if step.op == "post":
             self.link.post_receive(step, self._keys[step.micro])
@@ -472,8 +478,8 @@ class Crossing:
             description, tensors = self._outgoing.pop((step.flow, step.chunk, step.micro))
             self.link.send(step, description, tensors, self._keys[step.micro])
 
-    def bring(self, flow: Flow, chunk: int, micro: int) -> Payload:
-        """Waits for and returns the previous chunk's output, or the gradients of this chunk's output."""
+    def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
+        """Waits for the previous chunk's output, or for the gradients of this chunk's output, and returns them."""
         key = (flow, chunk, micro)
         if key in self._local:
             return self._local.pop(key)
@@ -481,8 +487,10 @@ class Crossing:
         peer = self._peer(flow, chunk)
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
-    def give(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next entry of the list sends it."""
+    def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
+        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next entry of the list sends the
+        value.
+        """
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload
@@ -491,19 +499,19 @@ class Crossing:
 
     def end(self) -> None:
         """Waits until all sends are done."""
-        assert not self._outgoing, f"made and never sent: {list(self._outgoing)}"
+        assert not self._outgoing, f"values that were not sent: {list(self._outgoing)}"
         if self.link is not None:
             self.link.drain()
 
-    def abort(self, why: str) -> None:
-        """Discards all values in flight after a failure, without waiting. why: the reason, for the peers' error messages."""
+    def abort(self, reason: str) -> None:
+        """Discards all values in flight after a failure, without waiting. reason: for the error messages of the peers."""
         self._outgoing.clear()
         self._local.clear()
         if self.link is not None:
-            self.link.abort(why)
+            self.link.abort(reason)
 
     def _peer(self, flow: Flow, chunk: int) -> StageChunk:
-        """Returns the chunk and stage that send values of `flow` to `chunk`."""
+        """Returns the chunk and stage from which `chunk` receives values of `flow`."""
         source = self.placement.previous if flow == "forward" else self.placement.next
         peer = source(self.stage, chunk)
         assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"

@@ -38,7 +38,7 @@ class Each(GradientHandler):
         self._groups = parts.groups
         self._sums = parts.store.reduction.sums(parts.store, self._sent)
         if self._sums is not None:
-            parts.store.lay_out(self._one_by_one)
+            parts.store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
         """Waits for reductions of a failed step, which could still write into the gradients."""
@@ -70,7 +70,8 @@ class Each(GradientHandler):
     def counts(self) -> dict[str, float]:
         return self._sent.counts()
 
-    def _one_by_one(self, params: list[Param]) -> Layout:
+    def _plan_layout(self, params: list[Param]) -> Layout:
+        """Returns a layout with one buffer per reduced parameter."""
         loose = [param for param in params if self._groups[param.reduce_group].size == 1]
         return Layout([[param] for param in params if param not in loose], params, loose)
 
@@ -81,21 +82,21 @@ class Each(GradientHandler):
 
 
 class GradientNorms(GradientHandler):
-    """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts, 0 while it is frozen: the
-    2-norm of the whole parameter's gradient, the same in every layout: unscaled, before clipping, fp64.
+    """Adds `gradient_norm/NAME` to each row for each parameter that is trained when the run starts: the 2-norm of the full,
+    unscaled gradient before clipping, in fp64. It is the same in every layout, and 0 while the parameter is frozen.
     """
 
     def __init__(self, config: GradientNormsConfig) -> None:
         self.config = config
 
     def attach(self, parts: Parts) -> None:
-        """Adds one number to the row for each trained parameter: the square root of the sum of all ranks' `_squares`."""
+        """Adds one number per trained parameter to the row: the square root of the sum of all ranks' `_squared_norm_share`."""
         self._store = parts.store
         for param in parts.registry.trainable:
-            share = partial(self._squares, param, parts.numbers.fraction(param))
+            share = partial(self._squared_norm_share, param, parts.numbers.fraction(param))
             parts.numbers.add(f"gradient_norm/{param.name}", share, of="root")
 
-    def _squares(self, param: Param, fraction: float) -> Tensor | float:
+    def _squared_norm_share(self, param: Param, fraction: float) -> Tensor | float:
         """Returns this rank's share of the squared norm; the ranks' shares add up to it. fraction: 1 / the number of copies."""
         if param not in self._store:
             return 0.0

@@ -33,14 +33,15 @@ class Waits:
         self._waits: dict[str, list[tuple[Callable[[], None], Callable[[], bool] | None]]] = {}
 
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
-        """Registers `wait`, to be called before every use of the weights of layer `name`; with `is_due`, only if that returns
-        True: some of the weights are missing. It must be cheap, change nothing, and return the same on all ranks that hold
-        shards of the layer: between a step's begin and end these read each other's shards only while nothing is due.
+        """Registers `wait`, which is called before every use of the weights of layer `name`.
+
+        is_due: returns whether weights are missing; `wait` is only called then. It must be cheap, change nothing, and return
+        the same on all ranks that hold shards of the layer, which read each other's shards in a step only while nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
     def wait_for(self, name: str) -> bool:
-        """Calls the due callbacks of layer `name`; returns whether it called any."""
+        """Calls the due callbacks of layer `name`. Returns whether there were any."""
         has_waited = False
         for wait, is_due in self._waits.get(name, ()):
             if is_due is None or is_due():
@@ -63,9 +64,9 @@ requested; the iterator is closed if that fails.
 class StepEvents:
     """Holds the callbacks of a step, in the order of registration. They are local to a rank and must not communicate.
 
-    began: before the first forward. gradients_done: all gradients are reduced, and nothing is updated yet. after_update: after
-    the update of any step that did not raise, taken or not. step_in_buckets: makes the optimizer step one bucket at a time;
-    None steps everything at once.
+    began: called before the first forward. gradients_done: called when all gradients are reduced and nothing is updated yet.
+    after_update: called after the update of any step that did not raise, also if no weight changed. step_in_buckets: yields the
+    buckets that the optimizer steps one at a time; None steps everything at once.
     """
 
     began: list[Callable[[], None]] = field(default_factory=list)
@@ -75,20 +76,20 @@ class StepEvents:
 
 
 Share = Callable[[], "Tensor | float"]
-Of = Literal["sum", "root"]
+Combination = Literal["sum", "root"]
 
 
 class StepNumbers:
-    """Holds the numbers that plugins add to the rows. names: the names of all ranks in one order, valid after `agree`."""
+    """Holds the numbers that plugins add to the rows. names: the sorted names of all ranks, valid after `agree`."""
 
     def __init__(self, groups: Groups) -> None:
         self.names: tuple[str, ...] = ()
         self._groups = groups
         self._shares: dict[str, Share] = {}
-        self._kinds: dict[str, Of] = {}
+        self._combinations: dict[str, Combination] = {}
         self._is_agreed = False
 
-    def add(self, name: str, share: Share, of: Of = "sum") -> None:
+    def add(self, name: str, share: Share, of: Combination = "sum") -> None:
         """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks. Raises
         RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
 
@@ -104,7 +105,7 @@ class StepNumbers:
             reason = "is there already" if name in self._shares else "has no slash"
             raise RunError("number-name", f"the number {name!r} {reason}", hint="use a name of the form `plugin/number`")
         self._shares[name] = share
-        self._kinds[name] = of
+        self._combinations[name] = of
 
     def fraction(self, param: Param) -> float:
         """Returns the factor for a share summed over `param`'s elements, so that the sum over all ranks counts each element
@@ -113,19 +114,21 @@ class StepNumbers:
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def agree(self) -> None:
-        """Merges the numbers of all ranks into one list, the same on all; a blocking collective over all ranks. Raises RunError
-        `number-name` on all ranks if one name is a sum on one rank and a root on another.
+        """Merges the numbers of all ranks into one list, the same on all ranks. A blocking collective over all ranks. Raises
+        RunError `number-name` on all ranks if a name is a sum on one rank and a root on another.
         """
         self._is_agreed = True
-        merged: dict[str, Of] = {}
-        for kinds in self._groups["control"].gather_objects(self._kinds, label="the numbers that plugins add to rows"):
-            for name, kind in kinds.items():
-                if merged.setdefault(name, kind) != kind:
+        merged: dict[str, Combination] = {}
+        for combinations_of_rank in self._groups["control"].gather_objects(
+            self._combinations, label="the numbers that plugins add to rows"
+        ):
+            for name, combination in combinations_of_rank.items():
+                if merged.setdefault(name, combination) != combination:
                     raise RunError("number-name", f"the number {name!r} is a sum on one rank, but a root on another")
-        self._kinds = dict(sorted(merged.items()))
-        self.names = tuple(self._kinds)
+        self._combinations = dict(sorted(merged.items()))
+        self.names = tuple(self._combinations)
 
-    def own(self, device: torch.device) -> Tensor:
+    def local_shares(self, device: torch.device) -> Tensor:
         """Returns this rank's shares, float64 [numbers] on `device`; 0 for names that this rank did not add."""
         shares = [self._shares[name]() if name in self._shares else 0.0 for name in self.names]
         on_device = [isinstance(share, Tensor) and share.device.type == device.type for share in shares]
@@ -137,7 +140,7 @@ class StepNumbers:
         return values
 
     def row(self, sums: Sequence[float]) -> dict[str, float]:
-        numbers = zip(self._kinds.items(), sums, strict=True)
+        numbers = zip(self._combinations.items(), sums, strict=True)
         roots = {"root": lambda number: math.sqrt(number) if number >= 0 else math.nan, "sum": float}
         return {name: roots[of](number) for (name, of), number in numbers}
 
@@ -146,13 +149,13 @@ class StepNumbers:
 class Parts:
     """One rank's part of a run, to which gradient handlers, scheduler hooks, stage links and weight communicators are attached.
 
-    run, batch, precision, limits: the plan's own tables. world: this process and its device. topology: the ranks along each
-    axis. groups: this rank's, by axis. layers: this rank's. registry: their parameters. store: the accumulated gradients.
-    weights: the store of the working weights. waits: callbacks before a layer's weights are used. queue: weight
-    gradients that a split backward defers. numbers: that plugins add to each step's row. pool: `pool(name)` is the run's
-    memory pool of that name, `pool(None)` its own. events: callbacks of a step, for plugins other than gradient handlers.
-    foretold: returns the description that a chunk of another stage (stage, chunk) would send to this one, in a fake world that
-    takes steps; None elsewhere.
+    run, batch, precision, limits: the plan's tables. world: this process and its device. topology: the ranks along each axis.
+    groups: this rank's groups by axis. layers: this rank's layers. registry: their parameters. store: the accumulated
+    gradients. weights: the store of the working weights. waits: the callbacks before a layer's weights are used. queue: the
+    weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: `pool(name)` returns
+    the memory pool of that name, `pool(None)` the run's own pool. events: the callbacks of a step, for plugins other than
+    gradient handlers. foretold: returns the description of the value that a chunk of another stage (stage, chunk) would send to
+    this stage, in a fake world that takes steps; None elsewhere.
     """
 
     run: RunTable

@@ -3,11 +3,11 @@
 A value that a forward writes differs between replicas, which see other samples, and is written once per microbatch and
 recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first microbatch. Writes that
 torch does not count (`.data`, numpy, running statistics) are found by hashes before and after a layer, in its first call and
-every `LOOK_EVERY` steps. In the first step all microbatches are looked at.
+every `COMPARE_EVERY` steps. In the first step all microbatches are looked at.
 
-`CopyComparison` compares values before the first step and every `LOOK_EVERY` steps, on every rank that holds a copy: parameters
-over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values differ if a
-model draws from a generator that has another state on each rank; later ones, if a forward writes weights.
+`CopyComparison` compares values before the first step and every `COMPARE_EVERY` steps, on every rank that holds a copy:
+parameters over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values
+differ if a model draws from a generator that has another state on each rank; later ones, if a forward writes weights.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: G
     return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {', '.join(differing[:SHOWN])}{suffix}"
 
 
-LOOK_EVERY = 256
+COMPARE_EVERY = 256
 """The number of steps from one comparison of values, of layers and of replicas, to the next."""
 
 
@@ -145,7 +145,7 @@ class WriteWatch:
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
         tensors = [place.values.get(place.key) for place in self._places[layer.name]]
-        looks = is_new or (not micro.micro and micro.step % LOOK_EVERY == LOOK_EVERY - 1)
+        looks = is_new or (not micro.micro and micro.step % COMPARE_EVERY == COMPARE_EVERY - 1)
         return _LayerSnapshot(tensors, [_version(one) for one in tensors], _fingerprints(tensors) if looks else None)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import Batch, DataInfo, Field
     from sley_core.protocols import Loss
 
-MOST_SHAPES = 16
+MAX_CHECKED_SHAPES = 16
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns all ranks' weight, in the first backward. scale: the fp16 loss scale."""
+    """The divisor of every gradient. total: returns the loss weight of all ranks; called in the first backward. scale: the fp16
+    loss scale.
+    """
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -55,16 +57,16 @@ class WeightAdditivity:
     def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
         self.loss = loss
         self.fields = fields
-        self._known: set[tuple[object, ...]] = set()
+        self._checked_shapes: set[tuple[object, ...]] = set()
 
     def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
-        """Raises RunError "loss-not-additive" for a loss that counts something once per microbatch, as a mean does. Every
-        rank of a replica calls it, with or without the model's last chunk.
+        """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
+        mean. All ranks of a replica call it, with or without the model's last chunk.
         """
-        if num_micros == 1 or len(self._known) >= MOST_SHAPES:
+        if num_micros == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES:
             return
         shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
-        if shape in self._known:
+        if shape in self._checked_shapes:
             return
         whole = self.loss.weight(batch)
         parts = [self.loss.weight(narrow_batch(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
@@ -79,7 +81,7 @@ class WeightAdditivity:
                 'reduction="sum")`, and return the number of summed terms as its weight, for example '
                 '`(batch["labels"] != -100).sum().item()`',
             )
-        self._known.add(shape)
+        self._checked_shapes.add(shape)
 
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
@@ -87,8 +89,8 @@ GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 
 class BatchCounts(NamedTuple):
-    """The counts of a batch. trained_tokens: tokens with a label that is not ignored. positions: positions that the model
-    computes. pairs: pairs of positions within a sequence or document, the sum of the squared lengths.
+    """The counts of a batch. trained_tokens: the tokens with a label that is not ignored. positions: the positions that the
+    model computes. pairs: the pairs of positions within a sequence or document, i.e. the sum of the squared lengths.
     """
 
     samples: float = 0.0
@@ -109,9 +111,9 @@ class StepBatch:
     """This rank's samples of one step or one evaluation, on the host.
 
     micros: {field: tensor} of each microbatch, fields in the declared order, with this rank's slice of each sequence. whole:
-    the same samples with whole sequences, in the pieces that were passed. weights: this rank's share of the loss weight of the
-    global batch, by piece, or by microbatch if sums are canonical; empty without the model's last chunk. counts: of this
-    rank's samples. num_counted: how many of the micros count, all if None; the others run so that all ranks run as many.
+    the same samples with full sequences, in the passed pieces. weights: this rank's share of the loss weight of the global
+    batch, by piece, or by microbatch if sums are canonical; empty without the model's last chunk. counts: the counts of this
+    rank's samples. num_counted: the number of microbatches that count, None for all; the others only keep ranks in step.
     """
 
     micros: Sequence[Batch]
@@ -129,9 +131,9 @@ class StepBatch:
 class BatchSplitter:
     """Cuts samples into a `StepBatch`.
 
-    info: the data's declaration of whole samples. slices: takes this rank's part of each sequence. loss: None for outputs
-    alone. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`; weighs_micros: for each
-    microbatch; weighs_whole: of whole sequences, in place of this rank's slice.
+    info: the declaration of full samples. slices: cuts this rank's part of each sequence. loss: the loss; None if only outputs
+    are computed. weighs: whether this rank has the model's last chunk, and calls the loss's `weight`. weighs_micros: whether
+    each microbatch is weighed. weighs_whole: whether full sequences are weighed instead of this rank's slice.
     """
 
     info: DataInfo
@@ -149,9 +151,9 @@ class BatchSplitter:
         self._additive = None if self.loss is None else WeightAdditivity(self.loss, fields)
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
-        """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" for anything but a
-        batch or a list of them with the declared fields, "batch-size" if samples are not whole microbatches,
-        "token-out-of-range", and the errors of `split_feed`.
+        """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" unless they are a batch
+        or a list of batches with the declared fields, "batch-size" if they do not fill microbatches, "token-out-of-range", and
+        the errors of `split_feed`.
         """
         whole = [batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)
         counts = [self._count(piece) for piece in whole]
@@ -165,9 +167,9 @@ class BatchSplitter:
         return self._split(whole, counts)
 
     def split_feed(self, batch: Batch, num_samples: int | None = None) -> StepBatch:
-        """Cuts the samples of a feed, which has checked their tokens. num_samples: how many of them count, the first ones; all
-        if None. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" for a loss whose
-        weight is not the sum of its slices' or microbatches' weights.
+        """Cuts the samples of a feed, which has checked their tokens. num_samples: the number of first samples that count; None
+        for all. Raises RunError "batch-fields" and "batch-size" as `split_input` does, and "loss-not-additive" for a loss whose
+        weight is not the sum of the weights of its slices or microbatches.
         """
         count, size = self._count(batch), self.micro_size
         if num_samples is None or num_samples >= count * size:
@@ -178,21 +180,25 @@ class BatchSplitter:
         for micro in range(count):
             piece = narrow_batch(batch, self.info.fields, micro, count)
             if micro == num_counted - 1:
-                left = num_samples - micro * size
-                piece = {name: value.narrow(self.info.fields[name].batch_dim, 0, left) for name, value in piece.items()}
+                num_remaining = num_samples - micro * size
+                piece = {
+                    name: value.narrow(self.info.fields[name].batch_dim, 0, num_remaining) for name, value in piece.items()
+                }
             pieces.append(piece)
         split = self._split(pieces, [1] * count)
         weights = [weight if micro < num_counted else 0.0 for micro, weight in enumerate(split.weights)]
         return replace(split, weights=weights, num_counted=num_counted)
 
     def select_fields(self, names: Collection[str]) -> BatchSplitter:
-        """Returns a splitter for batches that have only those of the declared fields that are in `names`."""
+        """Returns a splitter for batches that have only the declared fields in `names`."""
         fields = {name: field for name, field in self.info.fields.items() if name in names}
         slices = SequenceSlicer(fields, self.slices.num_slices, self.slices.index)
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and splits samples for a prediction. reads: the fields that layers read; other fields may be missing."""
+        """Checks and splits samples for a prediction. reads: the names of the fields that layers read; others may be
+        missing.
+        """
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
@@ -224,32 +230,34 @@ def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
     """Returns `batch`. Raises RunError "batch-fields" unless it is a list of microbatches."""
     if isinstance(batch, Sequence) and all(isinstance(micro, Mapping) for micro in batch):
         return batch
-    kind = f"a {type(batch).__name__}"
+    type_text = f"a {type(batch).__name__}"
     if isinstance(batch, list | tuple):
-        kind += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
-    message = f"run.step expects a dict of tensors, or a list of such microbatches, but got {kind}"
+        type_text += f" of {', '.join(sorted({type(micro).__name__ for micro in batch}))}"
+    message = f"run.step expects a dict of tensors, or a list of such microbatches, but got {type_text}"
     raise RunError("batch-fields", message, hint="pass one tensor for each field that the data declares")
 
 
-Spot = tuple[int, int]
+DimSize = tuple[int, int]
 
 
 @dataclass
 class ModelOutputs:
-    """The model's outputs of a step or prediction. by_micro: of each of this rank's `micros`; empty without the last layer."""
+    """The model's outputs of a step or prediction. by_micro: the output of each of `micros`; empty without the last layer."""
 
     micros: Sequence[Batch] = ()
     by_micro: dict[int, Any] = field(default_factory=dict)
 
-    def to_input_form(self, given: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
-        """Returns the outputs in the form of `split_input`, None if there are none. given: None for a batch of the plan's data.
-        fields: the data's declaration. join: whether to gather whole sequences over `sp`, whose ranks then all call it. Raises
-        RunError "outputs-apart" for a tensor without the dim along which it would be joined.
+    def to_input_form(self, input_batch: GivenBatch | None, fields: Mapping[str, Field], sp: Group, *, join: bool) -> Any:
+        """Returns the outputs in the form of the step's input, or None without outputs.
+
+        input_batch: the step's input; None for a batch of the plan's data. fields: the declared fields. join: whether to gather
+        full sequences over `sp`; then all its ranks call this. Raises RunError "outputs-apart" for a tensor without the dim
+        along which it would be joined.
         """
         if not self.by_micro:
             return None
         outputs = [self.by_micro[number] for number in range(len(self.micros))]
-        is_single = given is None or isinstance(given, Mapping)
+        is_single = input_batch is None or isinstance(input_batch, Mapping)
         if is_single and len(outputs) > 1:
             samples = dim_and_size(self.micros[0], fields, "batch_dim")
             flat_outputs = [flatten(output) for output in outputs]
@@ -262,16 +270,16 @@ class ModelOutputs:
                     raise RunError(
                         "outputs-apart", message, hint="pass a list of microbatches to get one output per microbatch"
                     )
-            places = zip(*(tensors for tensors, _ in flat_outputs), strict=True)
-            outputs = [unflatten([torch.cat(tensors, samples[0]) for tensors in places], flat_outputs[0][1])]
+            columns = zip(*(tensors for tensors, _ in flat_outputs), strict=True)
+            outputs = [unflatten([torch.cat(tensors, samples[0]) for tensors in columns], flat_outputs[0][1])]
         if join and sp.size > 1:
             lengths = [dim_and_size(micro, fields, "sequence_dim") for micro in self.micros]
-            outputs = [gather_output(output, spot, sp) for output, spot in zip(outputs, lengths, strict=False)]
+            outputs = [gather_output(output, dim_size, sp) for output, dim_size in zip(outputs, lengths, strict=False)]
         return outputs[0] if is_single else outputs
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
-    """Returns the tensors of all ranks of `group`, concatenated along `dim`; blocks. The backward returns each rank's part."""
+    """Returns the tensors of all ranks of `group`, concatenated along `dim`. Blocks. The backward returns each rank's part."""
     joined: Tensor = _GatherFunction.apply(tensor, dim, group, label)  # type: ignore[no-untyped-call]
     return joined
 
@@ -280,24 +288,26 @@ class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, label: str) -> Tensor:
         ctx.dim, ctx.first, ctx.length = dim, group.coord * tensor.shape[dim], tensor.shape[dim]
-        every = tensor.new_empty((group.size, *tensor.shape))
-        group.all_gather(every.flatten(), tensor.contiguous().flatten(), label=label).wait()
-        return torch.cat(every.unbind(), dim)
+        gathered = tensor.new_empty((group.size, *tensor.shape))
+        group.all_gather(gathered.flatten(), tensor.contiguous().flatten(), label=label).wait()
+        return torch.cat(gathered.unbind(), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.narrow(ctx.dim, ctx.first, ctx.length), None, None, None
 
 
-def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], which: str) -> Spot:
-    """Returns the batch or position dim, and its size, from the first field of the batch that has it."""
-    dims = ((name, getattr(field, which)) for name, field in fields.items() if name in micro)
+def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], dim_attribute: str) -> DimSize:
+    """Returns the dim `dim_attribute`, and its size, of the first field that has it. dim_attribute: "batch_dim" or
+    "sequence_dim".
+    """
+    dims = ((name, getattr(field, dim_attribute)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]
 
 
-def gather_output(output: Any, positions: Spot, sp: Group) -> Any:
-    """Returns the output of full sequences; one collective of `sp` per tensor, in the order of the output."""
+def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
+    """Returns the output of full sequences. Runs one collective of `sp` per tensor, in the order of the output."""
     tensors, structure = flatten(output)
     for tensor in tensors:
         if not _has_dim(tensor, positions):
@@ -308,5 +318,6 @@ def gather_output(output: Any, positions: Spot, sp: Group) -> Any:
     return unflatten([gather_along_dim(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
 
 
-def _has_dim(tensor: Tensor, spot: Spot) -> bool:
-    return tensor.ndim > spot[0] and tensor.shape[spot[0]] == spot[1]
+def _has_dim(tensor: Tensor, dim_size: DimSize) -> bool:
+    dim, size = dim_size
+    return tensor.ndim > dim and tensor.shape[dim] == size

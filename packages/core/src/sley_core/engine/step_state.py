@@ -21,7 +21,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Identifies a call. global_micro: the same in every layout. layer: the layer of a reported recomputation."""
+    """Identifies a call. global_micro: the microbatch's number in the global batch. layer: the layer of a reported
+    recomputation.
+    """
 
     chunk: int
     micro: int
@@ -36,20 +38,20 @@ class StepState:
 
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
-    step: the optimizer step, from 0. num_micros: microbatches of this rank in this step. first_micro: the global number of its
-    first one. after_first: called once, after the first action. done: chunks whose last gradient action is over. step_progress:
-    the position for failure reports.
+    step: the optimizer step, from 0. num_micros: the number of this rank's microbatches in the step. first_micro: the global
+    number of the first of them. after_first: called once, after the first action. done: the chunks whose last gradient action
+    is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
-        """within: the step_progress of the training during which an evaluation runs, which begins no step of it."""
+        """within: for an evaluation, the progress of the training; the evaluation begins no step of it."""
         self._is_within = within is not None
         self.step_progress = within or ActionProgress()
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
         self._was_taken = True
-        self._ask_taken: Callable[[], bool] | None = None
+        self._read_was_taken: Callable[[], bool] | None = None
         self.action: Action | None = None
         self.after_first: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
@@ -71,17 +73,19 @@ class StepState:
     @property
     def was_taken(self) -> bool:
         """Returns whether the last step changed weights. Otherwise a handler's copies of its gradients are useless."""
-        if self._ask_taken is not None:
-            self.was_taken = self._ask_taken()
+        if self._read_was_taken is not None:
+            self.was_taken = self._read_was_taken()
         return self._was_taken
 
     @was_taken.setter
     def was_taken(self, taken: bool) -> None:
-        self._was_taken, self._ask_taken = taken, None
+        self._was_taken, self._read_was_taken = taken, None
 
-    def defer_was_taken(self, ask: Callable[[], bool]) -> None:
-        """Sets `was_taken` to the result of `ask`, called when it is first read, since the call may wait for the device."""
-        self._ask_taken = ask
+    def defer_was_taken(self, read: Callable[[], bool]) -> None:
+        """Sets `was_taken` to the result of `read`, which is called when `was_taken` is first read: it may wait for the
+        device.
+        """
+        self._read_was_taken = read
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)

@@ -43,7 +43,7 @@ NO_METRICS = Metrics()
 
 
 STARTING_STEPS = 2
-"""In the first steps the agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order."""
+"""The number of first steps whose agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order."""
 
 
 @dataclass(eq=False)
@@ -51,9 +51,9 @@ class Stepper:
     """Runs optimizer steps and forward-only passes. `handlers` are called in the plan's order, so that their collectives have
     the same order on all ranks.
 
-    undo: closed with the stepper; detaches everything from the model, in reverse order. compare: compares copies of weights and
-    buffers, before the first step and then every `LOOK_EVERY`. events: other calls in a step. left_in_flight: whether a step
-    failed before handlers were done, so that their exchanges may still be in flight until the next one.
+    undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares copies of weights
+    and buffers, before the first step and every `COMPARE_EVERY` steps. events: the plugins' callbacks. left_in_flight: whether
+    a step failed before its handlers were done, so that their exchanges may be in flight until the next step.
     """
 
     executor: Executor
@@ -83,8 +83,8 @@ class Stepper:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates. On CUDA it returns
         before the device is done; `read` of the result waits. After an exception the next call starts clean.
 
-        step: counts from 0. votes: this rank's. outputs: gets a copy of the model's output of each microbatch, on ranks with
-        its last layer.
+        step: the number of the step, from 0. votes: this rank's votes. outputs: receives a copy of the model's output of each
+        microbatch, on ranks with the last layer.
         """
         if self.is_closed:
             raise run_closed_error("stepper")
@@ -125,14 +125,14 @@ class Stepper:
             event()
         for group in self.groups.values():
             group.log.clear()
-        compares = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.LOOK_EVERY == 0
-        if compares:
-            self.agreement.first = self.compare
+        is_comparison_due = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.COMPARE_EVERY == 0
+        if is_comparison_due:
+            self.agreement.on_agreed = self.compare
         self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
         self._num_begun += 1
         # The first action waits for no other rank, on any rank.
-        may_wait = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
-        if may_wait and self._num_begun > STARTING_STEPS and not compares:
+        can_defer_check = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
+        if can_defer_check and self._num_begun > STARTING_STEPS and not is_comparison_due:
             self.state.after_first = self.agreement.check
         else:
             self.agreement.check()
@@ -146,31 +146,31 @@ class Stepper:
         return self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
 
     def _global_weight(self) -> float:
-        """Waits for the sum of all ranks' weights, which is part of the agreement's exchange, and returns it."""
+        """Waits for the sum of all ranks' loss weights, which is part of the agreement's exchange, and returns it."""
         self.agreement.check()
         return self.agreement.weight
 
     def measure(self, batches: Iterable[StepBatch], metrics: Metrics = NO_METRICS) -> dict[str, float]:
-        """Returns the mean loss over all `batches`, as many on all ranks, as "loss", and the means of `metrics` by name, NaN
-        for a count of 0. Raises RunError "not-finite", "nothing-counts", "metric-result".
+        """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name, NaN for a count of 0. All
+        ranks call it with equally many batches. Raises RunError "not-finite", "nothing-counts", "metric-result".
         """
         with self._evaluating() as state:
             weight, losses, tally = 0.0, [], Tally(metrics)
             for group in self.groups.values():
                 group.log.clear()
-            for number, batch in enumerate(batches):
-                steps = self._begin_forward("an evaluation", number, batch, state)
+            for index, batch in enumerate(batches):
+                steps = self._begin_forward("an evaluation", index, batch, state)
                 counts = tally if metrics.names or metrics.own is not None else None
                 losses.append(self.executor.evaluate(steps, batch.micros, state, None, counts, batch.num_counted))
                 weight += self.agreement.weight  # of all ranks
             names = metrics.names
-            if metrics.own is not None:  # on all ranks, of which some may have no output
+            if metrics.own is not None:  # a collective of all ranks, some of which may have no output
                 control = self.groups["control"]
                 names_of_ranks = control.gather_objects(tally.names, label="the names of metrics")
                 names = [*names, *merge_metric_names(dict(zip(control.ranks, names_of_ranks, strict=True)))]
             sums = [losses, *(tally.column(name, column) for name in names for column in (0, 1))]
-            differs = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
-            totals = torch.cat([self.device.move(differs), *map(self.store.reduction.loss_terms, sums)])
+            difference = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
+            totals = torch.cat([self.device.move(difference), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.
             self.groups["all"].all_reduce(totals, label="the mean loss").wait()
             totals = totals.cpu()
@@ -191,7 +191,7 @@ class Stepper:
         return {"loss": mean, **dict(zip(names, means, strict=True))}
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
-        """Returns the model's output for each microbatch; none without the last layer. All ranks call it."""
+        """Returns the model's output of each microbatch, on ranks with the last layer. All ranks call it."""
         with self._evaluating() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
@@ -203,8 +203,8 @@ class Stepper:
     def _evaluating(self) -> Iterator[StepState]:
         """Yields the state of an evaluation; all modules are in evaluation mode within the block."""
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
-        all_modules = [part for module in modules for part in module.modules()]
-        training = [part.training for part in all_modules]
+        all_modules = [submodule for module in modules for submodule in module.modules()]
+        training = [module.training for module in all_modules]
         for module in modules:
             module.eval()
         try:
@@ -215,16 +215,16 @@ class Stepper:
                 yield state
         finally:
             # Each module gets its own former mode: a program may keep some in evaluation mode.
-            for part, was in zip(all_modules, training, strict=True):
-                part.training = was
+            for module, was_training in zip(all_modules, training, strict=True):
+                module.training = was_training
 
-    def _begin_forward(self, label: str, number: int, batch: StepBatch, state: StepState) -> Lowered:
-        """Begins batch `number`, and returns its list of actions."""
-        # All ranks evaluate, on models that are alike, and stages and slices have the same samples.
+    def _begin_forward(self, label: str, index: int, batch: StepBatch, state: StepState) -> Lowered:
+        """Begins the forward of the batch number `index`, and returns its list of actions."""
+        # All ranks evaluate equal models, and stages and slices have the same samples.
         self.agreement.begin(label, batch).check()
         steps = self.lists.evaluation(batch.num_micros)
         first_micro = self.groups["dp"].coord * batch.num_micros
-        state.begin(number, select_actions(steps), batch.num_micros, first_micro)
+        state.begin(index, select_actions(steps), batch.num_micros, first_micro)
         return steps
 
     def close(self) -> None:

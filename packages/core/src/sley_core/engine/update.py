@@ -199,7 +199,7 @@ class Update:
         totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
         terms = totals.terms()
         differs = exchange_difference(self._exchanging)
-        numbers = [self.numbers.own(self.device.torch_device)] if self.numbers.names else []
+        numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
