@@ -17,7 +17,7 @@ class State(Enum):
     """The state of a gradient within a step; see the diagram of `Accumulator`."""
 
     OPEN = "contributions may come"
-    COMPLETE = "nothing more is expected; it waits for those before it in the order"
+    COMPLETE = "no more contributions are expected; it waits for the gradients before it in the order"
     REPORTED = "handlers know that it is complete"
 
 
@@ -29,15 +29,16 @@ class Accumulator:
                         └──────── check_open ─────────┘                                            └── `gradient-late`
                           a backward within the backward came once more
 
-    contributions: their number in this step. passes: their number in the action that completes the gradient. Autograd makes one
-    pass per backward, however often it uses the parameter; the queue of a W makes one after the parameter's last product; a
-    communicator makes one with every contribution. expected_passes: those of earlier steps; 0 before the first step, None if
-    the number varies, so that only the end of the chunk completes the gradient. has_products: whether code adds weight
-    gradients besides autograd. is_lent: whether `parameter.grad` was made the view in this step: autograd then adds into it.
+    contributions: the number of contributions in this step. passes: the number of passes in the action that completes the
+    gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the
+    parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in earlier
+    steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
+    has_products: whether code adds weight gradients besides autograd. is_lent: whether `parameter.grad` is the view in this
+    step, so that autograd adds into the view.
     """
 
     watches_autograd = True
-    """Whether a hook takes each gradient from autograd."""
+    """Whether a hook accumulates each gradient of autograd."""
     rows: list[Tensor]
 
     def __init__(self, param: Param, view: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
@@ -63,9 +64,9 @@ class Accumulator:
         self.parameter.grad = None
 
     def check_open(self, state: StepState) -> None:
-        """Checks that a contribution may come now; a COMPLETE gradient that was not yet reported is opened again. Raises
-        RunError `gradient-complete` if no step runs: a backward called by the user. Raises `gradient-late` if the gradient was
-        already reported: its reduction would sum only a part of it.
+        """Checks that a contribution may come now, and opens a COMPLETE gradient that was not yet reported again. Raises
+        RunError `gradient-complete` for a user's backward between two steps, and `gradient-late` if the gradient was already
+        reported, since its reduction would sum only a part of it.
         """
         if self.state is State.OPEN:
             return
@@ -91,23 +92,23 @@ class Accumulator:
         )
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Prepares for a contribution from `layer` in the global microbatch `micro`, by default the running one. Both matter
-        only for a fixed order of sums.
+        """Prepares for a contribution from `layer` in the global microbatch `micro`, by default the running microbatch. Both
+        matter only for a fixed order of sums.
         """
 
     def end_contributions(self) -> None:
         """Marks the end of the running action's contributions."""
 
     def accumulate(self, gradient: Tensor) -> None:
-        """Adds `gradient`, of any floating dtype, to the view; the first of a step is copied."""
+        """Adds `gradient`, of any floating dtype, to the view. The first gradient of a step is copied."""
         if self.contributions:
             self.view.add_(gradient)
         else:
             self.view.copy_(gradient)
 
     def accumulate_grad(self) -> None:
-        """Accumulates `parameter.grad` of a backward, which is the whole sum if the view was lent. Raises RunError
-        `sparse-gradient`.
+        """Accumulates `parameter.grad` after a backward; it is the complete sum if autograd has added into the view. Raises
+        RunError `sparse-gradient`.
         """
         gradient = self.parameter.grad
         assert gradient is not None, self.param
@@ -126,7 +127,7 @@ class Accumulator:
         return gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, without a temporary tensor if all dtypes are equal."""
+        """Adds left^T right. Needs no temporary tensor if all dtypes are equal."""
         if left.dtype != self.dtype:
             self.accumulate(left.t() @ right)
         elif self.contributions:
@@ -141,7 +142,7 @@ class Accumulator:
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Completes the sum, zero without contributions. Called once per step, before the parameter's report."""
+        """Completes the sum, which is zero without contributions. Called once per step, before the parameter is reported."""
         if not self.contributions:
             self.view.zero_()
 
@@ -196,7 +197,7 @@ class LooseAccumulator(Accumulator):
         if self.contributions:
             self.view.add_(gradient)
         else:
-            self.view = gradient.to(self.dtype).contiguous()  # somebody else's may have any strides
+            self.view = gradient.to(self.dtype).contiguous()  # the strides of another tensor may be anything
 
 
 class UnwatchedAccumulator(LooseAccumulator):

@@ -42,7 +42,7 @@ from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 
 class GradientStore:
-    """Holds the gradients of all trainable parameters of `registry`, in `dtype` on `device`.
+    """Accumulates the gradients of all trainable parameters of `registry`, in `dtype` on `device`.
 
     A reducer calls `lay_out` with its own planner when it attaches; until then `planner` is used. `on_ready` is called once per
     parameter and step, `on_chunk_done` once per chunk. `begin_step` makes a new layout if parameters were frozen or unfrozen
@@ -75,14 +75,14 @@ class GradientStore:
         self._loose: list[Accumulator] = []
         self._buffer_of: dict[Param, GradientBuffer] = {}
         self._parts: dict[Param, Tensor] = {}
-        self._seen: list[Param] = []
+        self._completed_params: list[Param] = []
         self._products: set[Param] = set()
         self._next = 0
         self._are_freed = False
         self._is_watching = False
         self._is_closed = False
-        self._is_built = True
-        self._learned = False
+        self._has_memory = True
+        self._has_learned_passes = False
         self._tasks: dict[Accumulator, tuple[Action | None, int]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lay_out(planner)
@@ -90,7 +90,7 @@ class GradientStore:
     # Reading
 
     def __contains__(self, param: Param) -> bool:
-        """Returns whether `param` has a gradient, i.e. is trainable or was when this step began."""
+        """Returns whether `param` has a gradient, i.e. was trainable when the layout was made."""
         return param in self._accumulators
 
     @property
@@ -100,12 +100,13 @@ class GradientStore:
 
     @property
     def completion_order(self) -> list[Param]:
-        """Returns the parameters in the order in which the first step completed them on this rank; () before."""
-        return list(self._seen)
+        """Returns the parameters in the order in which the first step completed them on this rank; [] before that step."""
+        return list(self._completed_params)
 
     def gradient(self, param: Param) -> Tensor:
-        """Returns the gradient of `param`, a view: its parameter's shape, the store's dtype. Raises RunError if it is frozen or
-        was discarded by an offload, and `gradient-sharded` once a reducer leaves only a part of it to this rank.
+        """Returns a view of the gradient of `param`, with the parameter's shape and the store's dtype. Raises RunError
+        `gradient-frozen`, `gradients-freed` after an offload, and `gradient-sharded` once a reducer leaves this rank only a
+        part.
         """
         if param not in self._accumulators:
             message = f"the parameter {param.name!r} is frozen, so it has no gradient in this step"
@@ -122,13 +123,15 @@ class GradientStore:
         return self._parts[param] if param in self._parts else self.gradient(param)
 
     def parts(self, params: Sequence[Param]) -> list[Tensor | None]:
-        """Returns the `part` of each of `params`; None for a frozen parameter."""
+        """Returns the `part` of each of `params`, or None for a frozen parameter."""
         self._check_not_freed()
-        parts, whole = self._parts, self._accumulators
-        return [parts[param] if param in parts else whole[param].view if param in whole else None for param in params]
+        parts, accumulators = self._parts, self._accumulators
+        return [
+            parts[param] if param in parts else accumulators[param].view if param in accumulators else None for param in params
+        ]
 
     def elements(self, param: Param) -> ElementRange | None:
-        """Returns the elements of the gradient that this rank gets, or None if each rank gets the full gradient."""
+        """Returns the range of the gradient's elements that this rank gets, or None if it gets the full gradient."""
         return self._buffer_of[param].ranges[param] if param in self._parts else None
 
     def num_shards(self, param: Param) -> int:
@@ -140,11 +143,11 @@ class GradientStore:
         return self._buffer_of.get(param)
 
     def partial_sums(self, param: Param) -> list[Tensor]:
-        """Returns the sums that a reducer with a fixed order adds: one per use and node, first the gradient's view."""
+        """Returns the partial sums for a reducer with a fixed order, one per use and node; the first is the gradient's view."""
         return self._accumulators[param].rows
 
     def norm_groups(self) -> Iterator[NormGroup]:
-        """Yields all gradients in few tensors: this rank's part of each buffer, then lists of gradients outside the buffers."""
+        """Yields all gradients in few groups: this rank's part of each buffer, then the gradients outside the buffers."""
         for buffer in self.buffers:
             yield NormGroup([buffer.own], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
@@ -158,7 +161,7 @@ class GradientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all gradients. Those outside the buffers, and partial sums, count while they exist."""
+        """Returns the bytes of all gradients; gradients outside the buffers, and partial sums, count while they exist."""
         buffers = sum(buffer.num_bytes for buffer in self.buffers)
         return (
             buffers
@@ -172,16 +175,16 @@ class GradientStore:
         return round_up(param.numel, alignment) * self.dtype.itemsize
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and view of each gradient, even without memory, and each partial sum."""
+        """Yields the name and view of each gradient, also without memory, and the name and value of each partial sum."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
     # Contributions of code outside autograd. Each `add` is a `put` that also counts the pass, and may report the parameter
-    # ready; after a `put`, autograd or a later `count_pass` reports the last one. `layer` is the layer that used the parameter:
-    # needed only if several layers hold it and the order of sums is fixed.
+    # ready. After a `put`, autograd or a later `count_pass` may report it. `layer` is the layer that used the parameter. It is
+    # needed only if several layers hold the parameter and the order of sums is fixed.
 
     def check_open(self, param: Param) -> None:
-        """Raises RunError `gradient-complete` if no step runs and the gradient of `param` is that of the step before."""
+        """Raises RunError `gradient-complete` if no step runs and the gradient of `param` belongs to the previous step."""
         self._accumulators[param].check_open(self.state)
 
     def expect_products(self, param: Param) -> None:
@@ -210,7 +213,7 @@ class GradientStore:
         self.count_pass(param)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
-        """Adds contributions by global microbatch number, also of other ranks' microbatches, for a fixed order of sums."""
+        """Adds contributions by global microbatch number, for a fixed order of sums. Other ranks' microbatches are allowed."""
         for micro, gradient in gradients.items():
             self.put(param, gradient, layer, micro)
         self.count_pass(param)
@@ -233,19 +236,20 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Replaces the buffers by those that `planner` returns. Discards all gradients, and a step in flight. Nothing may
-        write into the old buffers any more: the new ones reuse their memory. After `free`, they have memory only
-        within this call, until `build`.
+        """Replaces the buffers by the layout that `planner` returns. Discards all gradients, and a step in flight.
+
+        Nothing may write into the old buffers any more, since the new buffers reuse their memory. After `free`, the new buffers
+        have no memory until `build`.
         """
-        if not self._is_built:
+        if not self._has_memory:
             self._memory.build()
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])
         layout.check(trainable)
         self._is_fixed = layout.is_fixed
-        known = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
-        self._forget()
+        expected_passes = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
+        self._clear_layout()
         self.buffers = self._memory.buffers(layout)
         views: dict[Param, Tensor | None] = dict.fromkeys(layout.loose)
         for buffer in self.buffers:
@@ -256,21 +260,21 @@ class GradientStore:
         for param in layout.order:
             has_products = param in self._products
             self._accumulators[param] = self.reduction.accumulator(
-                param, views[param], empty, known.get(param, 0), has_products=has_products
+                param, views[param], empty, expected_passes.get(param, 0), has_products=has_products
             )
         self._order = list(self._accumulators.values())
         self._loose = [self._accumulators[param] for param in layout.loose]
         self._trained = [(param.name, param.parameter, param.trainable) for param in self.registry]
         self.num_layouts += 1
-        self._learned = self._learned and self._accumulators.keys() <= known.keys()
+        self._has_learned_passes = self._has_learned_passes and self._accumulators.keys() <= expected_passes.keys()
         if self._is_watching:
             self.watch()
-        if not self._is_built:
+        if not self._has_memory:
             self.free()
 
     def watch(self) -> None:
-        """Installs the autograd hooks, now and in later layouts; the first `begin_step` calls it if nobody did. Gradients that
-        no handler reduces, and that have the store's dtype, get no hook: autograd sums them itself, without a Python call.
+        """Installs the autograd hooks in this layout and in later layouts; the first `begin_step` calls it otherwise. Gradients
+        that no handler reduces, and that have the store's dtype, get no hook: autograd sums them without a Python call.
         """
         self._is_watching = True
         for number, accumulator in enumerate(self._order):
@@ -287,27 +291,29 @@ class GradientStore:
         self._loose = [self._accumulators[accumulator.param] for accumulator in self._loose]
 
     def free(self) -> None:
-        """Discards all gradients, between two steps, and frees their memory; `build` must be called before the next step."""
-        self._are_freed, self._is_built = True, False
+        """Discards all gradients between two steps, and frees their memory. `build` must be called before the next step."""
+        self._are_freed, self._has_memory = True, False
         for accumulator in self._order:
             accumulator.reset()
             accumulator.state = State.REPORTED  # a backward by hand is refused until the next step begins
         self._memory.free()
 
     def build(self) -> None:
-        """Allocates the gradients' memory again after `free`, zeroed; `gradient` raises until a step has begun."""
+        """Allocates zeroed memory for the gradients after `free`. `gradient` raises until a step has begun."""
         self._memory.build()
-        self._is_built = True
+        self._has_memory = True
 
     def begin_step(self) -> None:
-        """Starts a step: discards the previous step's gradients, complete or not. The first contribution overwrites them."""
+        """Starts a step, and discards the previous step's gradients. The first contribution overwrites them."""
         if self._is_closed:
             raise run_closed_error("gradient store")
-        if not self._is_built:
+        if not self._has_memory:
             raise StateError.away("gradients", "a step")
         self._are_freed = False
         self.refusal = None
-        if name := next((name for name, parameter, was in self._trained if parameter.requires_grad != was), ""):
+        if name := next(
+            (name for name, parameter, was_trainable in self._trained if parameter.requires_grad != was_trainable), ""
+        ):
             if self._is_fixed:
                 self.refusal = RunError(
                     "shards-fixed",
@@ -324,13 +330,13 @@ class GradientStore:
             self.watch()
         self._next = 0
         self.reduction.clear()
-        if not self._learned:
-            self._seen = []
+        if not self._has_learned_passes:
+            self._completed_params = []
         for accumulator in self._order:
             accumulator.reset()
 
     def chunk_done(self, chunk: int) -> None:
-        """Ends the chunk's last gradient action: zeroes gradients without a contribution, and reports all of the chunk."""
+        """Ends the chunk's last gradient action: zeroes gradients without contributions, and reports the chunk's gradients."""
         done, are_all_complete = self.state.done, True
         for accumulator in self._order:
             if accumulator.chunks <= done:
@@ -351,7 +357,7 @@ class GradientStore:
     def close(self) -> None:
         """Removes hooks and gradients from the parameters, and frees the store's memory; no step may begin after it."""
         self._is_closed = True
-        self._forget()
+        self._clear_layout()
         self._memory.forget()
 
     def _check_not_freed(self) -> None:
@@ -374,27 +380,27 @@ class GradientStore:
         """Records the number and the backward of each gradient's passes, once all gradients are complete."""
         for accumulator in self._order:
             accumulator.record_passes()
-        if not self._learned and self._tasks:
+        if not self._has_learned_passes and self._tasks:
             mark_irregular(self._tasks)
             self._tasks.clear()
-        self._learned = True
+        self._has_learned_passes = True
 
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
-        """Accumulates autograd's gradient; the post-accumulate hook, which autograd calls once per backward and parameter.
+        """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter.
 
-        Copies the first contribution; autograd itself adds later ones into the view. `grad` is None if everything was added
-        elsewhere, and not the view if a backward called by the user assigned it. Raises RunError `sparse-gradient`, and
+        Copies the first contribution; autograd adds later contributions into the view. `grad` is None if code added everything
+        itself, and is not the view if a user's backward assigned it. Raises RunError `sparse-gradient`, and
         `sharded-weight-read` if code used a shard like the full weight.
         """
         gradient = parameter.grad
         if accumulator.param.shard is not None:
             if gradient is None or gradient is accumulator.view:
-                return  # a communicator gives autograd no gradient; a `grad` here was set for the optimizer's step
+                return  # communicators pass autograd no gradient; a `grad` here was set for the optimizer's step
             raise sharded_read_error(accumulator.param, "the forward reads")
         if gradient is not None:
             accumulator.check_open(self.state)
             accumulator.accumulate_grad()
-        if not self._learned:
+        if not self._has_learned_passes:
             self._tasks[accumulator] = self.state.action, torch._C._current_graph_task_id()
         self._count_pass(accumulator)
 
@@ -422,9 +428,9 @@ class GradientStore:
         accumulator.end_contributions()
         if not accumulator.watches_autograd or not self.state.is_last_of_list(accumulator.chunks):
             return
-        accumulator.count_pass(is_first_step=not self._learned)
-        if not self._learned and accumulator.passes == 1:
-            self._seen.append(accumulator.param)
+        accumulator.count_pass(is_first_step=not self._has_learned_passes)
+        if not self._has_learned_passes and accumulator.passes == 1:
+            self._completed_params.append(accumulator.param)
         if not accumulator.is_open and accumulator is self._order[self._next]:
             self._report()
 
@@ -438,7 +444,7 @@ class GradientStore:
             for notify in self.on_ready:
                 notify(accumulator.param)
 
-    def _forget(self) -> None:
+    def _clear_layout(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for accumulator in self._order:

@@ -1,7 +1,7 @@
-"""How a run adds up gradients of microbatches and ranks, losses and norms: `[parallel] reduction`.
+"""Adds up gradients of microbatches and ranks, losses and norms, in the order that `[parallel] reduction` selects.
 
-A run has one `Reduction`, the store's. The class here is "fast": it adds in the order in which terms come. Its subclass in
-`engine.canonical` adds in one order, whatever the layout. No other code asks which of them a run has.
+A run has one `Reduction`, which belongs to the store. The class here is "fast": it adds terms in their order of arrival. Its
+subclass in `engine.canonical` adds in one order for all layouts. No other code depends on which of the two a run has.
 
 On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
 norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
@@ -55,8 +55,8 @@ class Sums(Protocol):
 
 
 class Totals:
-    """Computes loss and norm of a step from this rank's gradients. Its construction may be a collective over all ranks. loss:
-    this rank's, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
+    """Computes the loss and the gradient norm of a step. Its construction may be a collective over all ranks. gradients, loss:
+    this rank's gradients, and its loss, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
     """
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
@@ -77,11 +77,11 @@ class Totals:
             groups["all"].all_reduce(self._norm, "max", label="the gradient norm").wait()
 
     def terms(self) -> Tensor:
-        """Returns the terms to sum over all ranks: float64 [n], n the same on all ranks."""
+        """Returns the terms to sum over all ranks: float64 [n], with the same n on all ranks."""
         return torch.stack([self._loss, self._norm])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of all losses and the norm, float64 scalars, from the sum of all ranks' `terms`."""
+        """Returns the sum of all losses and the norm, as float64 scalars. summed: the sum of all ranks' `terms`."""
         loss, norm = summed.unbind()
         return loss, self._norm if math.isinf(self._kind) else norm.pow(1 / self._kind)
 
@@ -89,8 +89,8 @@ class Totals:
 class Reduction:
     """Adds terms in their order of arrival.
 
-    fixed_order: whether the order is the same in every layout. Then losses and their weights are kept by microbatch, and code
-    that adds gradients names the layer and the microbatch. micro_axes: the axes whose ranks run equally many microbatches.
+    fixed_order: whether the order is the same in every layout. Then losses and loss weights are stored by microbatch, and code
+    that adds gradients passes the layer and the microbatch. micro_axes: the axes whose ranks run equally many microbatches.
     """
 
     fixed_order = False
@@ -102,7 +102,7 @@ class Reduction:
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError for a model whose gradients have no such order. stages: the whole model, on meta."""
+        """Raises PlanError for a model whose gradients cannot be added in that order. stages: the full model, on meta."""
 
     def num_sums(self, param: Param) -> int:
         """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""
@@ -124,18 +124,22 @@ class Reduction:
         """Frees the memory of `partial_sums`."""
 
     def concurrent_microbatches(self, group: Group) -> range | None:
-        """Returns the microbatches that the ranks of `group` run now, if their gradients must be added one by one."""
+        """Returns the microbatches that the ranks of `group` run now, or None if their gradients need not be added one
+        by one.
+        """
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the sums over ranks that a reducer must use; None if any order is right. channel: that of the groups."""
+        """Returns the sums over ranks that a reducer must use, or None if any order is right. channel: the channel of the
+        groups.
+        """
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
         return Totals(self.groups, gradients, loss, kind)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the terms, to be added over ranks, of the loss weights of this rank's microbatches."""
+        """Returns the terms of the loss weights of this rank's microbatches, which are added over ranks."""
         return [sum(weights)]
 
     def weight_of(self, terms: Sequence[float]) -> float:
@@ -143,7 +147,7 @@ class Reduction:
         return terms[0]
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        """Returns the terms, float64 [n], of the losses of several batches; `loss_of` adds up their sums over ranks."""
+        """Returns the terms, float64 [n], of the losses of several batches. `loss_of` adds up their sums over ranks."""
         return reduce(torch.add, losses).reshape(1)
 
     def loss_of(self, summed: Tensor, num_batches: int) -> float:
@@ -160,25 +164,27 @@ def reduction_class(name: str) -> type[Reduction]:
 
 ROW = 1024
 LONG = 4 * ROW
-"""Tensors of at least this many elements are viewed as rows. For 16,384 elements, few of them large as in an embedding's
+"""The least number of elements of a tensor that is viewed as rows. For 16,384 elements, few of them large as in an embedding's
 gradient, the error without rows was 1.2e-6 (measured).
 """
 
 
 def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
-    """Returns the p-norm over all elements of `tensors`, of one device and dtype, a float64 scalar. kind: p; may be inf."""
-    least = LONG if kind == 2 else ROW  # other powers lose more
+    """Returns the p-norm over all elements of `tensors`, of one device and dtype, as a float64 scalar. kind: p, which may be
+    inf.
+    """
+    min_rows_numel = LONG if kind == 2 else ROW  # other powers lose more
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     norms, short = [], []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.numel() < least:
+        if tensor.device.type != "cpu" or tensor.numel() < min_rows_numel:
             short.append(tensor)
             continue
-        rest = tensor.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
-        rows = tensor.reshape(-1)[:-rest].view(-1, ROW) if rest else tensor.reshape(-1, ROW)
+        num_remaining = tensor.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
+        rows = tensor.reshape(-1)[:-num_remaining].view(-1, ROW) if num_remaining else tensor.reshape(-1, ROW)
         norms.append(torch.linalg.vector_norm(rows, kind, dim=1, dtype=wide))
-        if rest:
-            norms.append(torch.linalg.vector_norm(tensor.reshape(-1)[-rest:], kind, dtype=wide).reshape(1))
+        if num_remaining:
+            norms.append(torch.linalg.vector_norm(tensor.reshape(-1)[-num_remaining:], kind, dtype=wide).reshape(1))
     if short:
         # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
         norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))

@@ -1,9 +1,9 @@
 """Checks that copies of a weight, buffer or batch field stay equal on all ranks, since replicas that diverge stay different.
 
 A value that a forward writes differs between replicas, which see other samples, and is written once per microbatch and
-recomputation. `WriteWatch` refuses such writes. Version counters tell it in every step, of the first microbatch. Writes that
-torch does not count (`.data`, numpy, running statistics) are found by hashes before and after a layer, in its first call and
-every `COMPARE_EVERY` steps. In the first step all microbatches are looked at.
+recomputation. `WriteWatch` refuses such writes. It compares version counters in the first microbatch of every step. Writes that
+torch does not count (`.data`, numpy, running statistics) change the hashes before and after a layer, which are compared in its
+first call and every `COMPARE_EVERY` steps. In the first step all microbatches are checked.
 
 `CopyComparison` compares values before the first step and every `COMPARE_EVERY` steps, on every rank that holds a copy:
 parameters over their reduce group and, if several stages hold one, over its tie group; buffers over the stage. First values
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from sley_core.engine.step_state import MicroStep
     from sley_core.model.layers import Layer
 
-SHOWN = 3
+MAX_SHOWN = 3
 
 
 class CopyComparison:
-    """Compares the copies of weights and buffers on several ranks. per_rank_buffers: patterns of buffers that may differ."""
+    """Compares the copies of weights and buffers on several ranks. per_rank_buffers: patterns of the buffers that may
+    differ.
+    """
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -43,8 +45,8 @@ class CopyComparison:
         self._is_first = True
 
     def __call__(self) -> None:
-        """Compares fingerprints of the last step's values, for which it waits, by blocking collectives: all ranks call it.
-        Raises the same RunError `ranks-differ` on all ranks of the run, with the values that differ and their ranks.
+        """Waits for the last step, and compares fingerprints of its values by blocking collectives. All ranks call it. Raises
+        the same RunError `ranks-differ` on all ranks of the run, with the differing values and their ranks.
         """
         is_first, self._is_first = self._is_first, False
         parts = self.parts
@@ -75,7 +77,7 @@ class CopyComparison:
 
 
 def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
-    """Yields the name, value and axis of each value with copies on the axis's ranks, in the same order on all ranks."""
+    """Yields the name, value and axis of each value that has copies on the ranks of the axis, in one order on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
         for axis in (param.reduce_group, param.tie_group):
             if axis is not None and parts.groups[axis].size > 1 and param.numel:
@@ -87,7 +89,7 @@ def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterato
 
 
 def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: Group) -> str:
-    """Compares fingerprints over `group`, whose ranks pass the same names; blocks. Returns a text of the difference, or ""."""
+    """Compares fingerprints over `group`, whose ranks pass the same names. Blocks. Returns a text of the difference, or ""."""
     extremes = torch.stack([prints, ~prints])  # the maximum of ~x is ~(the minimum of x)
     group.all_reduce(extremes, "max", label=f"the fingerprints of {label}").wait()
     is_odd = extremes[0] != ~extremes[1]
@@ -98,16 +100,16 @@ def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: G
     all_prints = local_print.new_empty(group.size)
     group.all_gather(all_prints, local_print, label="the fingerprints that differ").wait()
     other_rank = next(rank for rank, value in zip(group.ranks, all_prints.tolist(), strict=True) if value != int(all_prints[0]))
-    suffix = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {', '.join(differing[:SHOWN])}{suffix}"
+    suffix = f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
+    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {', '.join(differing[:MAX_SHOWN])}{suffix}"
 
 
 COMPARE_EVERY = 256
-"""The number of steps from one comparison of values, of layers and of replicas, to the next."""
+"""The number of steps between two comparisons of the values of layers and replicas."""
 
 
-class _Place(NamedTuple):
-    """The location of a parameter or buffer `name`: entry `key` of the module's dict `values`."""
+class _TensorSlot(NamedTuple):
+    """Names the location of a parameter or buffer `name`: the entry `key` of the module's dict `values`."""
 
     name: str
     module: nn.Module
@@ -117,7 +119,7 @@ class _Place(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The state of a layer before a call. prints: hashes of values, on the device; None if values are not compared."""
+    """The state of a layer before a call. prints: hashes of the values, on the device; None if values are not compared."""
 
     tensors: list[Tensor | None]
     versions: list[int]
@@ -125,35 +127,37 @@ class _LayerSnapshot(NamedTuple):
 
 
 class WriteWatch:
-    """Refuses layers that write buffers, or write weights in a way that one process would not."""
+    """Refuses layers that write buffers, or that write weights to values that one process would not compute."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
-        self._is_alone = parts.groups["stage"].size == 1
+        self._has_one_replica = parts.groups["stage"].size == 1
         self._has_masters = parts.precision.compute in ("bf16", "fp16")
-        self._entries = {id(param.parameter): param for param in parts.registry}
-        self._per_rank = per_rank_buffers
-        self._places: dict[str, list[_Place]] = {}
+        self._params_by_id = {id(param.parameter): param for param in parts.registry}
+        self._per_rank_buffers = per_rank_buffers
+        self._slots_of_layer: dict[str, list[_TensorSlot]] = {}
         self._first_steps: dict[str, int] = {}
         self._writers: dict[str, str] = {}
 
     def before(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
-        """Returns a snapshot of `layer`; None if this call is not watched."""
-        is_new = layer.name not in self._places
-        if is_new:
-            self._places[layer.name] = list(self._watched_places(layer))
+        """Returns a snapshot of `layer`, or None if this call is not watched."""
+        is_first_call = layer.name not in self._slots_of_layer
+        if is_first_call:
+            self._slots_of_layer[layer.name] = list(self._watched_places(layer))
             self._first_steps[layer.name] = micro.step
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
-        tensors = [place.values.get(place.key) for place in self._places[layer.name]]
-        looks = is_new or (not micro.micro and micro.step % COMPARE_EVERY == COMPARE_EVERY - 1)
-        return _LayerSnapshot(tensors, [_version(one) for one in tensors], _fingerprints(tensors) if looks else None)
+        tensors = [slot.values.get(slot.key) for slot in self._slots_of_layer[layer.name]]
+        compares_values = is_first_call or (not micro.micro and micro.step % COMPARE_EVERY == COMPARE_EVERY - 1)
+        return _LayerSnapshot(
+            tensors, [_version(tensor) for tensor in tensors], _fingerprints(tensors) if compares_values else None
+        )
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
-        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` wrote as one process does not."""
+        """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` made a write that is refused."""
         if before is None:
             return
-        places = self._places[layer.name]
-        tensors = [place.values.get(place.key) for place in places]
+        slots = self._slots_of_layer[layer.name]
+        tensors = [slot.values.get(slot.key) for slot in slots]
         written = [
             tensor is not was or _version(tensor) != version
             for tensor, was, version in zip(tensors, before.tensors, before.versions, strict=True)
@@ -163,54 +167,60 @@ class WriteWatch:
             written = [known or bool(tensor != was) for known, (tensor, was) in zip(written, pairs, strict=True)]
         if not any(written):
             return
-        changed = [place for place, is_written in zip(places, written, strict=True) if is_written]
-        for place in changed:
-            if not place.is_buffer:
-                self._weight_written(layer, place)
-        check_written_buffers([(place.name, place.module) for place in changed if place.is_buffer])
+        written_slots = [slot for slot, is_written in zip(slots, written, strict=True) if is_written]
+        for slot in written_slots:
+            if not slot.is_buffer:
+                self._weight_written(layer, slot)
+        check_written_buffers([(slot.name, slot.module) for slot in written_slots if slot.is_buffer])
 
     def check_rerun(self, layer: Layer) -> None:
-        """Raises RunError "weight-written" if a layer that wrote a weight runs again in the backward."""
+        """Raises RunError "weight-written" if `layer` has written a weight and runs again in the backward."""
         if layer.name in self._writers:
             raise _weight_written(
                 layer, self._writers[layer.name], "it would be written again when the backward recomputes the forward"
             )
 
-    def _weight_written(self, layer: Layer, place: _Place) -> None:
-        """Raises RunError "weight-written" unless one process would write the same value, as often."""
-        parameter = place.values[place.key]
-        param: Param | None = self._entries.get(id(parameter))
+    def _weight_written(self, layer: Layer, slot: _TensorSlot) -> None:
+        """Raises RunError "weight-written" unless one process would write the same value equally often."""
+        parameter = slot.values[slot.key]
+        param: Param | None = self._params_by_id.get(id(parameter))
         reason = None
-        if not self._is_alone:
+        if not self._has_one_replica:
             reason = "each replica would write values from its own samples"
         elif param is not None and param.tie_group is not None:
             reason = "other stages have a copy that would not change"
         elif self._has_masters and parameter is not None and parameter.requires_grad:
             reason = "the optimizer updates an fp32 copy that would not change"
         if reason is not None:
-            raise _weight_written(layer, place.name, reason, place.module)
-        self._writers[layer.name] = place.name
+            raise _weight_written(layer, slot.name, reason, slot.module)
+        self._writers[layer.name] = slot.name
 
-    def _watched_places(self, layer: Layer) -> Iterable[_Place]:
-        """Yields the places of whole parameters, and of buffers that must not be written."""
+    def _watched_places(self, layer: Layer) -> Iterable[_TensorSlot]:
+        """Yields the slots of unsharded parameters, and of buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in values.items():
                     path = f"{name}.{key}"
-                    if tensor is None or isinstance(tensor, StandIn) or (is_buffer and is_per_rank(path, self._per_rank)):
+                    if (
+                        tensor is None
+                        or isinstance(tensor, StandIn)
+                        or (is_buffer and is_per_rank(path, self._per_rank_buffers))
+                    ):
                         continue
-                    yield _Place(path, module, values, key, is_buffer)
+                    yield _TensorSlot(path, module, values, key, is_buffer)
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers`, of one stage of several, wrote a batch field. before: their versions."""
+    """Raises RunError "field-written" if `layers`, a part of the model, wrote a batch field. before: the fields' former
+    versions.
+    """
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
-            named = [layer.name for layer in layers if name in layer.fields]
+            reader_names = [layer.name for layer in layers if name in layer.fields]
             raise RunError(
                 "field-written",
                 f"a layer writes in place to the batch field {name!r} (passed to "
-                f"{', '.join(named) or 'no layer of this stage'}), but other stages have their own unchanged "
+                f"{', '.join(reader_names) or 'no layer of this stage'}), but other stages have their own unchanged "
                 "copies",
                 hint="compute the values in the dataset, or write to a `clone()` that the layer returns",
             )

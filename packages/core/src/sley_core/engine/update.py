@@ -57,10 +57,11 @@ CLIP_EPSILON = 1e-6
 class Update:
     """Runs `optimizer`, which was built over `masters`, with the gradients of `store`.
 
-    parameter_groups: makes torch.optim's groups, for parameters that are unfrozen later. factor: returns the learning rate's
-    factor at a step. clip_norm: None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm. scale: the loss
-    scale, in fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour. sources: losses
-    by source. seed: the run's, for optimizers that draw. was_taken: whether the last step was taken, as far as the host knows.
+    parameter_groups: returns torch.optim's groups for parameters that are unfrozen later. factor: returns the learning rate's
+    factor at a step. clip_norm: the largest norm; None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm.
+    scale: the loss scale of fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour.
+    sources: the losses by source. seed: the run's seed, for optimizers that draw random numbers. was_taken: whether the last
+    step changed weights, as far as the host knows.
     """
 
     store: GradientStore
@@ -83,26 +84,26 @@ class Update:
 
     def __post_init__(self) -> None:
         optimizer = self.optimizer = set_training_mode(self.optimizer)
-        self.begun = copy_values(attributes_of(shared_values(optimizer)))
+        self.initial_values = copy_values(attributes_of(shared_values(optimizer)))
         self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False
         self._layout = self.store.num_layouts
         self._exchanging = [group for group in self.groups.values() if group.size > 1]
         rate = optimizer.defaults["lr"]
-        self._plain = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
+        self._default_group = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step for parameters without a rate of their group; includes changes by the program."""
-        return float(self._plain.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
+        """Returns the last step's learning rate of parameters whose group sets none; includes changes by the program."""
+        return float(self._default_group.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Clips and runs the optimizer step, or changes no weights and states on any rank. All ranks call it, since it
-        all-reduces the totals. The learning rate counts only the steps that were taken.
+        """Clips the gradients and runs the optimizer step, or changes no weights and states on any rank. All ranks call it,
+        since it all-reduces the totals. The learning rate counts only steps that change weights.
 
-        loss: this rank's sum, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed. weight:
-        this rank's share of the batch's; both are 0 without the loss.
+        loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed.
+        weight: this rank's share of the batch's loss weight. Both are 0 on ranks without the loss.
         """
         num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
         self.was_taken = False
@@ -128,24 +129,24 @@ class Update:
             self._clip(gradients, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.set_gradients()
-        take: Callable[[], Any] = self.optimizer.step
+        run_optimizer_step: Callable[[], Any] = self.optimizer.step
         if is_on_device:
-            take = partial(step_if, self.optimizer, totals.allow_a_step)
+            run_optimizer_step = partial(step_if, self.optimizer, totals.allow_a_step)
         if self.traits.keeps_gradients:
-            take = copy_gradients_first(self.optimizer, take)
+            run_optimizer_step = copy_gradients_first(self.optimizer, run_optimizer_step)
         with self.seeded(step):
             if self.events.step_in_buckets is None:
-                take()
+                run_optimizer_step()
             else:
-                step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, take)
+                step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, run_optimizer_step)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Returns a context manager within which weights and masters are those to evaluate and to save, if the optimizer has
-        modes; afterwards they have the bits from before. All ranks call it, between two steps, with all memory on the device.
+        """Returns a context manager in which weights and masters have the values of the optimizer's evaluation mode, if it has
+        modes. Afterwards they have their former bits. All ranks call it between two steps, with all memory on the device.
         """
         if not self.traits.has_modes:
             yield
@@ -171,7 +172,9 @@ class Update:
 
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
-        """Seeds an optimizer's random numbers from the run's seed and the step, the same on every rank."""
+        """Returns a context manager with the optimizer's generators seeded by the run's seed and the step, the same on all
+        ranks.
+        """
         if self.traits is TORCH_TRAITS:
             yield
             return
@@ -182,19 +185,21 @@ class Update:
             yield
 
     def _add_unfrozen_params(self) -> None:
-        """Adds parameters that were unfrozen since the last step to the optimizer, with the plan's options."""
+        """Adds the parameters that were unfrozen since the last step to the optimizer, with the plan's options."""
         if self._layout == self.store.num_layouts:
             return
         self._layout = self.store.num_layouts
-        known = {stepped.param for stepped in self.masters.stepped}
-        new = [param for param in self.store.params if param not in known]
+        stepped_params = {stepped.param for stepped in self.masters.stepped}
+        new_params = [param for param in self.store.params if param not in stepped_params]
         # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
         self._has_stepped = False
-        for group in self.parameter_groups(self.masters.add(new)) if new else ():
+        for group in self.parameter_groups(self.masters.add(new_params)) if new_params else ():
             self.optimizer.add_param_group(group)
 
     def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers by one all-reduce; inf-norms and a fixed order of sums take two."""
+        """Returns norm, loss, votes and plugins' numbers by one all-reduce, or by two for inf-norms and a fixed order of
+        sums.
+        """
         overflow = [self._unscale(gradients, 1 / self.scale.value)] if self.scale else []
         totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
         terms = totals.terms()
@@ -213,7 +218,7 @@ class Update:
         )
 
     def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
-        """Multiplies every gradient by `factor`; returns float64 [1]: 1 if one of this rank's is not finite, else 0."""
+        """Multiplies every gradient by `factor`. Returns float64 [1]: 1 if a gradient of this rank is not finite, else 0."""
         overflow = torch.zeros(1, device=self.device.torch_device)
         inverse = torch.full((1,), factor, device=self.device.torch_device)
         for group in gradients:
@@ -222,7 +227,7 @@ class Update:
         return overflow.double()
 
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
-        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or on the device."""
+        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
         if isinstance(norm, Tensor):
             # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
             # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
@@ -239,11 +244,11 @@ MASTER = "master"
 
 
 class ParamState(NamedTuple):
-    """A master or optimizer state of the registry's parameter `name` on this rank.
+    """A master weight or optimizer state of the registry's parameter `name` on this rank.
 
-    elements: those of its flattened parameter (of a shard, if weights are sharded) that it is for; None for all. state:
-    `master`, or the optimizer's own key, such as `exp_avg`, for a nested state its path (`factors.0`); a counter, such as
-    `step`, belongs to the whole parameter.
+    elements: the elements of the flattened parameter (or of its shard) to which it belongs; None for all. state: `master`, or
+    the optimizer's key, such as `exp_avg`, or the path of a nested state (`factors.0`). A counter, such as `step`, belongs to
+    all elements.
     """
 
     name: str
@@ -253,7 +258,7 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields this rank's masters and optimizer states, as live tensors; no states before the optimizer created them."""
+    """Yields this rank's master weights and optimizer states, as live tensors. States exist after the first step."""
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
@@ -262,12 +267,14 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each optimizer state of one parameter, also nested; none before its first step."""
+    """Yields the name and tensor of each optimizer state of one parameter, nested states included. States exist after its first
+    step.
+    """
     return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
 
 
 def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields the path and tensor of tensors in nested dicts, lists and tuples: `factors.0`, or "" for a bare tensor."""
+    """Yields the path and value of each tensor in nested dicts, lists and tuples: `factors.0`, or "" for a bare tensor."""
     for path, value in tree_flatten_with_path(nested)[0]:
         if isinstance(value, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
@@ -276,10 +283,11 @@ def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
 def step_buckets(
     optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
 ) -> None:
-    """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the groups: the same
-    update as in one call if each parameter's update depends on no other. Each call finds the optimizer's values for all
-    parameters, such as a count of steps, as before the first. Raises RunError `optimizer-counts-steps` if two calls leave
-    different values.
+    """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the optimizer's groups.
+
+    The update equals that of one call if each parameter's update depends on no other. Before each call, the optimizer's shared
+    values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps` if two
+    calls leave different values.
     """
     groups = _BucketGroups(optimizer)
     before = copy_values(shared_values(optimizer))
@@ -293,12 +301,12 @@ def step_buckets(
                 step()
                 before |= groups.new_group_options()
                 changes = changed_values(before, shared_values(optimizer))
-                for place, value in changes.items():
-                    if place in after and can_compare(value) and not is_equal(value, after[place]):
+                for location, value in changes.items():
+                    if location in after and can_compare(value) and not is_equal(value, after[location]):
                         raise RunError(
                             "optimizer-counts-steps",
-                            f"{type(optimizer).__name__} computes its {place[0]} {place[2]!r} from all parameters of a step, "
-                            "so it cannot update one bucket at a time",
+                            f"{type(optimizer).__name__} computes its {location[0]} {location[2]!r} from all parameters of a "
+                            "step, so it cannot update one bucket at a time",
                             hint='set `when = "idle"`, or use an optimizer that stores its values per parameter',
                         )
                 after |= changes
@@ -313,25 +321,29 @@ class _BucketGroups:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._whole: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+        self._all_params: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
 
     def choose(self, bucket: Sequence[Stepped]) -> None:
         bucket_ids = {id(stepped.parameter) for stepped in bucket}
-        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+        for group, parameters in zip(self._optimizer.param_groups, self._all_params, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
 
     def new_group_options(self) -> Shared:
         """Returns the options of groups that a step created from parameters of other groups."""
-        number = len(self._whole)
-        new = self._optimizer.param_groups[number:]
-        moved = {id(parameter) for group in new for parameter in group["params"]}
-        if new:
-            self._whole = [[parameter for parameter in parameters if id(parameter) not in moved] for parameters in self._whole]
-            self._whole += [group["params"] for group in new]
+        num_groups = len(self._all_params)
+        new_groups = self._optimizer.param_groups[num_groups:]
+        moved_ids = {id(parameter) for group in new_groups for parameter in group["params"]}
+        if new_groups:
+            self._all_params = [
+                [parameter for parameter in parameters if id(parameter) not in moved_ids] for parameters in self._all_params
+            ]
+            self._all_params += [group["params"] for group in new_groups]
             values = shared_values(self._optimizer)
-            return copy_values({place: value for place, value in values.items() if place[0] == "option" and place[1] >= number})
+            return copy_values(
+                {location: value for location, value in values.items() if location[0] == "option" and location[1] >= num_groups}
+            )
         return {}
 
     def restore(self) -> None:
-        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+        for group, parameters in zip(self._optimizer.param_groups, self._all_params, strict=True):
             group["params"] = parameters

@@ -131,7 +131,7 @@ class RunTensors:
             options = shared.options_to_save(self.update.optimizer, group)
             if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
                 values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
-        for path, value in shared.shared_to_save(self.update.optimizer, self.update.begun).items():
+        for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
             key = ".".join(map(str, path[1:]))
             values[f"{SHARED}{path[0]}/{key}"] = _encode_state([list(path), value], "all parameters", key)
         return values
@@ -322,7 +322,7 @@ class Restoring:
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
         shared.load_optimizer_state(
-            update.optimizer, states, list(map(self._read_options, names)), _shared_states(self.saved), update.begun, dtypes
+            update.optimizer, states, list(map(self._read_options, names)), _shared_states(self.saved), update.initial_values, dtypes
         )
 
     def _restore_stateful_objects(self) -> None:
