@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.step_batch import StepBatch
 
-NEXT, TRAINED, MICROS, BATCH = range(4)
+CALL, TRAINED, MICROS, BATCH = range(4)
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
-"""The places of refusals, counts and the weight's terms in the summed tensor, float64, in which facts are whole numbers below
+"""The first indices of refusals, counts and weight terms in the summed tensor, float64, whose other elements are integers below
 2^53. No other exchange of these ranks has its length.
 """
 
@@ -47,7 +47,7 @@ _END_BYTES = 1 << 12
 """Bytes of each batch field that are hashed at its beginning, and at its end."""
 
 _HINTS = {
-    NEXT: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
+    CALL: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
     TRAINED: "freeze and unfreeze the same parameters on all ranks, between two steps",
     MICROS: "ranks of one pipeline, and ranks that share weights or sequences, must run the same number of "
     "microbatches; with canonical sums, all ranks must",
@@ -59,8 +59,9 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`. store:
-    the gradient store, whose trained parameters are compared, or None. on_agreed: called once, after the next check that
+    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
+
+    store: the gradient store, whose trained parameters are compared, or None. on_agreed: called once, after the next check that
     passes.
     """
 
@@ -71,7 +72,7 @@ class Agreement:
         self.on_agreed = on_agreed
         self.weight = 0.0
         self.counts = NO_COUNTS
-        self._everyone = groups["control"]
+        self._control = groups["control"]
         self._facts: list[dict[str, View]] = []
         self._refusal: RunError | None = None
         self._layout = -1
@@ -82,15 +83,15 @@ class Agreement:
     def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
         """Starts one asynchronous all-reduce over all ranks on the host. Every rank calls it, and then `check`.
 
-        label: the name, for the error, of the work that begins. refusal: why this rank cannot; if any rank has one, `check`
-        raises it on all. batch: the samples of this rank. Their weights are summed as well: all samples of the global batch lie
-        on the ranks of one stage, and on ranks without the loss they weigh 0. So are their counts, on the first stage.
+        label: the name of the work that begins, for errors. refusal: the reason why this rank cannot begin; `check` raises the
+        first rank's refusal on all ranks. batch: this rank's samples. Their weights are summed over ranks; samples weigh 0 on
+        ranks without the loss. Their counts are summed over the ranks of the first stage.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
         self.weight = self.reduction.weight_of(terms)
         self.counts = batch.counts if batch else NO_COUNTS
         self._refusal = refusal
-        if not self._everyone.has_peers:
+        if not self._control.has_peers:
             return self
         num_micros = batch.num_micros if batch else 0
         self._facts = [
@@ -105,12 +106,12 @@ class Agreement:
         for index, fact in enumerate(self._facts):
             self._sum[index] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
-        self._pending = self._everyone.all_reduce(self._sum, label=f"what all ranks agree on before {label}")
+        self._pending = self._control.all_reduce(self._sum, label=f"the agreement before {label}")
         return self
 
     def check(self) -> None:
         """Waits for the sum, and sets `weight` and `counts`. Raises the same RunError on all ranks: `ranks-differ`, or the
-        refusal of the first rank that has one.
+        first rank's refusal.
         """
         if self._pending is None:
             if self._refusal is not None:
@@ -123,7 +124,7 @@ class Agreement:
         if self._sum[_REFUSALS]:
             fault = None if self._refusal is None else self._refusal.diagnostics[0]
             parts = None if fault is None else [fault.code, fault.message, fault.hint]
-            refusals = self._everyone.gather_objects(parts, label="the reason why a step is refused")
+            refusals = self._control.gather_objects(parts, label="the reason why a step is refused")
             code, message, hint = next(refusal for refusal in refusals if refusal)
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
@@ -133,7 +134,7 @@ class Agreement:
             on_agreed()
 
     def _trained_views(self) -> dict[str, View]:
-        """Returns the trained parameters in layout order, by the axis whose ranks must agree; computed once per layout."""
+        """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computed once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(param.name for param in self.store.params)
@@ -163,22 +164,22 @@ class Agreement:
         """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
         # By the label of the group that must agree; a view travels as JSON, [description, checksum].
         local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
-        views = self._everyone.gather_objects(local_views, label="the differences between ranks")
+        views = self._control.gather_objects(local_views, label="the differences between ranks")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
             for label in dict.fromkeys(label for view in views for label in view[fact]) if differ else ():
-                by_rank = zip(self._everyone.ranks, views, strict=True)
+                by_rank = zip(self._control.ranks, views, strict=True)
                 views_by_rank = {rank: view[fact][label] for rank, view in by_rank if label in view[fact]}
                 if len({number for _, number in views_by_rank.values()}) > 1:
                     return RunError("ranks-differ", _mismatch_message(fact, views_by_rank), hint=_HINTS[fact])
-        raise AssertionError(f"the sum is {self._sum.tolist()}, and yet all agree: {views}")
+        raise AssertionError(f"the sum is {self._sum.tolist()}, but all views are equal: {views}")
 
 
 def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
-    usual, _ = Counter(number for _, number in views.values()).most_common(1)[0]
-    peer = next(rank for rank, (_, number) in views.items() if number == usual)
-    rank = next(rank for rank, (_, number) in views.items() if number != usual)
+    usual_checksum, _ = Counter(number for _, number in views.values()).most_common(1)[0]
+    peer = next(rank for rank, (_, number) in views.items() if number == usual_checksum)
+    rank = next(rank for rank, (_, number) in views.items() if number != usual_checksum)
     rank_value, peer_value = views[rank][0], views[peer][0]
-    if fact == NEXT:
+    if fact == CALL:
         return f"rank {rank} starts {rank_value}, but rank {peer} starts {peer_value}"
     if fact == MICROS:
         return f"rank {rank} runs {rank_value} microbatches in this step, but rank {peer} runs {peer_value}"
@@ -198,19 +199,19 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
 
 Parts = Callable[[], Mapping[str, str]]
 
-MOST_PARTS = 3
-"""How many differing parts an error names."""
+MAX_SHOWN_PARTS = 3
+"""The largest number of differing parts that an error names."""
 
 
 def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
-    """Compares `facts` (plan digest, versions, group table) over all ranks; a blocking collective on `control`.
+    """Compares `facts` (plan digest, versions, group table) over all ranks. A blocking collective on `control`.
 
-    parts: by name of a fact, a function that returns its parts; called and gathered only if ranks differ. Raises RunError
+    parts: functions by fact name that return the parts of the fact; called only if ranks differ. Raises RunError
     `ranks-disagree` on every rank, with the fact, the ranks in the minority, and both values.
     """
-    everyone = control.gather_objects(dict(facts), label="the values that all ranks compare")
+    values_of_ranks = control.gather_objects(dict(facts), label="the values that all ranks compare")
     for name in facts:
-        values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, everyone, strict=True)}
+        values = {rank: str(view.get(name)) for rank, view in zip(control.ranks, values_of_ranks, strict=True)}
         usual_value, _ = Counter(values.values()).most_common(1)[0]
         odd_ranks = [rank for rank, value in values.items() if value != usual_value]
         if not odd_ranks:
@@ -220,7 +221,7 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
         message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, rank {usual_rank} has {usual_value}"
         if name in parts:
             # All ranks get here: they have compared the same values.
-            all_parts = control.gather_objects(dict(parts[name]()), label=f"what {name} is made of")
+            all_parts = control.gather_objects(dict(parts[name]()), label=f"the parts of {name}")
             parts_of = dict(zip(control.ranks, all_parts, strict=True))
             if differences := describe_differences(parts_of[odd_rank], parts_of[usual_rank]):
                 thing = name.removeprefix("the ")
@@ -231,22 +232,22 @@ def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] =
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
     """Returns a text that names the differing parts with both values."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
-    texts = [f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names[:MOST_PARTS]]
-    suffix = f", and {len(names) - MOST_PARTS} more" if len(names) > MOST_PARTS else ""
+    texts = [f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names[:MAX_SHOWN_PARTS]]
+    suffix = f", and {len(names) - MAX_SHOWN_PARTS} more" if len(names) > MAX_SHOWN_PARTS else ""
     return "; ".join(texts) + suffix
 
 
 Exchanges = dict[str, ExchangeSummary]
-"""A summary of a rank's exchanges without marks, by group label."""
+"""Summaries of a rank's exchanges without marks, by group label."""
 
-_NOTHING = ((), 0, 0, "")
+_NO_EXCHANGES = ((), 0, 0, "")
 
 
 def difference(group: Group, number: int) -> int:
-    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
+    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
 
-    An integer below 2^32 x the group's size; float64 sums are exact below 2^53. If ranks differ the sum is 0 with a chance of
-    2^-32. The hash includes the group, so that differences in two groups do not cancel, as they could with a linear function.
+    The term is an integer below 2^32 x the group's size, and float64 sums are exact below 2^53. If ranks differ, the sum is 0
+    with a probability of 2^-32. The hash includes the group, so that differences in two groups do not cancel.
     """
     digest = blake2b(f"{group.axis} {group.ranks[0]} {number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") * (group.size - 1 if group.ranks[0] == group.rank else -1)
@@ -259,27 +260,27 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 
 
 def exchange_difference(groups: Iterable[Group]) -> int:
-    """Returns this rank's summand of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
+    """Returns this rank's term of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
     summaries = ((group, group.log.summary(group.ranks)) for group in groups)
     return sum(difference(group, summary.number) for group, summary in summaries if summary is not None)
 
 
-def exchange_mismatch_error(when: str, own: Exchanges, control: Group) -> RunError:
+def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
     """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ. A
-    blocking collective on `control`. when: the step, for the message. own: this rank's exchanges.
+    blocking collective on `control`. when: the step, for the message. local_exchanges: this rank's exchanges.
     """
-    views = control.gather_objects(own, label="the collectives of all ranks")
+    views = control.gather_objects(local_exchanges, label="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}
     for label, ranks in groups.items():
-        by_rank = {rank: tuple(views[rank].get(label, _NOTHING))[1:] for rank in ranks}
-        (usual, _), *others = Counter(by_rank.values()).most_common()
-        if others:
-            other = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
-            odd = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
-            odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd]), _format_exchanges(usual)
-            message = f"{when}: in {label}, rank {odd} ran {odd_exchanges}, but rank {other} ran {usual_exchanges}"
+        by_rank = {rank: tuple(views[rank].get(label, _NO_EXCHANGES))[1:] for rank in ranks}
+        (usual, _), *rare_exchanges = Counter(by_rank.values()).most_common()
+        if rare_exchanges:
+            usual_rank = next(rank for rank, exchanged in by_rank.items() if exchanged == usual)
+            odd_rank = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
+            odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd_rank]), _format_exchanges(usual)
+            message = f"{when}: in {label}, rank {odd_rank} ran {odd_exchanges}, but rank {usual_rank} ran {usual_exchanges}"
             return RunError("ranks-differ", message, hint=HINT)
-    raise AssertionError(f"all ranks have exchanged the same: {views}")
+    raise AssertionError(f"all ranks made the same exchanges: {views}")
 
 
 def _format_exchanges(exchanged: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Loads weights into a run: full tensors by names that do not depend on the layout. Each rank copies its own part.
+"""Loads full tensors into a run, by names that do not depend on the layout. Each rank copies its own part.
 
 Every rank knows the names of the full model, so it can distinguish a misspelt name from a name of another stage. Ranks
 exchange their faults and a checksum of each value, since replicas that load different values would stay different.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Pairs = Iterable[tuple[str, Tensor]]
 
-_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 class LoadedWeights(NamedTuple):
@@ -38,15 +38,17 @@ class LoadedWeights(NamedTuple):
 
 @dataclass
 class _Report:
-    """Holds one rank's faults, unknown names, and checksums of its values by name."""
+    """Holds one rank's faults, its unknown names, and the checksums of its values by name."""
 
-    wrong: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     sums: dict[str, int] = field(default_factory=dict)
 
 
 class Names(NamedTuple):
-    """Names of a full model. first: the registry's name by parameter name. buffers: names of buffers and extra states."""
+    """The names of a full model. first: the registry's name by parameter name. buffers: the names of buffers and extra
+    states.
+    """
 
     first: Mapping[str, str]
     buffers: set[str]
@@ -62,7 +64,7 @@ def load_weights(
     names: Names, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
 ) -> LoadedWeights:
     """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
-    describes. Every rank calls it: two blocking collectives over `control`.
+    describes. Every rank calls it, since it runs two blocking collectives over `control`.
     """
     Agreement(parts.groups).begin("loading weights").check()
     loading = _Loader(names, parts, masters)
@@ -90,17 +92,19 @@ class _Loader:
         }
         self.extra = dict(modules_with_extra_state(parts.layers))
         self.report = _Report()
-        self.taken: set[str] = set()
+        self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair, and with `writes` also writes it until the first fault. `exchange_reports` raises the faults."""
+        """Checks every pair, and with `writes` also writes the pairs before the first fault. `exchange_reports` raises the
+        faults.
+        """
         try:
             for name, value in pairs:
                 self._check_value(name, value)
-                if writes and not self.report.wrong:
+                if writes and not self.report.faults:
                     self.write(name, value)
         except Exception as error:
-            self.report.wrong.append(f"the weights could not be read: {format_cause(error)}")
+            self.report.faults.append(f"the weights could not be read: {format_cause(error)}")
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -109,43 +113,43 @@ class _Loader:
         if param is not None:
             if param.name in self.base:
                 self.base[param.name] = self.report.sums[param.name]
-            own = value.detach() if param.shard is None else param.shard.cut(value.detach())
-            self.masters.set(param, own)
+            local_value = value.detach() if param.shard is None else param.shard.cut(value.detach())
+            self.masters.set(param, local_value)
         elif buffer is not None:
             buffer.copy_(value)
         elif name in self.extra:
             set_extra_state(self.extra[name], value)
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
-        """Exchanges reports over all ranks; returns missing and unknown names. Raises the same RunError on all ranks."""
+        """Exchanges reports over all ranks, and returns missing and unknown names. Raises the same RunError on all ranks."""
         control = self.control
-        missing = [name for name in self.params if name not in self.taken]
+        missing = [name for name in self.params if name not in self.received_names]
         if strict:
-            self.report.wrong += [f"{name!r} is missing" for name in missing]
-            self.report.wrong += [f"{name!r} is unknown" for name in self.report.unknown]
-        # over all ranks: each of them gets here, whatever faults it found
-        reports = control.gather_objects([asdict(self.report), missing], label="what ranks say of the weights")
-        everyone = [(_Report(**report), names) for report, names in reports]
-        wrong = list(dict.fromkeys(line for report, _ in everyone for line in report.wrong))
-        if wrong:
-            suffix = f", and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            message = f"these are not the weights of this model: {', '.join(wrong[:_SHOWN])}{suffix}"
+            self.report.faults += [f"{name!r} is missing" for name in missing]
+            self.report.faults += [f"{name!r} is unknown" for name in self.report.unknown]
+        # over all ranks: each of them gets here, also with faults
+        reports = control.gather_objects([asdict(self.report), missing], label="the reports on loaded weights")
+        reports_and_missing = [(_Report(**report), names) for report, names in reports]
+        faults = list(dict.fromkeys(line for report, _ in reports_and_missing for line in report.faults))
+        if faults:
+            suffix = f", and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
+            message = f"these are not the weights of this model: {', '.join(faults[:_MAX_SHOWN])}{suffix}"
             raise RunError("weights-mismatch", message, hint="use the names of `run.registry`, or strict=False")
         sums: dict[str, tuple[int, int]] = {}
-        for rank, (report, _) in zip(control.ranks, everyone, strict=True):
+        for rank, (report, _) in zip(control.ranks, reports_and_missing, strict=True):
             for name, value in report.sums.items():
-                known, first_rank = sums.setdefault(name, (value, rank))
-                if known != value:
+                known_checksum, first_rank = sums.setdefault(name, (value, rank))
+                if known_checksum != value:
                     message = f"ranks {first_rank} and {rank} received different values of {name!r}"
                     raise RunError("weights-differ", message, hint="pass the same state on all ranks")
-        all_missing = dict.fromkeys(name for _, names in everyone for name in names)
-        unknown = dict.fromkeys(name for report, _ in everyone for name in report.unknown)
+        all_missing = dict.fromkeys(name for _, names in reports_and_missing for name in names)
+        unknown = dict.fromkeys(name for report, _ in reports_and_missing for name in report.unknown)
         return LoadedWeights(list(all_missing), list(unknown))
 
     def _check_value(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
         first = self.names.first.get(name, name)
-        self.taken.add(first)
+        self.received_names.add(first)
         if name not in self.names.first and name not in self.names.buffers:
             self.report.unknown.append(name)
         param, buffer = self.params.get(first), self.buffers.get(name)
@@ -169,4 +173,4 @@ class _Loader:
             if self.report.sums.setdefault(first, digest) != digest:
                 fault = "has different values than the parameter that it is tied to"
         if fault:
-            self.report.wrong.append(f"{name!r} {fault}")
+            self.report.faults.append(f"{name!r} {fault}")

@@ -25,7 +25,9 @@ _ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__r
 
 
 class _UnreadableTensor:
-    """A tensor whose values no torch function may read: RunError "weight-unregistered". left_over: message and hint."""
+    """A tensor whose values no torch function may read, with RunError "weight-unregistered". refusal: the message and
+    the hint.
+    """
 
     refusal: tuple[str, str]
 
@@ -56,8 +58,8 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
 
-    def refuse(tensor: Tensor, kind: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
-        tensor.__class__ = kind  # type: ignore[assignment]
+    def refuse(tensor: Tensor, tensor_class: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
+        tensor.__class__ = tensor_class  # type: ignore[assignment]
         tensor.refusal = message, hint  # type: ignore[attr-defined]
 
     for layer in model.layers:
@@ -83,7 +85,7 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
 
 
 def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
-    """Raises the same PlanError "model-hook" on all ranks for each hooked parameter whose full gradient no rank has."""
+    """Raises the same PlanError "model-hook" on all ranks for hooked parameters whose full gradient no rank has."""
     names: dict[int, str] = {}
     parts: dict[int, set[int]] = {}
     for index, (_, layers) in enumerate(stages):

@@ -1,10 +1,10 @@
-"""Saves a run's weights as safetensors files, by names that no layout changes; each stage writes its own.
+"""Saves a run's weights as safetensors files, by names that no layout changes. Each stage writes its own files.
 
     every rank of a stage    a part of a master  ──> sum over the ranks that share it          (`precision = "full"`)
     its first replica        shards of one weight ──> gather over `wp` ──> the first rank's file
     rank 0                   all files are there ──> index ──> the folder gets its name
 
-Only one weight is whole at a time, and no rank holds a file in memory.
+Only one weight is gathered at a time, and no rank holds a file in memory.
 
 The extra state of modules (`get_extra_state`) has torch's name in files of weights and in checkpoints. torch's state dict holds
 any object there; files hold tensors. So it is written as text, uint8 [bytes], and must be plain data: None, numbers, strings,
@@ -63,14 +63,16 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
     try:
         text = json.dumps(encode_value(module.get_extra_state()))
     except TypeError as error:
-        message = f"what {type(module).__name__}.get_extra_state() returns cannot be saved as {name!r}: {error}"
+        message = f"the result of {type(module).__name__}.get_extra_state() cannot be saved as {name!r}: {error}"
         hint = "return numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
         raise RunError("extra-state", message, hint=hint) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
-    """Raises RunError `extra-state` for a module whose extra state cannot be saved. Some have none before their first use."""
+    """Raises RunError `extra-state` for a module whose extra state cannot be saved. Skips states that are made in the first
+    use.
+    """
     for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
             extra_state(name, module)
@@ -81,14 +83,14 @@ def set_extra_state(module: nn.Module, value: Tensor) -> None:
 
 
 Precision = Literal["working", "full"]
-"""working: the weights in the dtype of the forward. full: as the optimizer updates them, at least fp32."""
+"""working: the weights in the dtype of the forward. full: the weights that the optimizer updates, in fp32 or wider."""
 
 _BITS = {4: torch.int32, 8: torch.int64}
 """The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
 
 
 class _Source(NamedTuple):
-    """Names a tensor that this rank's stage writes: a parameter of the registry, or a buffer."""
+    """Names a tensor that this rank's stage writes: a parameter or a buffer."""
 
     spec: Spec
     param: Param | None
@@ -96,7 +98,7 @@ class _Source(NamedTuple):
 
 
 class WeightSaver:
-    """Saves this rank's `parts` of a model and their `masters`; called by `Run.save_weights`."""
+    """Saves this rank's `parts` of a model and their `masters`, for `Run.save_weights`."""
 
     def __init__(self, parts: Parts, masters: Masters) -> None:
         self._parts = parts
@@ -112,76 +114,85 @@ class WeightSaver:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
         writing rank cannot see the folder that contains it. Every rank calls it. A single writer is not tested.
         """
-        failed = ""
+        failure = ""
         try:
             check_replaceable(folder)
         except RunError as error:
-            failed = error.diagnostics[0].message
-        self._exchange_files([], failed if self._parts.world.rank == 0 else "", folder, {})
+            failure = error.diagnostics[0].message
+        self._exchange_files([], failure if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
             probe(LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], facts: Mapping[str, str]
     ) -> None:
-        """Saves as `Run.save_weights` describes. Every rank calls it; ranks exchange failures over `control` after each part,
-        so that all raise and none waits. require: raises if memory that is read here is offloaded. facts: for the metadata of
-        the files; those of rank 0 count.
+        """Saves the weights as `Run.save_weights` describes. Every rank calls it. Ranks exchange failures over `control` after
+        each part, so that all ranks raise and none waits. require: raises if memory that is read here is offloaded. facts: the
+        metadata of the files; only those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         sources: list[_Source] = []
-        failed = ""
+        failure = ""
         try:
             require()
             sources = list(self._list_sources(precision))
             if self._parts.world.rank == 0:
                 begin_folder(folder)
         except SleyError as error:
-            failed = error.diagnostics[0].message
+            failure = error.diagnostics[0].message
         except OSError as error:
-            failed = describe_write_error(error, folder)
+            failure = describe_write_error(error, folder)
         specs_of_rank = [source.spec for source in sources] if self._writes else []
         files, facts = self._exchange_files(
-            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failed, folder, facts
+            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, facts
         )
         local_names = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
-        failed = self._write(sources, local_names, precision, folder, facts)
-        self._exchange_files([], failed, folder, {})
+        failure = self._write(sources, local_names, precision, folder, facts)
+        self._exchange_files([], failure, folder, {})
         if self._parts.world.rank == 0:
             specs_by_file = {name: specs for name, _, specs in files}
             missing = [name for name in specs_by_file if not (scratch_folder(folder) / name).is_file()]
-            failed = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
+            failure = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
             try:
-                if not failed:
+                if not failure:
                     complete_folder(folder, specs_by_file)
             except OSError as error:
-                failed = describe_write_error(error, folder)
-        self._exchange_files([], failed, folder, {})
+                failure = describe_write_error(error, folder)
+        self._exchange_files([], failure, folder, {})
 
     def _exchange_files(
-        self, files: list[list[Spec]], failed: str, folder: Path, facts: Mapping[str, str]
+        self, files: list[list[Spec]], failure: str, folder: Path, facts: Mapping[str, str]
     ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
         """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the facts of rank
         0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
         """
-        # Over all ranks: each of them gets here three times, whatever failed.
-        everyone = self._control.gather_objects([failed, files, dict(facts)], label="what ranks save")
-        wrong = [f"rank {rank}: {said}" for rank, (said, _, _) in zip(self._control.ranks, everyone, strict=True) if said]
-        if wrong:
+        # Over all ranks: each of them gets here three times, also after a failure.
+        messages = self._control.gather_objects([failure, files, dict(facts)], label="the files to save")
+        failures = [
+            f"rank {rank}: {failure_of_rank}"
+            for rank, (failure_of_rank, _, _) in zip(self._control.ranks, messages, strict=True)
+            if failure_of_rank
+        ]
+        if failures:
             if self._parts.world.rank == 0:
                 discard_folder(folder)
             hint = "use a folder that every rank can write to"
-            raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {wrong[0]}", hint=hint)
-        plain = [
+            raise RunError("weights-unsaved", f"the weights are not saved in `{folder}`: {failures[0]}", hint=hint)
+        files_of_ranks = [
             (rank, [Spec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
-            for rank, (_, lists, _) in zip(self._control.ranks, everyone, strict=True)
+            for rank, (_, lists, _) in zip(self._control.ranks, messages, strict=True)
             for specs in lists
         ]
-        named = [(name, *one) for name, one in zip(file_names(len(plain)), plain, strict=False)]
-        return named, everyone[0][2]
+        named = [
+            (name, *rank_and_specs)
+            for name, rank_and_specs in zip(file_names(len(files_of_ranks)), files_of_ranks, strict=False)
+        ]
+        return named, messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_Source]:
-        """Yields what this rank's stage writes, in the order of its registry: the same on all ranks of the stage."""
+        """Yields the tensors that this rank's stage writes, in the order of its registry, the same on all ranks of the
+        stage.
+        """
         stage = self._parts.groups["pp"].coord
         master_dtype = self._masters.wide if precision == "full" else None
         for param in self._parts.registry:
@@ -200,31 +211,38 @@ class WeightSaver:
 
     @torch.no_grad()
     def _write(
-        self, sources: list[_Source], mine: dict[str, str], precision: Precision, folder: Path, facts: Mapping[str, str]
+        self,
+        sources: list[_Source],
+        file_of_tensor: dict[str, str],
+        precision: Precision,
+        folder: Path,
+        facts: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files; returns the failure or "". A rank that failed still takes part in every exchange."""
+        """Writes this rank's files, and returns the failure or "". After a failure the rank still takes part in every
+        exchange.
+        """
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
-            files.setdefault(mine[source.spec.name], []).append(source.spec)
-        failed = ""
-        with TensorFiles(scratch_folder(folder), files, facts) as written:
+            files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
+        failure = ""
+        with TensorFiles(scratch_folder(folder), files, facts) as tensor_files:
             for source in sources:
                 value = self._gather_full(source, precision)
-                if value is None or failed:
+                if value is None or failure:
                     continue
                 try:
-                    written.add(source.spec.name, value)
+                    tensor_files.add(source.spec.name, value)
                 except OSError as error:
-                    failed = describe_write_error(error, folder)
+                    failure = describe_write_error(error, folder)
             try:
-                if not failed:
-                    written.close()
+                if not failure:
+                    tensor_files.close()
             except OSError as error:
-                failed = describe_write_error(error, folder)
-        return failed
+                failure = describe_write_error(error, folder)
+        return failure
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
-        """Returns the full tensor on the rank that writes it, None on others; a collective of the stage."""
+        """Returns the full tensor on the rank that writes it, or None on other ranks. A collective of the stage."""
         if source.param is None:
             return source.buffer if self._writes else None
         value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
@@ -239,7 +257,7 @@ class WeightSaver:
         return whole if self._writes else None
 
     def _master_shard(self, param: Param) -> Tensor:
-        """Returns the full master of this rank's shard of `param`, from the parts that the ranks of its reduce group step."""
+        """Returns the master weight of this rank's shard of `param`, gathered from the ranks that update parts of it."""
         parameter, master_dtype = param.parameter, self._masters.wide
         stepped, shard = self._stepped.get(param), self._shards.get(param)
         if shard is None:

@@ -42,7 +42,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Shard:
-    """Names part `index` of `count` of a tensor with the full `shape`, along `dim`."""
+    """Names a shard: part `index` of `count` equal parts along `dim` of a tensor with the full `shape`."""
 
     shape: tuple[int, ...]
     count: int
@@ -90,9 +90,9 @@ Shards = dict[int, Shard]
 
 
 def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], int | None], group: Group) -> Shards:
-    """Returns the shards of all parameters of the full model that can be sharded; the same on all ranks but for their index.
-    shard_dim: returns the dim along which to shard a parameter held at all of these places; None leaves it unsharded. The
-    result is empty if `group` has one rank.
+    """Returns the shards of all parameters of the full model that can be sharded; none if `group` has one rank. Only their
+    index differs between ranks. shard_dim: returns the dim along which to shard a parameter that the modules at all of these
+    places hold; None leaves it unsharded.
     """
     places: dict[int, list[Place]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -111,21 +111,23 @@ def plan_shards(layers: Iterable[Layer], shard_dim: Callable[[Sequence[Place]], 
 
 def shard_on_meta(layers: Iterable[Layer], shards: Shards) -> None:
     """Replaces the parameters of `layers` with their shards on meta, for a fake world."""
-    cut: dict[int, nn.Parameter] = {}
+    small_parameters: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
             for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 shard = shards.get(id(parameter))
                 if shard is not None:
-                    small = torch.empty(shard.own_shape, device="meta", dtype=parameter.dtype)
-                    setattr(module, attribute, cut.setdefault(id(parameter), parameter_like(parameter, small)))
+                    meta_shard = torch.empty(shard.own_shape, device="meta", dtype=parameter.dtype)
+                    setattr(
+                        module, attribute, small_parameters.setdefault(id(parameter), parameter_like(parameter, meta_shard))
+                    )
 
 
 def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[Param, Tensor]:
-    """Returns full copies of sharded tensors; `parts` holds this rank's shard of each, and an unsharded tensor is cloned. A
-    collective: one all-gather over `wp` per sharded dtype, so its ranks must pass the same parameters in the same order.
+    """Returns full copies of sharded tensors, and clones of unsharded tensors. parts: this rank's shard of each tensor. It runs
+    one all-gather over `wp` per sharded dtype, so all ranks must pass the same parameters in the same order.
     """
-    whole = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
+    full_tensors = {param: shard.detach().clone() for param, shard in parts.items() if param.shard is None}
     sharded = {param: shard.detach() for param, shard in parts.items() if param.shard is not None}
     for dtype in dict.fromkeys(shard.dtype for shard in sharded.values()):
         same_dtype = {param: shard for param, shard in sharded.items() if shard.dtype == dtype}
@@ -135,8 +137,8 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
         slices = torch.split(received, [shard.numel() for shard in same_dtype.values()], dim=1)
         for (param, shard), parts_of_ranks in zip(same_dtype.items(), slices, strict=True):
             assert param.shard is not None, param
-            whole[param] = param.shard.joined(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
-    return {param: whole[param] for param in parts}
+            full_tensors[param] = param.shard.joined(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
+    return {param: full_tensors[param] for param in parts}
 
 
 T: Any = Tensor
@@ -146,7 +148,7 @@ SHAPE_FUNCTIONS = {
     *(T.size, T.numel, T.nelement, T.dim, T.ndimension, T.__len__, T.stride, T.is_contiguous, T.element_size),
     torch.numel,
 }
-"""Functions that depend on a tensor's shape and dtype only; they are answered for the full weight."""
+"""Functions of a tensor's shape and dtype, which are answered for the full weight."""
 
 SHARD_FUNCTIONS = {
     *(T.dtype.__get__, T.device.__get__, T.requires_grad.__get__, T.requires_grad.__set__, T.requires_grad_),
@@ -154,7 +156,7 @@ SHARD_FUNCTIONS = {
     *(T.is_floating_point, T.is_complex, T.is_signed, torch.is_floating_point, torch.is_complex, torch.is_signed),
     *(torch.get_device, T.is_inference, torch.is_inference, T.is_quantized.__get__, T._version.__get__),
 }
-"""Functions whose result is the same for shard and full weight, or that set whether it is trained; called on the shard."""
+"""Functions that are called on the shard: their result is the same for shard and full weight, or they set `requires_grad`."""
 
 LIKE_FUNCTIONS = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
@@ -164,7 +166,7 @@ LIKE_FUNCTIONS = {
 """Functions that create a tensor with the shape, dtype or device of their first argument."""
 
 AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
-"""Functions that use only the shape, dtype or device of tensors other than the first."""
+"""Functions that use only the shape, dtype or device of their second argument."""
 
 
 GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
@@ -172,8 +174,9 @@ GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 
 
 class StandIn(nn.Parameter):
-    """Stands for a parameter of the full shape of `param`; this rank holds only `shard`, and this has no memory of its own. Any
-    operation that needs values raises RunError `sharded-weight-read`, with the name; after the run, `weights-sharded`.
+    """Replaces the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
+    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the name, or `weights-sharded` after the
+    run.
     """
 
     param: Param
@@ -215,7 +218,9 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers functions of shape for the full weight, those of dtype and device for the shard; refuses the others."""
+        """Answers functions of shape for the full weight, and functions of dtype and device for the shard. Refuses other
+        functions.
+        """
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
             return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
@@ -225,19 +230,23 @@ class StandIn(nn.Parameter):
         first = next(_stand_ins((args, kwargs)))
         if function in GRADIENT_FUNCTIONS and first.shard.grad is None and args[1:] in ((), (None,)):
             return None
-        free, bound = (args[:1], args[1:]) if function in LIKE_FUNCTIONS else (args[1:], args[:1])
-        if function in LIKE_FUNCTIONS | AS_SECOND and not any(_stand_ins((bound, kwargs))):
+        like_args, other_args = (args[:1], args[1:]) if function in LIKE_FUNCTIONS else (args[1:], args[:1])
+        if function in LIKE_FUNCTIONS | AS_SECOND and not any(_stand_ins((other_args, kwargs))):
             # For each stand-in, a tensor of its full shape, dtype and device, backed by one element.
-            replaced = [arg.shard.new_empty(()).expand(arg.param.shape) if isinstance(arg, StandIn) else arg for arg in free]
+            replaced = [
+                arg.shard.new_empty(()).expand(arg.param.shape) if isinstance(arg, StandIn) else arg for arg in like_args
+            ]
             return (
-                function(*replaced, *bound, **kwargs) if function in LIKE_FUNCTIONS else function(*bound, *replaced, **kwargs)
+                function(*replaced, *other_args, **kwargs)
+                if function in LIKE_FUNCTIONS
+                else function(*other_args, *replaced, **kwargs)
             )
         name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
         raise first._read_error(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses all operations that `__torch_function__` did not handle."""
+        """Refuses all operations that `__torch_function__` does not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
     def _read_error(self, label: str) -> Exception:
@@ -249,7 +258,9 @@ class StandIn(nn.Parameter):
 
 
 def close_stand_ins(params: Iterable[Param]) -> None:
-    """Marks the stand-ins of `params` as closed, so that their errors name the closed run. Modules keep the stand-ins."""
+    """Marks the stand-ins of `params` as closed, so that their errors say that the run is closed. Modules keep the
+    stand-ins.
+    """
     for param in params:
         parameter = param.holders[0].module._parameters.get(param.holders[0].attribute)
         if isinstance(parameter, StandIn):
@@ -266,7 +277,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def sharded_read_error(param: Param, label: str) -> RunError:
-    """Returns the error `sharded-weight-read`: `label` reads the values of `param`, and no rank has all of them."""
+    """Returns the error `sharded-weight-read`. label: the text of the read, such as "`norm` reads"."""
     return RunError(
         "sharded-weight-read",
         f"{label} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",

@@ -1,7 +1,7 @@
 """Sums loss and loss weight by source of the samples, for datasets that have `sources`; costs nothing for others.
 
-    microbatch of one source    its loss is that source's
-    of several                   `loss` is called again for the samples of each, without gradients: training does not change
+    a microbatch of one source     its loss is the source's loss
+    a microbatch of several        `loss` is called again for the samples of each, without gradients: training does not change
 
 The sums are added over ranks in the message of a step's totals, and in the order of the run's sums: with canonical ones they
 have the same bits in every layout.
@@ -44,10 +44,10 @@ def split_by_source(
 
 
 class SourceSums:
-    """Holds the loss sums of each source in one step on this rank.
+    """Sums losses and loss weights by source in one step on this rank.
 
-    names: of the sources. fields: the data's declaration of a batch. weighs: whether this rank computes the loss, and it counts
-    here; weighs_whole: of whole sequences.
+    names: the names of the sources. fields: the declared batch fields. weighs: whether this rank computes a loss that counts.
+    weighs_whole: whether the loss is that of full sequences.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SourceSums:
         self._losses = torch.zeros(0)
 
     def begin(self, batch: StepBatch) -> None:
-        """Begins a step, and weighs its samples."""
+        """Begins a step, and computes the loss weights of its samples."""
         shape = (batch.num_micros,) if self._reduction.fixed_order else ()
         self._weights = [[] for _ in self.names]
         self._losses = torch.zeros((len(self.names), *shape), dtype=torch.float64, device=self._device.torch_device)
@@ -83,40 +83,44 @@ class SourceSums:
 
     @torch.no_grad()
     def add(self, micro: int, output: Any, batch: Mapping[str, Tensor], sources: Tensor, loss: Tensor) -> None:
-        """Adds the loss of a microbatch. output: the model's. batch: the fields that the loss reads, on the device. sources:
-        of its samples, on the host. loss: of all of them. With `SplitLogits` a collective of the ranks that share them.
+        """Adds the loss of a microbatch. With `SplitLogits` it is a collective of the ranks that share the logits.
+
+        output: the model's output. batch: the fields that the loss reads, on the device. sources: the sources of the samples,
+        on the host. loss: the loss of all samples.
         """
-        has_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
+        is_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
         sources_of_batch = sorted(set(sources.tolist()))
-        if len(sources_of_batch) == 1 and not has_split:
+        if len(sources_of_batch) == 1 and not is_split:
             self._loss_slot(sources_of_batch[0], micro).add_(loss.detach())
             return
-        measured = copy(self._loss)  # it may count its calls
+        loss_copy = copy(self._loss)  # it may count its calls
         devices = [self._device.torch_device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            for source in range(len(self.names)) if has_split else sources_of_batch:
+            for source in range(len(self.names)) if is_split else sources_of_batch:
                 rows = sources == source
-                if has_split:  # ranks call it alike, whichever sources they have
-                    part = (
+                if is_split:  # all ranks make the same calls, whatever sources they have
+                    loss_inputs = (
                         output,
-                        {name: self._mask_labels(name, batch[name], rows) for name in getattr(measured, "fields", batch)},
+                        {name: self._mask_labels(name, batch[name], rows) for name in getattr(loss_copy, "fields", batch)},
                     )
                 else:
-                    part = self._select_rows(output, batch, rows)
-                self._loss_slot(source, micro).add_(measured.loss(*part))
+                    loss_inputs = self._select_rows(output, batch, rows)
+                self._loss_slot(source, micro).add_(loss_copy.loss(*loss_inputs))
 
     def _loss_slot(self, source: int, micro: int) -> Tensor:
         return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
-        """Returns the labels with those of other rows ignored."""
+        """Returns `labels` with the labels of other rows ignored."""
         shape = [1] * labels.ndim
         shape[self._fields[name].batch_dim] = len(rows)
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns the rows of an output and of the batch. Raises RunError "outputs-apart" for a tensor without the dim."""
-        numbers = rows.nonzero().flatten()
+        """Returns the output and the batch fields of `rows`. Raises RunError "outputs-apart" for an output without the batch
+        dim.
+        """
+        row_numbers = rows.nonzero().flatten()
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)
         for tensor in tensors:
@@ -127,7 +131,7 @@ class SourceSums:
                     "samples of each source"
                 )
                 raise RunError("outputs-apart", message, path=("batch", "micro_size"), hint=hint)
-        indices = numbers.to(self._device.torch_device)
+        indices = row_numbers.to(self._device.torch_device)
         fields = {name: value.index_select(self._fields[name].batch_dim, indices) for name, value in batch.items()}
         return unflatten([tensor.index_select(dim, indices) for tensor in tensors], structure), fields
 
@@ -138,8 +142,8 @@ class SourceSums:
         return torch.cat([on_device, *(self._reduction.loss_terms([losses]) for losses in self._losses)])
 
     def row(self, summed: Sequence[float]) -> dict[str, float]:
-        """Returns `loss/NAME`, the mean over the samples of a source, and `share/NAME`, its share of the step's loss weight
-        (for cross-entropy the labels that count), from the sum of all ranks' `terms`. No loss of a source without weight.
+        """Returns `loss/NAME`, the mean loss of a source, and `share/NAME`, its share of the step's loss weight (for
+        cross-entropy, of the labels that count). A source without weight has no loss. summed: the sum of all ranks' `terms`.
         """
         count = len(self.names)
         size = len(self._reduction.weight_terms([]))

@@ -32,20 +32,20 @@ Generate = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class Lists:
-    """Generates, lowers and caches the lists; every stage lowers those of all stages, so that each detects a wrong schedule.
-    computing: returns the compute actions of all stages, which are not lowered: much cheaper, and not kept.
+    """Generates, lowers and caches the lists. Every stage lowers the lists of all stages, so that each detects a wrong
+    schedule. generate_actions: returns the compute actions of all stages, which are cheap and not cached.
     """
 
-    def __init__(self, computing: Generate, placement: Placement, stage: int) -> None:
-        self.computing = computing
+    def __init__(self, generate_actions: Generate, placement: Placement, stage: int) -> None:
+        self.generate_actions = generate_actions
         self.placement = placement
         self.stage = stage
-        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(computing(micros), placement, micros))
+        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate_actions(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
     def at(self, stage: int) -> Lists:
         """Returns the lists of another stage, sharing this one's cache."""
-        lists = Lists(self.computing, self.placement, stage)
+        lists = Lists(self.generate_actions, self.placement, stage)
         lists.of_all_stages = self.of_all_stages
         return lists
 
@@ -58,13 +58,13 @@ class Lists:
         return self.of_all_stages(micros)[self.stage]
 
     def _evaluation(self, micros: int) -> Lowered:
-        lists = [forward_only(actions) for actions in self.computing(micros)]
+        lists = [forward_only(actions) for actions in self.generate_actions(micros)]
         return lower(lists, self.placement, micros, training=False)[self.stage]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's part of the model. stages: all layers in model order, by part and stage. chunks: this stage's layers."""
+    """One stage's part of the model. stages: all layers in model order, by position and stage. chunks: this stage's layers."""
 
     lists: Lists
     stages: Stages
@@ -88,27 +88,27 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     """Returns the part of `model` (on meta) that `rank` holds. costs: one per layer, for the partition. Raises PlanError:
     errors of the partitioner, and "handler-missing" if stages share a parameter and no handler sums its gradients.
     """
-    number = topology.coordinates(rank).stage
+    stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other
         lists = Lists(lambda micros: [sequential(micros)], loop(1), 0)
         return Stage(lists, [(0, model.layers)], [model.layers])
     assert plan.partition is not None, "a pipeline has a partition"
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
-    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, number)
+    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, stage_index)
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:
         raise plan.add_places(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     stages = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
-    chunks = [positions[placement.position(number, chunk)] for chunk in range(placement.chunks)]
+    chunks = [positions[placement.position(stage_index, chunk)] for chunk in range(placement.chunks)]
     stage = Stage(lists, stages, chunks)
     if stage.ties and not has_tie_handler(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         link_ties = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None
-        known = f'`use = "{link_ties}"`' if link_ties else '`use = "pp.shared_modules"`, of sley-pp,'
-        hint = f"add [[gradient_handlers]] with {known} behind the reducer"
+        handler_text = f'`use = "{link_ties}"`' if link_ties else '`use = "pp.shared_modules"`, of sley-pp,'
+        hint = f"add [[gradient_handlers]] with {handler_text} behind the reducer"
         raise PlanError.from_diagnostics([plan.diagnostic("handler-missing", message, ("gradient_handlers",), hint)])
     return stage
 
@@ -117,9 +117,9 @@ def tie_groups(stage: Stage, topology: Topology) -> list[GroupEntry]:
     """Returns the groups that sum ties: for each tie and rank offset, the ranks at that offset in the stages of the tie."""
     size = topology.ranks_per_stage
     return [
-        GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + place for number in stages))
+        GroupEntry(tie_axis(stages), DEFAULT_CHANNEL, tuple(number * size + offset for number in stages))
         for stages in stage.ties
-        for place in range(size)
+        for offset in range(size)
     ]
 
 

@@ -1,4 +1,4 @@
-"""A step's totals, equal on all ranks, and their consequences: fp16's loss scale, a skipped step, a refused one.
+"""Reads a step's totals, which are equal on all ranks, adjusts fp16's loss scale, and skips or refuses steps.
 
 Totals are read at once on CPU, a step later on CUDA.
 
@@ -56,10 +56,10 @@ USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 class StepTotals:
     """The sums over all ranks at the end of a step.
 
-    values: float64 [6 or more] on the device, the same on all ranks: loss, gradient norm and weight of the global batch, the
-    numbers of ranks that ask to stop and for a checkpoint, 0 if all ranks' unmarked exchanges were the same; then, in fp16, the
-    number of ranks with a non-finite gradient; then the plugins' numbers and the terms of `SourceSums`. own_loss,
-    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, to explain a failure. loss_scale: only in fp16.
+    values: float64 [6 or more] on the device, the same on all ranks: loss, gradient norm and weight of the global batch; the
+    numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same; in fp16 the number
+    of ranks with a non-finite gradient; the plugins' numbers; the terms of `SourceSums`. own_loss, own_exchanges: this rank's
+    share of the loss, a scalar, and its exchanges, for errors. loss_scale: the scale in fp16, else None.
     """
 
     values: Tensor
@@ -72,7 +72,7 @@ class StepTotals:
 
     @property
     def allow_a_step(self) -> Tensor:
-        """Bool tensor on the device: the function `allow_a_step`, without waiting for the device."""
+        """Returns the result of the function `allow_a_step` as a bool tensor, without waiting for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
 
@@ -85,9 +85,9 @@ def allow_a_step(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's totals on the host. loss: the mean over the global batch. weight: of the global batch. ranks_differ: whether
-    ranks made different exchanges. numbers: the sums of the numbers that plugins add to the row, and of `SourceSums`. skipped:
-    no rank's weights changed, because some rank's gradients overflowed in fp16.
+    """A step's totals on the host. loss: the mean over the global batch. weight: the global batch's loss weight. ranks_differ:
+    whether ranks made different exchanges. numbers: the sums of the plugins' numbers and of `SourceSums`. skipped: whether no
+    weights changed because a rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -111,12 +111,12 @@ class StepResult:
 
     @property
     def is_skippable(self) -> bool:
-        """Whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
+        """Returns whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
         return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
 
 
 class PendingTotals:
-    """Totals on their way to the host. own_loss, own_exchanges: this rank's. ended: the end of the step."""
+    """The totals of a step while they are copied to the host. ended: the moment at which the step ends on the device."""
 
     def __init__(self, totals: StepTotals, device: Device) -> None:
         self._device = device
@@ -140,7 +140,7 @@ LARGEST = 3.4028234663852886e38
 
 
 class LossScale:
-    """The loss scale of the next step. value: the factor of its loss. num_skipped: steps skipped so far."""
+    """The loss scale of fp16. value: the factor of the next step's loss. num_skipped: the number of skipped steps."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -149,7 +149,9 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after the vote on step `step`, from 0. Raises RunError `loss-scale-exhausted` at the smallest."""
+        """Adjusts the scale after step `step`, from 0. Raises RunError `loss-scale-exhausted` for an overflow at the smallest
+        scale.
+        """
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
@@ -179,7 +181,9 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. most: the limit in a row. num_skipped: the total. num_in_a_row: up to the last settled step."""
+    """Counts skipped steps. most: the largest number in a row. num_skipped: the total. num_in_a_row: the number at the last
+    settled step.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -188,12 +192,12 @@ class Skips:
         self._unread: PendingTotals | None = None
 
     def follow(self, totals: PendingTotals) -> None:
-        """Records the totals of the last step; the step before must be settled."""
+        """Records the totals of the last step. The step before must be settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals
 
     def settle(self, totals: PendingTotals | None = None) -> None:
-        """Waits for the last step's totals and counts it once. totals: count only if these are the last step's totals."""
+        """Waits for the last step's totals, and counts the step once. totals: if passed, other totals are not waited for."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -210,11 +214,11 @@ class Skips:
         self._unread = None
 
 
-SHOWN = 16
+MAX_SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """One rank's report: its part of the loss, its first parameter with a gradient that is not finite, its samples."""
+    """One rank's report: its share of the loss, its first parameter with a non-finite gradient, and its samples."""
 
     loss: float
     bad: tuple[int, str] | None
@@ -231,12 +235,13 @@ def refusal(
     is_latest: bool,
     num_skipped: int = 0,
 ) -> RunError:
-    """Returns the error of the refused step `number`, the same on all ranks. A blocking collective on `control`: all ranks call
-    it.
+    """Returns the error of the refused step `number`, the same on all ranks. A blocking collective on `control`, which all
+    ranks call.
 
-    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so there is no
-    mean. "ranks-differ": ranks exchanged other weights or gradients. samples: this rank's in that step, empty if a program
-    passed them. is_latest: whether the store has its gradients. num_skipped: how many steps just before it were skipped.
+    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so its mean is
+    undefined. "ranks-differ": ranks exchanged different weights or gradients. samples: this rank's samples in that step; empty
+    if a program passed them. is_latest: whether the store has the step's gradients. num_skipped: the number of skipped steps
+    just before it.
     """
     if is_latest:
         parts.store.state.was_taken = False
@@ -247,7 +252,7 @@ def refusal(
         order = enumerate(parts.store.params)
         finite = ((place, param.name, torch.isfinite(parts.store.part(param)).all()) for place, param in order)
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
-    report = RankReport(float(totals.own_loss), bad, tuple(samples[: SHOWN + 1]))
+    report = RankReport(float(totals.own_loss), bad, tuple(samples[: MAX_SHOWN + 1]))
     # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
     gathered = parts.groups["control"].gather_objects(report, label="losses that are not finite")
     reports = [RankReport(*fields) for fields in gathered]
@@ -289,5 +294,5 @@ def _describe_samples(ranks: Sequence[int], reports: Sequence[RankReport]) -> st
     numbers = list(dict.fromkeys(number for rank in ranks for number in reports[rank].samples))
     if not numbers:
         return ""
-    suffix = ", ..." if len(numbers) > SHOWN else ""
-    return f"; samples {', '.join(map(str, numbers[:SHOWN]))}{suffix}"
+    suffix = ", ..." if len(numbers) > MAX_SHOWN else ""
+    return f"; samples {', '.join(map(str, numbers[:MAX_SHOWN]))}{suffix}"

@@ -10,8 +10,8 @@ unless it is cloned. Only this module sets a parameter's `.data`; tied modules k
 A bf16 weight of 1.0 cannot represent an update of 0.001, but its master can. The working weight changes after enough updates.
 If a reducer leaves only a part of a gradient to this rank, only that part is updated, and only that part has a master.
 
-Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `):
-the master copies those values before the next step. If a weight was not written, its master keeps its digits. Writes through
+Between two steps a program may write to working weights (`load_state_dict` on a layer, `p.copy_` under no_grad, `p.data = `).
+The masters copy those values before the next step. The master of an unwritten weight keeps its digits. Writes through
 `p.data` itself (`p.data.copy_`) do not increment the version counter and cannot be detected: use `p.copy_` or
 `Run.load_weights`. The optimizer may write its parameters in any way, including `p.data = `.
 """
@@ -35,11 +35,11 @@ from sley_core.model.tensors import keeps_fp32, parameter_format
 
 
 class WeightBuffer(FlatBuffer):
-    """Holds the working weights of `params`, side by side; the buffer divides into `num_parts` equal parts. Each parameter has
-    the same offset as its gradient in a gradient buffer of as many shards.
+    """Holds the working weights of `params` side by side, in `num_parts` equal parts. Each parameter has the same offset as its
+    gradient in a gradient buffer of `num_parts` shards.
 
-    It has no memory until `build`, so that one buffer at a time exists beside the first values. A read or write before that
-    ends the process (`comm.copies.free`).
+    The buffer has no memory until `build`, so that only one buffer at a time exists beside the initial values. A read or write
+    before that ends the process (`comm.copies.free`).
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:
@@ -57,20 +57,20 @@ class WeightBuffer(FlatBuffer):
 
 
 class Completion(Protocol):
-    """Fetches the parts of weights that other ranks update. start ──> wait (by layer, or for all) ──> finish"""
+    """Fetches the parts of weights that other ranks update: start ──> wait (for one layer, or for all) ──> finish."""
 
     def start(self) -> None:
-        """Starts the exchange; called when this rank has updated its own parts. All ranks call it."""
+        """Starts the exchange, once this rank has updated its own parts. All ranks call it."""
 
     def wait(self) -> None:
-        """Blocks until all weights are those of the last step. Depends on nothing that another rank does after its `start`."""
+        """Blocks until all weights are those of the last step. Needs no call of another rank after its `start`."""
 
     def finish(self) -> None:
-        """Calls `wait`, and waits until no other rank reads this rank's weights, so that they may be written."""
+        """Calls `wait`, and blocks until no other rank reads this rank's weights, so that they may be written."""
 
 
 class WeightStore:
-    """Holds the places of working weights, of dtype `dtype` but for those that a pattern of `keep` names, in fp32.
+    """Holds the buffers of working weights, in `dtype`. Weights whose names match a pattern of `keep` are in fp32.
 
     is_eager: whether `start_completions` also waits. Otherwise weights arrive during the next step, each before its layer runs.
     """
@@ -81,18 +81,20 @@ class WeightStore:
         self.buffers: list[WeightBuffer] = []
         self.is_eager = False
         self._places: dict[Param, tuple[WeightBuffer, Tensor]] = {}
-        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._buffered_params: list[tuple[nn.Parameter, Tensor]] = []
         self._completions: list[Completion] = []
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Makes a buffer, without memory, for each list of parameters and number of parts; called before masters are made."""
+        """Returns a buffer without memory for each list of parameters and number of parts. Must be called before masters are
+        made.
+        """
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
             assert not any(keeps_fp32(param.name, self.keep) for param in buffer.params), "buffers have one dtype"
-            twice = [param.name for param in buffer.params if param in self._places]
-            assert not twice, f"{twice} have a place already"
+            names_laid_out_twice = [param.name for param in buffer.params if param in self._places]
+            assert not names_laid_out_twice, f"{names_laid_out_twice} are in a buffer already"
             self._places |= {param: (buffer, view) for param, view in zip(buffer.params, buffer.views, strict=True)}
         self.buffers += buffers
         return buffers
@@ -105,8 +107,8 @@ class WeightStore:
         return parameter_format(param.name, self.dtype, self.keep)
 
     def adopt(self, param: Param) -> None:
-        """Moves the parameter's value, rounded to its dtype, to its place; without a place it is rounded where it is. It is
-        contiguous then: fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
+        """Rounds the parameter's value to its dtype, and moves it to its place in a buffer, if it has one. Afterwards the value
+        is contiguous, since fused optimizers read weight, gradient and states in the order of memory, whatever their strides.
         """
         self._is_laid_out = True
         parameter = param.parameter
@@ -120,34 +122,37 @@ class WeightStore:
         place.copy_(parameter.detach())
         parameter.data = place
         if place.numel():
-            self._held.append((parameter, place))
+            self._buffered_params.append((parameter, place))
 
     @torch.no_grad()
     def restore_places(self) -> None:
-        """Moves parameters whose `.data` a program replaced back to their places."""
+        """Copies the values of parameters whose `.data` a program replaced back to their places in the buffers."""
         for parameter, place in self.moved_parameters():
             value = parameter.detach()
             parameter.data = place
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place; also while offloaded."""
-        for parameter, place in self._held:  # addresses change when memory moves; `is_set_to` does not take fake tensors
+        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place. Also works while
+        offloaded.
+        """
+        # Addresses change when memory moves, and `is_set_to` does not accept fake tensors.
+        for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
             if not same_storage or parameter.storage_offset() != place.storage_offset():
                 yield parameter, place
 
     def add_completion(self, completion: Completion) -> None:
-        """Registers a completion, which fetches the parts that other ranks update; called before masters are created."""
+        """Registers a completion, which fetches the parts that other ranks update. Must be called before masters are made."""
         self._completions.append(completion)
 
     @property
     def arrive_late(self) -> bool:
-        """Returns whether weights may be in flight after a step returns; the same on all ranks."""
+        """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
-        """Starts the completions; called when this rank has updated its parts. All ranks call it."""
+        """Starts the completions, once this rank has updated its parts. All ranks call it."""
         for completion in self._completions:
             completion.start()
         if self.is_eager:
@@ -160,7 +165,7 @@ class WeightStore:
 
     @contextmanager
     def settle_on_error(self) -> Iterator[None]:
-        """Returns a context manager that waits for complete weights if its block raises and the other ranks still answer."""
+        """Returns a context manager that waits for complete weights if its block raises, as long as the other ranks answer."""
         try:
             yield
         except BaseException:
@@ -175,9 +180,10 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stepped:
-    """The tensor that the optimizer updates for one parameter; its gradient is the store's `part`. original: the working weight
-    of the modules, or the same object. elements: those that this rank updates, if other ranks update the rest; `parameter`
-    has their shape then.
+    """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
+
+    parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
+    range that this rank updates, if other ranks update the rest; `parameter` has the shape of the range then.
     """
 
     param: Param
@@ -191,7 +197,7 @@ class Stepped:
 
     @property
     def working(self) -> Tensor:
-        """The elements of the working weight behind `parameter`, a view of the same shape."""
+        """Returns a view of the elements of the working weight that belong to `parameter`, in the same shape."""
         return _elements(self.original.detach(), self.elements)
 
     @property
@@ -201,7 +207,9 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master of `working`, some elements of `parameter`. synced: its state when both were last equal, rounded."""
+    """Holds the master weight of `working`, a range of the elements of `parameter`. synced: the state when both were last
+    equal.
+    """
 
     master: Tensor
     parameter: nn.Parameter
@@ -216,7 +224,7 @@ class _Master:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Keeps the storage alive through `working`; the same while memory is away, and when it is back."""
+        """Returns the version and the location of the working weight, which an offload does not change."""
         return self.parameter._version, storage_id(self.parameter), int(self.parameter.storage_offset())
 
 
@@ -224,11 +232,11 @@ class _Master:
 class Masters:
     """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
-    weights: the store of the working weights, with their dtype. store: knows this rank's elements. wide: the dtype
-    of updated tensors. If it is that of the weights, the parameters or views of them are updated. Else parameters are narrowed,
-    and their former values kept as masters: in one flat buffer for each call of `add`, and one for this rank's part of each
-    sharded buffer. home: the device of the masters; None for that of the parameters. With a home there are always masters, and
-    the code that updates them copies gradients there and weights back.
+    weights: the store of the working weights, with their dtype. store: the gradient store, with this rank's elements. wide: the
+    dtype of the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise
+    parameters are narrowed, and their former values become master weights: in one flat buffer for each call of `add`, and one
+    for this rank's part of each sharded buffer. home: the device of the masters; None for the device of the parameters. With a
+    home there are always masters, and the code that updates them copies gradients there and weights back.
     """
 
     weights: WeightStore
@@ -243,7 +251,7 @@ class Masters:
         self._masters: dict[int, _Master] = {}  # by the id of their parameters
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
-        """Adds `params`, narrowed to the working dtype if needed; returns the tensors that the optimizer updates here."""
+        """Adds `params`, and narrows them to the working dtype if needed. Returns the tensors that the optimizer updates."""
         narrow = [param for param in params if self.weights.dtype_of(param) != self.wide or self.home is not None]
         masters = self._wide_copies(narrow)
         added = []
@@ -264,21 +272,23 @@ class Masters:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the masters; 0 if the parameters are updated directly."""
+        """Returns the bytes of the master weights; 0 if the parameters are updated directly."""
         return sum(flat.num_bytes for flat in self._flats)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each master, if there are masters."""
+        """Yields the name and value of each master weight."""
         for stepped in self.stepped:
             if self.has_master(stepped):
                 yield stepped.name, stepped.parameter
 
     def has_master(self, stepped: Stepped) -> bool:
-        """Returns whether the stepped parameter is a copy, not the working weight or a view of it."""
+        """Returns whether the stepped parameter is a master weight, not the working weight or a view of it."""
         return id(stepped.original) in self._masters
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and without a `home` sets the `grad` of stepped tensors from the store, None for frozen ones."""
+        """Calls `follow`, and without a `home` sets the `grad` of the stepped tensors from the store; None for frozen
+        parameters.
+        """
         self.follow()
         if self.home is not None:
             return
@@ -287,8 +297,9 @@ class Masters:
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
-        """Copies masters, rounded, into the working weights, and drops references to gradients. Parts of other ranks may be
-        incomplete until `weights.settle`. are_sent: whether working weights already have the values; default: with a `home`.
+        """Rounds the masters into the working weights, and drops references to gradients. Parts of other ranks may be
+        incomplete until `weights.settle`. are_sent: whether the working weights already have the values; by default, if there
+        is a `home`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
@@ -303,42 +314,42 @@ class Masters:
 
     @torch.no_grad()
     def _copy_back(self) -> None:
-        """Copies parameters whose `.data` the optimizer replaced back into masters and weights."""
+        """Copies the values of parameters whose `.data` the optimizer replaced back into masters and weights."""
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
                 continue
-            known = self._masters.get(id(stepped.original))
-            if known is not None:
-                address = known.master.data_ptr()
+            master = self._masters.get(id(stepped.original))
+            if master is not None:
+                address = master.master.data_ptr()
             else:
                 assert stepped.elements is not None, stepped.name
                 address = stepped.original.data_ptr() + stepped.elements.first * stepped.original.element_size()
             if stepped.parameter.data_ptr() != address:
-                place = stepped.working if known is None else known.master
+                place = stepped.working if master is None else master.master
                 place.copy_(stepped.parameter.detach())
                 stepped.parameter.data = place
 
     @torch.no_grad()
     def set(self, param: Param, value: Tensor) -> None:
-        """Sets the parameter's weight and its master to `value`, of its parameter's shape, at the master's full precision."""
+        """Sets the parameter's weight and its master to `value`, of the parameter's shape, at the master's full precision."""
         self.weights.restore_places()
         parameter = param.parameter
         value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
-        known = self._masters.get(id(parameter))
-        if known is not None:
-            known.master.copy_(_elements(value, known.elements))
-            known.sync()
+        master = self._masters.get(id(parameter))
+        if master is not None:
+            master.master.copy_(_elements(value, master.elements))
+            master.sync()
 
     @property
     def have_outside_writes(self) -> bool:
-        """Whether a program wrote to weights since the last `follow`; also while memory is offloaded."""
+        """Returns whether a program has written weights since the last `follow`. Also works while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(master.synced != master.state for master in self._masters.values())
 
     def follow(self) -> None:
-        """Copies values that a program wrote to working weights into their masters; detected by version and storage, without a
-        device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
+        """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
+        storage, without a device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
         for param, original in self._originals:
             parameter = param.parameter
@@ -350,15 +361,15 @@ class Masters:
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
-        for pair in self._masters.values():
-            if pair.synced != pair.state:
-                pair.sync()
-                master, working = pair.master, pair.working.to(pair.master.device)
+        for entry in self._masters.values():
+            if entry.synced != entry.state:
+                entry.sync()
+                master, working = entry.master, entry.working.to(entry.master.device)
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
     def _wide_copies(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns wide copies of `params` for the optimizer: in one new flat buffer, and one per sharded buffer."""
+        """Returns wide copies of `params` for the optimizer, in one new flat buffer and one more per sharded buffer."""
         if not params:
             return {}
         device = self.home or params[0].parameter.device

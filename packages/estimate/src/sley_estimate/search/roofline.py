@@ -341,7 +341,7 @@ class Roofline:
             positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
             try:
                 pending, longer_pending = (
-                    [max_pending_forwards(steps) for steps in lists.computing(times * pp)] for times in (2, 3)
+                    [max_pending_forwards(steps) for steps in lists.generate_actions(times * pp)] for times in (2, 3)
                 )
                 max_pending = [
                     float(count) if count == longer_count else np.inf
