@@ -1,8 +1,8 @@
-"""Values that cross from one stage to the next: tensors in containers, with a description on which both ends agree.
+"""Describes values that cross from one stage to the next: tensors in containers. Both ends agree on the description.
 
 A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. A tensor that occurs in two
-places is still one tensor on the other side, even if that varies with the data: each place has a leaf, and the later leaves are
-marked `same_as`.
+places is one tensor on the other side too, even if that varies with the data: each place has a leaf, and later leaves of the
+same tensor are marked `same_as`.
 
 Containers are tuples, lists and dicts, named tuples, dataclasses and the types that torch's pytrees know (transformers'
 ModelOutput). A type is sent by its name, `module:Class`, and looked up among the modules that the receiving process has
@@ -30,17 +30,19 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""The data besides its parts that rebuild a container, as JSON: field names or keys."""
+"""The JSON data that rebuild a container from its parts: field names or keys."""
 
 
-def type_name(kind: type) -> str | None:
-    """Returns the name of `kind` for `find_type`, or None for a class without one, such as a class defined in a function."""
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    return name if find_type(name) is kind else None
+def type_name(cls: type) -> str | None:
+    """Returns the name of `cls` for `find_type`, or None for a class that it cannot find, such as a class defined in a
+    function.
+    """
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    return name if find_type(name) is cls else None
 
 
 def find_type(name: str) -> Any:
-    """Returns the class named `name`, `module:qualname`; None if no imported module has it."""
+    """Returns the class `name`, of the form `module:qualname`, or None if no imported module has it."""
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for attribute in path.split("."):
@@ -49,14 +51,14 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of the container `value`, for `rebuild_container`; None unless the type is a named
-    tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that holds only its fields.
+    """Returns the context and the parts of the container `value`, for `rebuild_container`. Returns None unless the type is a
+    named tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that holds only its fields.
     """
-    kind = type(value)
-    if isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")):
+    cls = type(value)
+    if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return None, list(value)
-    if kind in SUPPORTED_NODES:
-        parts, context = SUPPORTED_NODES[kind].flatten_fn(value)
+    if cls in SUPPORTED_NODES:
+        parts, context = SUPPORTED_NODES[cls].flatten_fn(value)
         try:
             return (context, list(parts)) if json.loads(json.dumps(context)) == context else None
         except (TypeError, ValueError):
@@ -69,22 +71,22 @@ def split_container(value: Any) -> tuple[Context, list[Any]] | None:
     return names, [getattr(value, name) for name in names]
 
 
-def rebuild_container(kind: Any, context: Context, parts: Sequence[Any]) -> Any:
-    """Rebuilds a container of type `kind` from its `parts`, without calling initialisers of dataclasses or named tuples."""
-    if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
-        return kind(parts)
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, parts)
-    if kind in SUPPORTED_NODES:
-        return SUPPORTED_NODES[kind].unflatten_fn(parts, context)
-    value = object.__new__(kind)
+def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
+    """Returns a container of type `cls` with these `parts`, without calling initialisers of dataclasses or named tuples."""
+    if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields"):
+        return cls(parts)
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, parts)
+    if cls in SUPPORTED_NODES:
+        return SUPPORTED_NODES[cls].unflatten_fn(parts, context)
+    value = object.__new__(cls)
     for name, part in zip(context, parts, strict=True):
         object.__setattr__(value, name, part)
     return value
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Returns the parts of a container or of an object with attributes; () for a module, a class or a function."""
+    """Returns the parts of a container or of an object with attributes; none for a module, a class or a function."""
     if isinstance(value, Mapping):
         return [*value.values(), *_attributes(value).values()]
     if isinstance(value, tuple | list | set | frozenset):
@@ -92,45 +94,49 @@ def parts_of(value: Any) -> list[Any]:
     return list(_attributes(value).values())
 
 
-def copy_containers(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Copies containers and objects, but not their tensors and modules. A value that refuses a copy is returned unchanged."""
-    known = {} if known is None else known
-    if id(value) in known:
-        return known[id(value)]
-    if isinstance(value, _WHOLE):
+def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Returns a copy of containers and objects with the same tensors and modules. A value that refuses a copy is returned
+    itself.
+
+    copies: the copies by the ids of their originals.
+    """
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, _ATOMIC_TYPES):
         return value
     if isinstance(value, tuple) and not _attributes(value):
-        parts = [copy_containers(part, known) for part in value]
+        parts = [copy_containers(part, copies) for part in value]
         return value if all(map(operator.is_, parts, value)) else rebuild_container(type(value), None, parts)
     try:
-        copy_of_value = known[id(value)] = copy.copy(value)
+        copied = copies[id(value)] = copy.copy(value)
     except Exception:  # a class may refuse
         return value
-    places = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
-    for at, part in list(places):
-        new = copy_containers(part, known)
-        if new is not part:
-            copy_of_value[at] = new
+    items = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in list(items):
+        copied_part = copy_containers(part, copies)
+        if copied_part is not part:
+            copied[key] = copied_part
     for name, part in _attributes(value).items():
-        new = copy_containers(part, known)
-        if new is not part:
-            object.__setattr__(copy_of_value, name, new)
-    return copy_of_value
+        copied_part = copy_containers(part, copies)
+        if copied_part is not part:
+            object.__setattr__(copied, name, copied_part)
+    return copied
 
 
-_FUNCTIONS = FunctionType, BuiltinFunctionType, MethodType
-_PLAIN = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
-_WHOLE = Tensor, nn.Module, type, ModuleType, *_FUNCTIONS, *_PLAIN
+_FUNCTION_TYPES = FunctionType, BuiltinFunctionType, MethodType
+_PLAIN_TYPES = str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Enum
+_ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, *_FUNCTION_TYPES, *_PLAIN_TYPES
 """Types whose values are neither copied nor searched."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object by name, those in slots included."""
-    if isinstance(value, _WHOLE):
+    if isinstance(value, _ATOMIC_TYPES):
         return {}
     slots: list[str] = []
-    for kind in type(value).__mro__:
-        names = getattr(kind, "__slots__", ())
+    for cls in type(value).__mro__:
+        names = getattr(cls, "__slots__", ())
         slots += [names] if isinstance(names, str) else names
     in_slots = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
     return in_slots | getattr(value, "__dict__", {})
@@ -142,8 +148,8 @@ Structure: TypeAlias = Any
 
 _HAS_GRADIENT = 1
 _OVERLAPS = 2
-_FIRST = 4
-"""The factor of `same_as` + 1 in a leaf's flags; the lower bits are the two flags above."""
+_SAME_AS_FACTOR = 4
+"""The factor of `same_as` + 1 in a leaf's flags. The lower bits are the two flags above."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +176,10 @@ class Leaf:
     def flags(self) -> int:
         """Returns the varying flags as one number below 2^32."""
         first = 0 if self.same_as is None else self.same_as + 1
-        return _FIRST * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
+        return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def flagged(self, flags: int) -> Leaf:
-        first = flags // _FIRST
+        first = flags // _SAME_AS_FACTOR
         return replace(
             self,
             has_gradient=bool(flags & _HAS_GRADIENT),
@@ -203,8 +209,8 @@ class Description:
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
-        """Returns the description with `overlaps` set on each leaf that shares memory with another one in `tensors`, an output
-        that is about to be copied.
+        """Returns the description with `overlaps` set on each leaf that shares memory with another leaf. tensors: the output
+        before it is copied.
         """
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
@@ -241,7 +247,7 @@ def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Rebuilds the value from the results of `flatten`. Raises RunError `boundary-type` for a type that is not imported."""
+    """Returns the value that `flatten` split. Raises RunError `boundary-type` for a type that is not imported."""
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -252,16 +258,16 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
         return tuple(unflatten(leaves, item) for item in structure["tuple"])
     if "dict" in structure:
         return {key: unflatten(leaves, item) for key, item in structure["dict"].items()}
-    kind = find_type(structure["type"])
-    if kind is None:
+    cls = find_type(structure["type"])
+    if cls is None:
         message = f"this stage received a {structure['type']} from another stage, but has not imported the class"
         raise RunError("boundary-type", message, hint="import the class in the module of the model's factory")
     parts = [unflatten(leaves, item) for item in structure["parts"]]
-    return rebuild_container(kind, structure["context"], parts)
+    return rebuild_container(cls, structure["context"], parts)
 
 
 def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of the tensor's first element, and the address after its last; 0, 0 if it is empty."""
+    """Returns the address of the tensor's first element, and the address after its last element; (0, 0) if it is empty."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -277,19 +283,19 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
     if isinstance(part, Tensor):
         leaves.append(part)
         return len(leaves) - 1
-    kind = type(part)
-    if kind is tuple:
+    cls = type(part)
+    if cls is tuple:
         return {"tuple": [_structure(item, leaves, layer) for item in part]}
-    if kind is list:
+    if cls is list:
         return [_structure(item, leaves, layer) for item in part]
-    if kind is dict and all(isinstance(key, str) for key in part):
+    if cls is dict and all(isinstance(key, str) for key in part):
         return {"dict": {key: _structure(item, leaves, layer) for key, item in part.items()}}
-    name, container = type_name(kind), split_container(part)
+    name, container = type_name(cls), split_container(part)
     if name is None or container is None:
         owner = f"the output of the layer {layer!r}" if layer else "a layer's output"
         raise RunError(
             "boundary-type",
-            f"{owner} contains a value of type {kind.__qualname__}, which cannot be sent to another stage or returned",
+            f"{owner} contains a value of type {cls.__qualname__}, which cannot be sent to another stage or returned",
             hint="return tensors (`torch.tensor(3)` for a number), None, or tuples, lists, dicts with string "
             "keys, named tuples and dataclasses of tensors; define your own classes at module level, not in "
             "a function",

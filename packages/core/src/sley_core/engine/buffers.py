@@ -33,10 +33,10 @@ from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 
 class FlatLayout:
-    """The places of tensors with these `shapes` in a flat buffer.
+    """The layout of tensors with these `shapes` in a flat buffer.
 
-    alignment: of each tensor, in elements. multiple: above 1, the buffer divides into as many aligned parts, each of at least
-    one `alignment`. offsets: of the tensors, in elements. numel: that of the buffer, padding included.
+    alignment: the alignment of each tensor, in elements. multiple: the number of equal, aligned parts into which the buffer
+    divides. offsets: the offsets of the tensors, in elements. numel: the size of the buffer, including padding.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> None:
@@ -55,16 +55,16 @@ class FlatLayout:
         """Returns a contiguous view of `flat` [numel] for each of the shapes."""
         assert flat.numel() == self.numel, f"{flat.numel()} elements for {self.numel}"
         start = int(flat.storage_offset())
-        # One call, where a slice and its `view` would be two.
+        # One call instead of a slice and a `view`.
         return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._views]
 
 
 class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
 
-    data: shape [numel], padding included. views: in the order of `shapes`. Padding stays zero as long as only views are
-    written, so a sum or a norm over `data` is one over the views. memory: becomes `data`, and must be zeroed; allocated
-    by default. alignment, multiple: as in `FlatLayout`; by default ALIGNMENT_BYTES.
+    data: shape [numel], including padding. views: in the order of `shapes`. Padding stays zero as long as only views are
+    written, so a sum or a norm over `data` equals that over the views. memory: the zeroed tensor that becomes `data`; allocated
+    by default. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ at multiples of 256 bytes in every format of two bytes or more.
 
 
 class ElementRange(NamedTuple):
-    """Names the elements from `first` to before `last` of this rank's flattened parameter."""
+    """Names the range [first, last) of elements of this rank's flattened parameter."""
 
     first: int
     last: int
@@ -104,8 +104,8 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape for the optimizer: `whole` for all elements, else flat with leading dims of size 1, since an
-        optimizer may treat matrices and vectors differently.
+        """Returns the shape for the optimizer: `whole` for all elements, otherwise a flat shape with leading dims of size 1,
+        since an optimizer may treat matrices and vectors differently.
         """
         if self.numel == prod(whole):
             return tuple(whole)
@@ -114,8 +114,8 @@ class ElementRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferShard:
-    """Names this rank's part of a buffer: number `index` of `count` equal ones, over the ranks of the group `axis`. The other
-    ranks of a larger reduce group have copies of the part.
+    """Names this rank's part of a buffer: part `index` of `count` equal parts, over the ranks of the group `axis`. In a larger
+    reduce group, other ranks have copies of the part.
     """
 
     axis: str
@@ -136,10 +136,10 @@ WHOLE = BufferShard("", 1, 0)
 class Layout(NamedTuple):
     """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
 
-    buffers: lists of parameters of one family. order: the same parameters, maybe in another order; equal on all ranks of every
-    reduce group. loose: parameters of `order` in no buffer, because nobody reduces them. shards: for each buffer, the part
-    whose sum this rank gets; None, or no list at all, for the whole. is_fixed: whether masters and optimizer states follow it,
-    so that no parameter may be frozen or unfrozen.
+    buffers: lists of parameters of one family. order: all parameters in the order of their reports, which is equal on all ranks
+    of every reduce group. loose: the parameters of `order` in no buffer, because no handler reduces them. shards: the part of
+    each buffer whose sum this rank gets; None, or an empty list, for full buffers. is_fixed: whether masters and optimizer
+    states follow the layout, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
@@ -157,7 +157,7 @@ class Layout(NamedTuple):
 
 class NormGroup(NamedTuple):
     """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and the stages that
-    hold a copy of each. num_shards: how many ranks of the reduce group share one copy, each with other elements.
+    hold a copy of each. num_shards: the number of ranks of the reduce group that share one copy, each with other elements.
     """
 
     tensors: list[Tensor]
@@ -167,7 +167,7 @@ class NormGroup(NamedTuple):
 
 
 Planner = Callable[[list[Param]], Layout]
-"""Returns the layout of parameters, which are in reverse order of use."""
+"""Returns the layout of parameters, which are passed in reverse order of use."""
 
 
 def loose(params: list[Param]) -> Layout:
@@ -185,7 +185,7 @@ def by_reduce_group(params: list[Param]) -> Layout:
 
 class GradientBuffer(FlatBuffer):
     """Holds the gradients of parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets; None
-    for the whole buffer. is_whole: whether no reducer has begun to sum a sharded buffer.
+    for the full buffer. is_whole: whether no reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -202,17 +202,17 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def contents(self) -> int:
-        """Checksum of the parameters' names in order; equal on all ranks that sum the buffer."""
+        """Returns a checksum of the parameters' names in order, which is equal on all ranks that sum the buffer."""
         return checksum(param.name for param in self.params)
 
     @cached_property
     def own(self) -> Tensor:
-        """The part of `data` whose sum this rank gets, [numel / count]; `data` itself if the buffer is not sharded."""
+        """Returns the part of `data` whose sum this rank gets, [numel / count]; `data` itself if the buffer is not sharded."""
         return self.data if self.shard is None else self.data[self._begin : self._end]
 
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
-        """The elements of each parameter in this rank's part, maybe none."""
+        """Returns the range of each parameter's elements in this rank's part, which may be empty."""
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             first = min(max(self._begin - start, 0), param.numel)
@@ -232,15 +232,17 @@ class GradientBuffer(FlatBuffer):
             views[param] = memory[first : first + elements.numel].view(elements.stepped_shape(param.parameter.shape))
         return views
 
-    def check_whole(self, param: Param) -> None:
-        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
+    def check_not_sharded(self, param: Param) -> None:
+        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets only a part of the
+        sum.
+        """
         if not self.is_whole:
             message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
             hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
             raise RunError("gradient-sharded", message, hint=hint)
 
     def zero_padding(self) -> None:
-        """Zeroes the padding in this rank's part: a reduction may leave any values there."""
+        """Zeroes the padding in this rank's part, in which a reduction may leave arbitrary values."""
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
@@ -256,7 +258,7 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 class GradientMemory:
-    """Holds the memory of all buffers of a layout in one tensor, which the next layout of the same size reuses: freed and newly
+    """Holds the memory of all buffers of a layout in one tensor. The next layout of the same size reuses it, since newly
     allocated memory would cause page faults, and malloc would leave a gap.
     """
 
@@ -265,20 +267,20 @@ class GradientMemory:
         self._num_freed = 0
 
     def forget(self) -> None:
-        """Drops the memory, so that the next layout allocates new one: a collective in flight may still write into this."""
+        """Drops the memory, so that the next layout allocates new memory: a collective in flight may still write into it."""
         self._data = self._data.new_empty(0)
 
     def free(self) -> None:
-        """Frees the memory on the device; buffers stay valid objects without memory."""
+        """Frees the memory on the device. Buffers stay valid objects without memory."""
         self._num_freed = free(self._data)
 
     def build(self) -> None:
-        """Allocates the memory of all buffers again, zeroed with its padding, since norms include that."""
+        """Allocates zeroed memory for all buffers. Padding is zeroed too, since norms include it."""
         grow(self._data, self._num_freed)
         self._data.zero_()
 
     def buffers(self, layout: Layout) -> list[GradientBuffer]:
-        """Returns the zeroed, non-empty buffers of `layout`. The previous layout's buffers must not be used any more."""
+        """Returns the zeroed, non-empty buffers of `layout`. The buffers of the previous layout must not be used any more."""
         shards = layout.shards or [None] * len(layout.buffers)
         lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
         alignment = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}

@@ -1,4 +1,4 @@
-"""Weight gradients of linears and embeddings that are added to the gradient store without autograd, at once or deferred.
+"""Adds weight gradients of linears and embeddings to the gradient store without autograd, at once or deferred.
 
 The product g^T x accumulates into the gradient's view (`addmm`), where autograd would allocate a result that the store then
 adds. The order within the product is the kernel's, so fp32 results may differ in the last bits. Rows of an embedding table's
@@ -32,52 +32,54 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
 
-Place = tuple[int, int]
+ActionKey = tuple[int, int]
 
 Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the closures of every I until its W runs. I opens `collecting(place)`, in which linears call `put`; W calls
-    `run(place)`. on_last: called with the parameter when `run` has done its last product, however often a linear was used.
+    """Holds the deferred products of every I until its W runs. I opens `collecting(key)`, in which linears call `put`. W calls
+    `run(key)`. on_last: called with a parameter after its last product of a `run`.
     """
 
     def __init__(self) -> None:
         self.on_last: Callable[[Param], None] | None = None
-        self._queued: dict[Place, list[tuple[Work, Param | None]]] = {}
-        self._open: Place | None = None
+        self._queued: dict[ActionKey, list[tuple[Work, Param | None]]] = {}
+        self._open: ActionKey | None = None
 
     @property
     def is_collecting(self) -> bool:
         return self._open is not None
 
     @contextmanager
-    def collecting(self, place: Place) -> Iterator[None]:
-        assert self._open is None, f"I of {place} within that of {self._open}"
-        self._queued[place] = []
-        self._open = place
+    def collecting(self, key: ActionKey) -> Iterator[None]:
+        assert self._open is None, f"I of {key} within that of {self._open}"
+        self._queued[key] = []
+        self._open = key
         try:
             yield
         finally:
             self._open = None
 
     def put(self, work: Work, param: Param | None = None) -> None:
-        """Queues `work`, which holds a linear's input and output gradient. param: the linear's weight, for `on_last`."""
+        """Queues `work`, a product that holds a linear's input and output gradient. param: the linear's weight, for
+        `on_last`.
+        """
         assert self._open is not None, "no I is running"
         self._queued[self._open].append((work, param))
 
     @torch.no_grad()
-    def run(self, place: Place) -> None:
-        """Runs the work that the I of `place` queued, and frees each product's tensors before the next one."""
-        queued = self._queued.pop(place)
-        left = Counter(param for _, param in queued)
+    def run(self, key: ActionKey) -> None:
+        """Runs the products that the I of `key` queued, and frees the tensors of each before the next."""
+        queued = self._queued.pop(key)
+        num_remaining = Counter(param for _, param in queued)
         queued.reverse()
         while queued:
             work, param = queued.pop()
             work()
-            del work  # frees its tensors before the next one multiplies
-            left[param] -= 1
-            if param is not None and not left[param] and self.on_last is not None:
+            del work  # frees its tensors before the next product
+            num_remaining[param] -= 1
+            if param is not None and not num_remaining[param] and self.on_last is not None:
                 self.on_last(param)
 
     def clear(self) -> None:
@@ -85,17 +87,17 @@ class WeightQueue:
         self._open = None
 
 
-_OWN = 2
-"""References to the storage of a tensor that nobody else has: the tensor's, and that of the storage object that is asked."""
+_UNSHARED_REFERENCES = 2
+"""The number of references to an unshared tensor's storage: the tensor's, and that of the inspected storage object."""
 
 
 @dataclass(eq=False)
 class Handover:
-    """The sink of one linear's weight gradient: multiplies at once, or queues while an I is collecting. param: the weight, for
-    `on_last`.
+    """The sink of one linear's weight gradient, which multiplies at once, or queues while an I is collecting. param: the
+    weight, for `on_last`.
 
-    Between I and W, a hook or the backward of another branch may write in place to the output gradient, if it has that too. So
-    until the first W has shown whether that happens, such a gradient is copied, and after that only if it does.
+    Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So a
+    shared gradient is copied until the first W has shown whether this happens, and after that only if it does.
     """
 
     multiply: Callable[[Tensor, Tensor], None]
@@ -104,7 +106,9 @@ class Handover:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: whether `shares` is true of their gradient."""
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: the result of `shares` for the output
+        gradient.
+        """
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -113,23 +117,23 @@ class Handover:
         self.queue.put(work, self.param)
 
     def shares(self, gradient: Tensor) -> bool:
-        """Returns whether other tensors share the memory of a queued `gradient`; called before any view of it exists."""
+        """Returns whether other tensors share the memory of a queued `gradient`. Must be called before a view of it exists."""
         if not self.queue.is_collecting:
             return False
         storage = gradient.untyped_storage()
         tensors: int = gradient._use_count()  # type: ignore[attr-defined]
-        return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN
+        return tensors > 1 or torch._C._storage_Use_Count(storage._cdata) > _UNSHARED_REFERENCES
 
     def _multiply(self, rows: Tensor, inputs: Tensor, copied: Tensor | None, version: int, version_of_inputs: int) -> None:
-        """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written since the I queued it."""
+        """Multiplies the queued factors. Raises RunError `gradient-written` if a factor was written after the I queued it."""
         if copied is not None and self._copies is None:
             current, recorded = sum_of_bits(rows), sum_of_bits(copied)
             self._copies = current is not None and recorded is not None and not torch.equal(current, recorded)
         if version_of(inputs) != version_of_inputs or (copied is None and version_of(rows) != version):
-            of = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
+            label = f"the parameter {self.param.name!r}" if self.param is not None else "a sharded linear"
             raise RunError(
                 "gradient-written",
-                f"the backward of {of} is split into two halves, and a hook or the backward of another layer "
+                f"the backward of {label} is split into two halves, and a hook or the backward of another layer "
                 "writes in place to its input or to its output's gradient between them",
                 hint="return a new tensor there (`gradient.clamp(...)` instead of `clamp_`), or use a schedule that "
                 "does not split backwards, such as `pp.one_f_one_b`",
@@ -142,8 +146,8 @@ BiasSink = Callable[[Tensor], None]
 
 
 class DirectLinear(torch.autograd.Function):
-    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`;
-    `autograd.grad` of the weight still gets it from autograd. bias_sink: the same for the bias; None leaves it to autograd.
+    """Computes `F.linear`. Its backward passes the weight's gradient to `sink` if autograd would add it to `grad`. Autograd
+    still computes the result of `autograd.grad`. bias_sink: the sink of the bias's gradient; None leaves it to autograd.
     """
 
     @staticmethod
@@ -158,20 +162,20 @@ class DirectLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         is_shared = ctx.sink.shares(gradient)
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_bias = None
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        bias_gradient = None
         if ctx.needs_input_grad[2]:
             if ctx.bias_sink is not None and not torch.is_grad_enabled() and GradientUse.of(ctx, 2) is GradientUse.SUM:
                 ctx.bias_sink(rows)
             else:
-                of_bias = rows.sum(0)
-        asked = GradientUse.of(ctx)
-        of_weight = None
-        if asked is GradientUse.SUM and not torch.is_grad_enabled():
+                bias_gradient = rows.sum(0)
+        use = GradientUse.of(ctx)
+        weight_gradient = None
+        if use is GradientUse.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs, is_shared=is_shared)
-        elif asked is not GradientUse.NOTHING:
-            of_weight = rows.t() @ inputs  # with `create_graph` it is differentiated once more
-        return of_input, of_weight, of_bias, None, None
+        elif use is not GradientUse.NOTHING:
+            weight_gradient = rows.t() @ inputs  # with `create_graph` it is differentiated again
+        return input_gradient, weight_gradient, bias_gradient, None, None
 
 
 def no_view(result: Tensor) -> Tensor:
@@ -183,16 +187,16 @@ def no_view(result: Tensor) -> Tensor:
 class GradientUse(Enum):
     """The use of a weight's gradient by the running backward."""
 
-    NOTHING = "autograd.grad of something else"
-    SUM = "backward: added to what is there"
+    NOTHING = "autograd.grad of other tensors"
+    SUM = "backward, which adds to `grad`"
     VALUE = "autograd.grad of the weight"
 
     @classmethod
-    def of(cls, ctx: Any, place: int = 1) -> GradientUse:
-        """Returns the use of a weight's gradient by the running backward; every backward calls it, since a forward may call
-        `autograd.grad`. place: the index of the weight, a leaf, among the inputs of the autograd function.
+    def of(cls, ctx: Any, index: int = 1) -> GradientUse:
+        """Returns the use of a weight's gradient by the running backward. Every backward calls it, since a forward may call
+        `autograd.grad`. index: the index of the weight, a leaf, among the inputs of the autograd function.
         """
-        accumulation = ctx.next_functions[place][0]
+        accumulation = ctx.next_functions[index][0]
         if accumulation is None:
             return cls.NOTHING
         try:
@@ -205,17 +209,17 @@ def linear_forward(
     linear: nn.Linear, weight: Tensor, sink: Handover, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
     """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
-    name. weight, bias: the parameters that the store knows; if the module now has others, autograd handles those.
+    name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles them.
     """
-    present = linear.weight
+    current_weight = linear.weight
     # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
     # and one with hooks, which are called with the gradient that autograd computes.
-    is_own = present is weight and present.requires_grad and not present._backward_hooks
+    is_own = current_weight is weight and current_weight.requires_grad and not current_weight._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special_input(input):
-        return F.linear(input, present, linear.bias)
+        return F.linear(input, current_weight, linear.bias)
     is_own_bias = linear.bias is bias and bias is not None and not bias._backward_hooks
     sink_of_bias = bias_sink if is_own_bias else None
-    result: Tensor = DirectLinear.apply(input, present, linear.bias, sink, sink_of_bias)  # type: ignore[no-untyped-call]
+    result: Tensor = DirectLinear.apply(input, current_weight, linear.bias, sink, sink_of_bias)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -230,13 +234,14 @@ def _is_special_input(input: Tensor) -> bool:
 
 
 def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
-    """Patches plain layers of `parts` to add their weight gradients to the store directly; returns a function that undoes it.
+    """Patches plain linears and embeddings to add their weight gradients to the store directly. Returns a function that removes
+    the patches.
 
-    Linears do so if the plan says so, and weight and store have the same dtype: one call cannot accumulate a bf16 product into
-    fp32 on every device. splits: whether backwards are split: then all linears do, and the queue takes the products while an I
-    runs. If the order of sums is fixed, all linears with their biases and all embeddings do. Skips layers with a sharded
-    parameter (its communicator handles them), and those whose weight is no parameter (`weight_norm`) or whose forward was
-    replaced.
+    With `accumulation = "direct"` linears whose weight and gradient have the same dtype are patched, since not every device can
+    accumulate a bf16 product into fp32 in one call. splits: whether backwards are split; then all linears are patched, and the
+    queue holds their products while an I runs. If the order of sums is fixed, all linears with their biases and all embeddings
+    are patched. Skips modules with a sharded parameter, which its communicator handles, and modules whose weight is not a
+    parameter (`weight_norm`) or whose forward was replaced.
     """
     store, registry, queue = parts.store, parts.registry, parts.queue
     fixed_order = store.reduction.fixed_order
@@ -248,16 +253,16 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if is_plain_linear(module) and (all_types or (linears and module.weight.dtype == store.dtype)):
-                put: Callable[..., None] = store.put_product
+                add_gradient: Callable[..., None] = store.put_product
             elif fixed_order and is_plain_embedding(module):
-                put = partial(_put_rows, store)
+                add_gradient = partial(_put_rows, store)
             else:
                 continue
             attributes = (key for key, parameter in module._parameters.items() if parameter is not None)
             if any(registry[f"{name}.{attribute}"].shard is not None for attribute in attributes):
                 continue
             param = registry[f"{name}.weight"]
-            sink = Handover(partial(put, param, layer=layer.name), queue, param)
+            sink = Handover(partial(add_gradient, param, layer=layer.name), queue, param)
             store.expect_products(param)
             if isinstance(module, nn.Embedding):
                 forward: Callable[..., Tensor] = partial(embedding_forward, module, module.weight, sink)
@@ -291,13 +296,13 @@ class DirectEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (tokens,) = ctx.saved_tensors
-        asked = GradientUse.of(ctx)
-        if asked is GradientUse.SUM and not torch.is_grad_enabled():
+        use = GradientUse.of(ctx)
+        if use is GradientUse.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
             ctx.sink(zero_padding_rows(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
             return None, None, None, None
-        if asked is GradientUse.NOTHING:
+        if use is GradientUse.NOTHING:
             return None, None, None, None
         padding = -1 if ctx.padding_idx is None else ctx.padding_idx
         table = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding, False)
@@ -310,7 +315,7 @@ def zero_padding_rows(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> 
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
-    """Runs the forward of `embedding` while a run is open. weight: the store's weight; autograd handles any other."""
+    """Runs the forward of `embedding` while a run is open. weight: the parameter in the store; autograd handles any other."""
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks
     if not is_own or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

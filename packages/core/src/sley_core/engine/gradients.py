@@ -114,7 +114,7 @@ class GradientStore:
             raise RunError("gradient-frozen", message, hint=hint)
         self._check_not_freed()
         if param in self._buffer_of:
-            self._buffer_of[param].check_whole(param)
+            self._buffer_of[param].check_not_sharded(param)
         return self._accumulators[param].view
 
     def part(self, param: Param) -> Tensor:

@@ -1,6 +1,6 @@
-"""Slices of sequences (`sp`): the loss of full sequences, and first-step checks that only attention relates slices.
+"""Computes losses of full sequences from slices (`sp`), and checks in first steps that only attention relates slices.
 
-`WholeSequences` gives a loss whole sequences (`[loss] sequence = "whole"`):
+`WholeSequences` gathers full sequences for a loss (`[loss] sequence = "whole"`):
 
     rank 0   output of slice 0 ──┐ gathered   ┌── the loss of whole sequences ──> gradient of slice 0; counts
     rank 1   output of slice 1 ──┘  on both   └── the same loss               ──> gradient of slice 1
@@ -15,7 +15,7 @@ Any other loss must be a sum over positions, which `PositionAdditivity` checks o
 
 A layer that mixes positions outside its attention would see only one slice, without an error. `PositionProbe` finds it:
 
-    first run     the layer, as it is called in training; its attentions' inputs and contexts are recorded
+    first run     the layer, as it is called in training; the inputs and contexts of its attentions are recorded
     second run    the same with another input at the first and the last position but one, and with the recorded contexts
 
 A difference at any other position, in the layer's output or in its attentions' inputs, did not pass through attention. The
@@ -57,7 +57,9 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: the data's declaration of slices. counts: whether it counts here."""
+    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this rank's loss
+    counts.
+    """
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -65,9 +67,10 @@ class WholeSequences:
         self.counts = sp.coord == 0
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor], micro: Batch) -> tuple[Any, dict[str, Tensor]]:
-        """Returns the output and the fields of whole sequences; blocks. All ranks of `sp` call it in the order of their list,
-        the same on all. batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises
-        RunError "outputs-apart" for an output without the position dim.
+        """Returns the output and the fields of full sequences. Blocks. All ranks of `sp` call it in the same order.
+
+        batch: the fields that the loss reads, on the device. micro: all fields of the microbatch. Raises RunError
+        "outputs-apart" for an output without the position dim.
         """
         fields = {}
         for name, value in batch.items():
@@ -76,11 +79,11 @@ class WholeSequences:
         return gather_output(output, dim_and_size(micro, self.fields, "sequence_dim"), self.sp), fields
 
 
-_OF_HALF = 2**-6
-"""Relative tolerance between the whole and the sum of its halves if the loss computes in a narrower type: bf16 has 8 bits."""
+_NARROW_TOLERANCE = 2**-6
+"""The relative tolerance of the sum of halves if the loss computes in a type narrower than fp64: bf16 has 8 bits."""
 
 WINDOW = 16
-"""Positions per check; checked at the beginning, the middle and the end of a slice."""
+"""The number of positions per check. The beginning, the middle and the end of a slice are checked."""
 
 
 class PositionAdditivity:
@@ -93,9 +96,9 @@ class PositionAdditivity:
 
     @torch.no_grad()
     def check(self, output: object, batch: Mapping[str, Tensor]) -> None:
-        """Raises RunError "loss-not-additive" for a loss that relates one position to another. output: the model's, for
-        `batch`, whose fields are this rank's slice. Losses that draw random numbers are not checked, nor those that cannot be
-        evaluated on a part: their output has no position dim.
+        """Raises RunError "loss-not-additive" for a loss that relates positions. Losses that draw random numbers, or that
+        cannot be evaluated on a part of the positions, are not checked. output: the model's output for this rank's slice
+        `batch`.
         """
         if self._is_checked or type(output) is not Tensor:
             return
@@ -109,16 +112,16 @@ class PositionAdditivity:
         self._is_checked = any(results)
 
     def _check_window(self, output: Tensor, batch: Mapping[str, Tensor], dim: int, start: int, size: int) -> bool:
-        """Compares the loss of a window with the sum over its halves; returns whether no further check is needed."""
+        """Compares the loss of a window with the sum over its halves. Returns whether no further check is needed."""
         half = size // 2
         spans = (start, size), (start, half), (start + half, half), (start, size)
 
         def window_loss(start: int, size: int) -> Tensor:
-            """Returns the loss of some positions, computed in fp64 if the loss can be."""
+            """Returns the loss of `size` positions from `start` on, computed in fp64 if the loss supports it."""
             part = {}
             for name, value in batch.items():
-                along = self.fields[name].sequence_dim
-                part[name] = value if along is None else value.narrow(along, start, size)
+                sequence_dim = self.fields[name].sequence_dim
+                part[name] = value if sequence_dim is None else value.narrow(sequence_dim, start, size)
             window = output.narrow(dim, start, size)
             try:
                 return loss.loss(window.double(), part)
@@ -132,16 +135,16 @@ class PositionAdditivity:
                 losses = [window_loss(*span) for span in spans]
         except Exception:  # a loss need not take a part of an output, nor another type, nor be copied
             return True  # it cannot be checked, and is not tried again in every forward
-        whole, left, right, whole_again = map(float, losses)
-        scale = max(abs(whole), abs(left), abs(right))
-        limit = 1e-6 if all(loss.dtype == torch.float64 for loss in losses) else _OF_HALF
+        window_total, left, right, window_total_again = map(float, losses)
+        scale = max(abs(window_total), abs(left), abs(right))
+        limit = 1e-6 if all(loss.dtype == torch.float64 for loss in losses) else _NARROW_TOLERANCE
         if not 0 < scale < float("inf"):
             return False  # no label counts in this window
-        if abs(left + right - whole) <= limit * scale or whole != whole_again:
+        if abs(left + right - window_total) <= limit * scale or window_total != window_total_again:
             return True
         raise RunError(
             "loss-not-additive",
-            f"the loss of {size} positions is {whole:g}, but the losses of its halves add up to {left:g} + "
+            f"the loss of {size} positions is {window_total:g}, but the losses of its halves add up to {left:g} + "
             f"{right:g} = {left + right:g}, so the loss combines positions, but each rank of `sp` has only a "
             "slice",
             path=("parallel", "sp"),
@@ -153,12 +156,13 @@ class PositionAdditivity:
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 AttentionCall = tuple[list[Tensor], Tensor, Tensor]
-"""The inputs of one attention, its context, and the state of the device's generator after it."""
+"""The inputs of one attention call, its context, and the state of the device's generator after it."""
 
 
 class AttentionRecorder:
-    """Records the attentions of a layer's first run, and gives their contexts to its second. dim: of positions, `length` in
-    all; the input differs at the first and at the last but one, so that a layer that reverses positions shows it too.
+    """Records the attentions of a layer's first run, and returns their contexts in its second run. dim: the dim of the `length`
+    positions. The inputs of the runs differ at the first and the last position but one, so that reversed positions are
+    detected.
     """
 
     def __init__(self, dim: int, length: int) -> None:
@@ -169,7 +173,7 @@ class AttentionRecorder:
         self._next = 0
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns `attention()`, the context of `tensors` [b, s, ...]; in the second run, the recorded context."""
+        """Returns `attention()`, the context of `tensors` [b, s, ...], or in the second run the recorded context."""
         if not self.is_second:
             context = attention()
             state = _generator(context.device).get_state()
@@ -182,7 +186,7 @@ class AttentionRecorder:
         return context.clone()
 
     def perturb(self, tensor: Tensor) -> None:
-        """Overwrites two positions of `tensor` if its `dim` has this slice's positions."""
+        """Overwrites two positions of `tensor`, if its `dim` has the size of this slice."""
         if tensor.ndim <= self.dim or tensor.shape[self.dim] != self.length:
             return
         for place in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
@@ -195,7 +199,7 @@ class AttentionRecorder:
                 place.copy_(torch.where(place == least, most, least))
 
     def has_difference(self, before: Tensor, after: Tensor, dim: int) -> bool:
-        """Returns whether two tensors with this slice's positions at `dim` differ at positions with equal inputs."""
+        """Returns whether two tensors with this slice's positions along `dim` differ at positions with equal inputs."""
         if before.shape != after.shape or before.ndim <= dim or before.shape[dim] != self.length:
             return False
         spans = (1, self.length - 3), (self.length - 1, 1)
@@ -205,7 +209,7 @@ class AttentionRecorder:
         if not before.is_floating_point():
             return True
         eps = torch.finfo(before.dtype).eps
-        # Of narrow types a few digits: tokens that change places, as with experts, are multiplied in other blocks.
+        # Only a few digits for narrow types: tokens that change places, as with experts, are multiplied in other blocks.
         digits = 4 if eps > 1e-3 else 64
         limit = max(float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) for tensor, _ in pairs if tensor.numel()) * digits * eps
         return not all(torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True) for pair in pairs)
@@ -221,14 +225,14 @@ _RUNNING: ContextVar[AttentionRecorder | None] = ContextVar("positions", default
 
 
 def run_attention(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-    """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and lets a running probe see it."""
-    running = _RUNNING.get()
-    return attention() if running is None else running.attend(tensors, attention)
+    """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and shows it to a running probe."""
+    recorder = _RUNNING.get()
+    return attention() if recorder is None else recorder.attend(tensors, attention)
 
 
 class PositionProbe:
-    """Probes each layer once. fields: the declaration of a slice of `length` positions. unchecked_layers: patterns of skipped
-    layers.
+    """Probes each layer once. fields: the declared fields of a slice of `length` positions. unchecked_layers: the patterns of
+    skipped layers.
     """
 
     def __init__(self, fields: Mapping[str, Field], length: int, unchecked_layers: Sequence[str]) -> None:
@@ -236,30 +240,33 @@ class PositionProbe:
         self.dim = dims[0] if dims else 0
         self.length = length if dims else 0
         self.unchecked_layers = unchecked_layers
-        self._asked: set[str] = set()
+        self._probed_layers: set[str] = set()
 
     def should_probe(self, layer: Layer, micro: MicroStep) -> bool:
-        """Returns whether to probe `layer` in this call; the same on all ranks that share its sequences."""
-        if micro.phase is not Phase.TRAIN or layer.name in self._asked or self.length < 3:
+        """Returns whether to probe `layer` in this call. The result is the same on all ranks that share sequences."""
+        if micro.phase is not Phase.TRAIN or layer.name in self._probed_layers or self.length < 3:
             return False
-        self._asked.add(layer.name)
+        self._probed_layers.add(layer.name)
         return not any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
-        """Returns `first(args, fields)`. second: the same call without a policy. Raises RunError "sequence-mixing"."""
+        """Returns `first(args, fields)`, and checks the layer with `second`, the same call without a policy. Raises RunError
+        "sequence-mixing".
+        """
         positions = AttentionRecorder(self.dim, self.length)
         inputs = args, dict(fields)
-        others = copy_containers(inputs, {id(one): one.detach().clone() for one in tensors_in(inputs)})
+        perturbed_inputs = copy_containers(inputs, {id(tensor): tensor.detach().clone() for tensor in tensors_in(inputs)})
         token = _RUNNING.set(positions)
         try:
             output = first(args, fields)
-            for one in tensors_in(others):
-                positions.perturb(one)
+            for tensor in tensors_in(perturbed_inputs):
+                positions.perturb(tensor)
             positions.is_second = True
             with torch.no_grad(), _restore_modules(layer.module.modules()):
-                before, after = list(tensors_in((output,))), list(tensors_in((second(*others),)))
+                before, after = list(tensors_in((output,))), list(tensors_in((second(*perturbed_inputs),)))
                 is_mixed = len(before) == len(after) and any(
-                    positions.has_difference(one.detach(), other, self.dim) for one, other in zip(before, after, strict=True)
+                    positions.has_difference(tensor.detach(), after_tensor, self.dim)
+                    for tensor, after_tensor in zip(before, after, strict=True)
                 )
                 if is_mixed or positions.is_mixed:
                     raise RunError(

@@ -37,12 +37,12 @@ class Holder:
 class Param:
     """Describes one logical parameter.
 
-    name: its name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
-    another stage. shape: of the full parameter, in every layout. aliases: its other names on this rank (ties). stages: those
-    that hold it; more than one is a tie across stages. decays: whether weight decay applies (to matrices; not to norms, biases
-    and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard: this rank's
-    part; None if it holds all. layers: those of this rank that hold it, in the order of the model. num_sums: how many partial
-    sums of its gradient exist until it is reduced; if their order is fixed, one for each of `layers`.
+    name: the name in the model's first layer that holds it, e.g. `blocks.0.attention.q.weight`, even if that layer belongs to
+    another stage. shape: the shape of the full parameter, in every layout. aliases: its other names on this rank (ties).
+    stages: the stages that hold it; several for a tie across stages. decays: whether weight decay applies (to matrices, not to
+    norms, biases and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard:
+    this rank's shard; None if the parameter is not sharded. layers: this rank's layers that hold it, in model order. num_sums:
+    the number of partial sums of its gradient until it is reduced: one for each of `layers` if their order is fixed.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Param:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live parameter, or its shard if it is sharded. Looked up at each access, since materialising and moving replace
-        the object. Raises RunError "weight-replaced" if its module no longer has it as a parameter.
+        """Returns the live parameter, or its shard if it is sharded. Looks it up at each access, since materialising and moving
+        replace the object. Raises RunError "weight-replaced" if its module no longer has it as a parameter.
         """
         holder = self.holders[0]
         parameter = holder.module._parameters.get(holder.attribute)
@@ -82,34 +82,34 @@ class Param:
 
     @property
     def family(self) -> tuple[str, tuple[int, ...], int]:
-        """Key of the buffer that the parameter may share: same reduce group, same stages if tied, same number of sums."""
+        """Returns the key of the parameters that may share a buffer: reduce group, stages of a tie, and number of sums."""
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
     def tie_group(self) -> str | None:
-        """Axis of the group over which a tie's gradients are summed; None if only one stage holds it."""
+        """Returns the axis over which a tie's gradients are summed, or None if only one stage holds the parameter."""
         return tie_axis(self.stages) if len(self.stages) > 1 else None
 
     @property
     def row_shard(self) -> Shard:
-        """This rank's shard of a parameter that is sharded along dim 0."""
+        """Returns this rank's shard of a parameter that is sharded along dim 0."""
         assert self.shard is not None, f"{self.name} is not sharded"
         assert self.shard.dim == 0, f"{self.name} is sharded along dim {self.shard.dim}"
         return self.shard
 
     @property
     def chunks(self) -> frozenset[int]:
-        """This rank's model chunks that hold the parameter; several for a tie within the stage."""
+        """Returns this rank's model chunks that hold the parameter; several for a tie within the stage."""
         return frozenset(holder.chunk for holder in self.holders)
 
     @property
     def numel(self) -> int:
-        """Number of elements on this rank, a shard's padding included."""
+        """Returns the number of elements on this rank, including a shard's padding."""
         return self.parameter.numel()
 
     @property
     def trainable(self) -> bool:
-        """Whether `requires_grad` is set now; programs may freeze parameters between steps."""
+        """Returns whether `requires_grad` is set now; programs may freeze parameters between steps."""
         return self.parameter.requires_grad
 
     def __repr__(self) -> str:
@@ -117,34 +117,34 @@ class Param:
 
 
 class ParameterRegistry:
-    """Lists the parameters of this rank's layers, in the order in which the model names them. chunks: these layers, per model
-    chunk. stages: all layers of the model, others on meta; by default, this rank has all layers. shards: which parameters are
-    sharded, and how.
+    """Lists the parameters of this rank's layers in model order. chunks: this rank's layers per model chunk. stages: all layers
+    of the model, with other ranks' layers on meta; by default this rank has all layers. shards: the shards of sharded
+    parameters.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
         self.params: list[Param] = []
         self.base: dict[str, int] = {}  # checksums of the frozen parameters of a model with adapters, by name
-        known: dict[int, Param] = {}
+        params_by_id: dict[int, Param] = {}
         stages = stages or [(0, layers) for layers in chunks]
-        firsts, holders, uses = _index_parameters(stages)
+        first_names, stages_by_id, layers_by_id = _index_parameters(stages)
         local_layers = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
                 for name, holder in _named_holders(layer, chunk):
                     parameter = getattr(holder.module, holder.attribute)
-                    param = known.get(id(parameter))
+                    param = params_by_id.get(id(parameter))
                     if param is None:
-                        first, decays = firsts[id(parameter)]
+                        first_name, decays = first_names[id(parameter)]
                         shard = (shards or {}).get(id(parameter))
                         shape = tuple(parameter.shape) if shard is None else shard.shape
-                        param = known[id(parameter)] = Param(first, shape, [], index=len(self.params))
-                        param.stages = tuple(sorted(holders[id(parameter)]))
-                        param.aliases = [name] if name != first else []
+                        param = params_by_id[id(parameter)] = Param(first_name, shape, [], index=len(self.params))
+                        param.stages = tuple(sorted(stages_by_id[id(parameter)]))
+                        param.aliases = [name] if name != first_name else []
                         param.decays = decays
                         param.shard = shard
                         param.reduce_group = "stage" if param.shard is None else REDUCE_GROUP
-                        param.layers = tuple(name for name in uses[id(parameter)] if name in local_layers)
+                        param.layers = tuple(name for name in layers_by_id[id(parameter)] if name in local_layers)
                         self.params.append(param)
                     else:
                         param.aliases.append(name)
@@ -152,7 +152,9 @@ class ParameterRegistry:
         self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold a parameter that is not listed: nothing would train it."""
+        """Raises RunError "weight-unknown" if `layers` hold a parameter that is not listed, since no optimizer would
+        train it.
+        """
         known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no parameter any more
         known |= {id(getattr(holder.module, holder.attribute)) for param in self for holder in param.holders}
         for layer in layers:
@@ -183,7 +185,7 @@ class ParameterRegistry:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements on this rank, without padding; a tied weight counts once."""
+        """Returns the number of elements on this rank without padding; a tied weight counts once."""
         return sum(param.numel - (param.shard.padding if param.shard else 0) for param in self.params)
 
 
