@@ -100,14 +100,14 @@ class Channels:
         """Starts to receive a host tensor that stage `peer` sends with `send_host`, into `tensor`."""
         return self._start("receive", tensor, peer, label, on_host=True)
 
-    def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Pending]:
+    def _start_message(self, operation: Operation, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
         *headers, body = pieces
         pending = [self._start(operation, header, peer, label, on_host=True) for header in headers]
         if body.numel():
             pending.append(self._start(operation, body, peer, label, on_host=self.uses_host))
         return pending
 
-    def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Pending:
+    def _start(self, operation: Operation, tensor: Tensor, peer: int, label: str, *, on_host: bool) -> Work:
         """Starts to send or receive `tensor`. on_host: whether it is a host tensor, or is sent through the host."""
         sender, receiver = (self.stage, peer) if operation == "send" else (peer, self.stage)
         if on_host and self.separate_header:
