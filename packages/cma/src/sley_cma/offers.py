@@ -178,4 +178,4 @@ class Offers:
 @lru_cache(maxsize=4096)
 def _mark_text(mark: Mark) -> ctypes.Array[ctypes.c_char]:
     """Returns the text of `mark` in a buffer that peers can read."""
-    return ctypes.create_string_buffer(mark.words)
+    return ctypes.create_string_buffer(mark.encoded_text)

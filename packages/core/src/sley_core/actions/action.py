@@ -1,12 +1,12 @@
-"""A step as data: actions, the placement of chunks on stages, and schedules, which generate lists of actions. Imports no torch.
+"""Describes a step as data: actions, the placement of chunks on stages, and schedules, which generate actions.
 
 A schedule generator writes compute actions only, `F0.3` for the forward of chunk 0 on microbatch 3. `lower` adds the rest:
 transfers between stages, and marks for finished chunks. The executor, the simulator and the drawing all read the same lowered
 lists.
 
 The layers of a model are cut into `stages x chunks` positions, in the order in which a sample passes them. A stage holds
-`chunks` of them. A placement is the route of a sample: of each position, the stage that holds it. Two ways to deal them are
-here, any other is a function of a plugin's (`Placing`):
+`chunks` of them. A placement is the route of a sample: the stage of each position. Two placements are here; plugins may define
+others (`Placing`):
 
     loop, 4 stages, 2 chunks               v, 4 stages
 
@@ -45,18 +45,18 @@ class Kind(StrEnum):
 
     @property
     def makes_gradients(self) -> bool:
-        """Whether an action of this type may change a gradient."""
+        """Returns whether an action of this type may change a gradient."""
         return self in _GRADIENT_KINDS
 
 
 _GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 
 SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
-"""The actions that turn the gradient of a chunk's output into the gradient of its input."""
+"""The types of actions that compute the gradient of a chunk's input from the gradient of its output."""
 
 
 class Action(NamedTuple):
-    """One line of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, counted from 0 per rank."""
+    """An entry of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, both counted from 0 per rank."""
 
     kind: Kind
     chunk: int
@@ -68,10 +68,10 @@ class Action(NamedTuple):
 
 
 Flow = Literal["forward", "backward"]
-"""What a transfer carries: outputs of a chunk to the next one, or gradients to the one before."""
+"""The content of a transfer: outputs of a chunk for the next chunk, or gradients for the previous chunk."""
 
 Direction = Literal["up", "down"]
-"""Where a transfer goes: to a stage of a higher number, or of a lower one. Each direction has a communicator."""
+"""The direction of a transfer: to a stage with a higher number, or with a lower number. Each has its own communicator."""
 
 DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 
@@ -98,15 +98,15 @@ class Transfer(NamedTuple):
     peer_chunk: int
 
     def __str__(self) -> str:
-        whom = "to" if self.op == "send" else "from"
-        return f"{self.op} {self.flow} {self.chunk}.{self.micro} {whom} stage {self.peer}"
+        preposition = "to" if self.op == "send" else "from"
+        return f"{self.op} {self.flow} {self.chunk}.{self.micro} {preposition} stage {self.peer}"
 
 
 Step = Action | Transfer
-"""A word of a lowered list."""
+"""An entry of a lowered list."""
 
 Lowered = tuple[Step, ...]
-"""What one rank does in one step, in order."""
+"""The entries of one rank in one step, in order."""
 
 
 def sequential(num_micros: int) -> list[Action]:
@@ -139,8 +139,8 @@ def in_words(entry: str) -> str:
     if match is None:
         return entry
     kind, chunk, micro, suffix = match.groups()
-    on = "" if micro is None else f" on microbatch {micro}"
-    return f"{_ACTIONS[kind]} of chunk {chunk}{on}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
+    micro_text = "" if micro is None else f" on microbatch {micro}"
+    return f"{_ACTIONS[kind]} of chunk {chunk}{micro_text}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
 
 
 class Delivery(NamedTuple):
@@ -152,7 +152,7 @@ class Delivery(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """Position of the chunk that computes the value."""
+        """Returns the position of the chunk that computes the value."""
         return self.position + (-1 if self.flow == "forward" else 1)
 
 
@@ -192,12 +192,12 @@ class Placement:
 
     @cached_property
     def stages(self) -> int:
-        """Number of stages."""
+        """Returns the number of stages."""
         return max(self.route) + 1
 
     @cached_property
     def chunks(self) -> int:
-        """Number of positions that each stage holds."""
+        """Returns the number of positions that each stage holds."""
         return self.num_positions // self.stages
 
     @cached_property
@@ -211,11 +211,11 @@ class Placement:
         return self._positions[stage][chunk]
 
     def positions(self, stage: int) -> Sequence[int]:
-        """Returns the positions of a stage's chunks along the model, indexed by chunk."""
+        """Returns the positions of a stage's chunks along the model, by chunk."""
         return self._positions[stage]
 
     def holder(self, position: int) -> StageChunk:
-        """Returns the stage and chunk that hold `position`; the inverse of `position`."""
+        """Returns the stage and chunk that hold `position`. The inverse of the method `position`."""
         assert 0 <= position < self.num_positions, f"position {position} of {self.num_positions}"
         return self._holders[position]
 
@@ -230,7 +230,7 @@ class Placement:
         return self.holder(position + 1) if position + 1 < self.num_positions else None
 
     def input_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` needs from the chunk before or after `position`; None if it needs none."""
+        """Returns the value that `action` needs from the chunk before or after `position`, or None if it needs none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
         if action.kind in SENDS_GRADIENT and position + 1 < self.num_positions:
@@ -238,7 +238,7 @@ class Placement:
         return None
 
     def output_of(self, action: Action, position: int) -> Delivery | None:
-        """Returns the value that `action` at `position` computes for a neighbouring chunk; None if there is none."""
+        """Returns the value that `action` at `position` computes for a neighbouring chunk, or None if there is none."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
         if action.kind in SENDS_GRADIENT and position > 0:
@@ -247,7 +247,7 @@ class Placement:
 
     @cached_property
     def _positions(self) -> tuple[tuple[int, ...], ...]:
-        """Position by [stage][chunk]."""
+        """Returns the positions by [stage][chunk]."""
         by_stage: list[list[int]] = [[] for _ in range(self.stages)]
         for position, stage in enumerate(self.route):
             by_stage[stage].append(position)
@@ -264,7 +264,7 @@ class Placement:
 
 
 Placing = Callable[[int, int], Placement]
-"""`(stages, chunks) -> placement`, a pure function. Raises PlanError for numbers that it cannot place."""
+"""A pure function `(stages, chunks) -> placement`, which raises PlanError for numbers that it does not support."""
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
@@ -285,14 +285,15 @@ def placement_error(fault: str) -> PlanError:
 
 
 Generator = Callable[[int, int, int], list[list[Action]]]
-"""`(stages, chunks, micros) -> one list per stage`: pure, compute actions only. Raises PlanError outside its domain."""
+"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`. Raises PlanError for numbers that it
+does not support.
+"""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A generator with the choices of its plan's table: how many chunks a stage has, and how they are placed.
-
-    place: makes the placement for any number of stages, as `loop` and `v` do.
+    """A generator with the number of chunks per stage and the placement of the plan's table. place: returns the placement for
+    any number of stages, as `loop` and `v` do.
     """
 
     generate: Generator
@@ -310,7 +311,7 @@ class Schedule:
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """Returns every stage's compute actions in a training step; `lower` takes them with `placement(stages)`.
+        """Returns every stage's compute actions in a training step, for `lower`.
 
         Raises PlanError "schedule-wrong" if the generator does not return a sequence of actions for each stage.
         """
@@ -326,6 +327,6 @@ class Schedule:
         return [list(steps) for steps in lists]
 
 
-def _generator_error(value: object, due: str) -> PlanError:
-    message = f"the schedule's generator must return {due}, but returns a `{type(value).__name__}`"
+def _generator_error(value: object, expected: str) -> PlanError:
+    message = f"the schedule's generator must return {expected}, but returns a `{type(value).__name__}`"
     return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="return a value of type `list[list[Action]]`")

@@ -3,10 +3,10 @@
     stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
     stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
-Every stage is a row, time goes to the right. An action begins with its letter and its microbatch, as far as there is room, and
-fills its time; dots are time in which no action runs. With two chunks, small letters are the second one's. With more, each
-chunk has a row of its own, blank while the stage works on another chunk. A step of too many actions for the width loses its
-middle, so that how it starts and how it ends can be read.
+Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and fills
+its time. Dots are time in which no action runs. With two chunks, small letters are the second chunk. With more, each chunk has
+a row, which is blank while the stage works on another chunk. The middle of a step with too many actions for the width is
+omitted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAMES = {
     Kind.WEIGHT_GRADIENT: "W weight gradients",
 }
 COLUMNS_PER_ACTION = 3
-"""Columns of the shortest action where the width allows it: room for a label of two characters."""
+"""The number of columns of the shortest action, if the width allows it: room for a label of two characters."""
 
 CUT = " / "
 """Marks the omitted middle of a long step."""
 
 LEAST_ROOM = 16
-"""Rows with fewer columns are not shortened: too little would be left to read."""
+"""The least number of columns of a shortened row."""
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
@@ -50,7 +50,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def label(action: Action) -> str:
-    """Returns letter and microbatch, `F3`; the letter is lower case for every chunk but the first."""
+    """Returns letter and microbatch, such as `F3`. The letter is lower case for every chunk but the first."""
     letter = action.kind.value if action.chunk == 0 else action.kind.value.lower()
     return f"{letter}{action.micro}"
 
@@ -62,9 +62,9 @@ def _row_label(stage: int, chunk: int | None) -> str:
 
 
 def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """Returns the number of columns per second; a drawing that is still wider than `room` loses its middle.
+    """Returns the number of columns per second. The drawing may be wider than `room`.
 
-    The shortest action gets a whole number of columns if it gets any, so that equal actions look equal.
+    The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:

@@ -1,21 +1,20 @@
-"""Turns compute-only lists into what each rank executes: checks them together, adds transfers and marks.
+"""Lowers compute-only lists to the lists that ranks execute: checks them together, and adds transfers and CHUNK_DONE entries.
 
-    generator ──> lists of F B I W ──> check ──> send after each action that makes something for another stage
+    generator ──> lists of F B I W ──> check ──> add a send after each action whose result another stage needs
                                                  run once in simulated time: does it end?
-                                                 post each receive ahead of the action that takes it
+                                                 post each receive ahead of the action that needs it
                                                  mark each chunk whose gradients are complete ──> lowered lists
 
 `lower` refuses lists that are not a valid step, so that readers of lowered lists need not check them.
 
-All transfers in one direction, up or down the stages, stand in one order, the same for all stages: that in which they would be
-sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend joins the
-ends (by tag, by order per pair of stages, or as one communicator on which everything waits for what was issued before), the
-first transfer of the order that is not done is the next one at both of its ends, and no two ends can wait for each other.
+All transfers in one direction, up or down the stages, have one order, the same for all stages: the order in which they would be
+sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend matches the
+ends (by tag, by order per pair of stages, or by order per communicator), the first unfinished transfer of the order is the next
+one at both of its ends, and no two ends can wait for each other.
 
-A post stands before the first action that takes a later transfer in either direction: otherwise a stage with several neighbours
-in one direction can deadlock, because its late receive blocks a message for which it waits itself. Within that order a receive
-is posted `ahead` actions before the one that takes it: early enough that no send waits, late enough that few buffers are in
-use.
+A post precedes the first action that needs a later transfer in either direction. Otherwise a stage with several neighbours in
+one direction could deadlock, because its late receive would block a message for which the stage itself waits. Within that order
+a receive is posted `ahead` actions before its use: early enough that no send waits, late enough that few buffers are in use.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -50,10 +49,10 @@ NEEDS = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""The action of the same chunk and microbatch that must come first."""
+"""The type of the action that must precede an action on the same chunk and microbatch."""
 
 EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
-"""A backward is whole or split."""
+"""The types that exclude each other on a chunk and microbatch: a backward is either whole or split."""
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
@@ -89,7 +88,7 @@ def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, tra
     if kind.makes_gradients and not training:
         return "is in a forward-only list"
     needed = NEEDS[kind]
-    # looked up as the tuples that actions equal, which are made faster: a search looks for a million
+    # looked up as plain tuples, which equal actions and are made faster: a search makes a million look-ups
     if needed and (needed, chunk, micro) not in seen:
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
@@ -112,16 +111,16 @@ def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool
 
 
 AHEAD = 4
-"""How many actions before the one that takes it a receive is posted.
+"""The number of actions between the post of a receive and its use.
 
-The smallest with which no schedule of sley-pp sends anything before its receive is posted, with six buffers per stage at
-most. In simulated steps 2 would do, for transfers of up to two actions' time: what a late post costs is not in the
-link but in the processes at its ends (docs/adr/0014).
+With this number no schedule of sley-pp sends a value before its receive is posted, and a stage has at most six buffers. In
+simulated steps 2 would suffice, for transfers of up to two actions' time: a late post delays the processes at its ends, not the
+link (docs/adr/0014).
 """
 
 
 def build_send(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send of `output`, the result of `action`; None if no other stage needs it."""
+    """Returns the send of `output`, the result of `action`, or None if no other stage needs it."""
     if output is None:
         return None
     peer = placement.holder(output.position)
@@ -145,10 +144,11 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
 
 
 class _Issue(NamedTuple):
-    """One end of a transfer in one stage's list. action: the index of the action that computes or uses the value.
+    """One end of a transfer in one stage's list.
 
-    post: the entry to place; None for a send, whose place is fixed. latest: the number of the first action that takes a
-    later transfer, or `action` if that is smaller.
+    order: the index of the transfer in the global order. action: the index of the action that computes or uses the value. post:
+    the entry to insert; None for a send, whose position is fixed. latest: the largest index before which the post may stand:
+    that of the first action that needs a later transfer, or `action` if that is smaller.
     """
 
     order: int
@@ -209,7 +209,7 @@ def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transf
             preceding = issue.action + 1
         else:
             preceding = max(preceding, number)
-            assert preceding <= issue.action, f"{issue.post} is posted after action {issue.action}, which takes it"
+            assert preceding <= issue.action, f"{issue.post} is posted after action {issue.action}, which uses it"
             placed.append((preceding, issue.post))
     return placed
 
@@ -220,9 +220,9 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     lists: each stage's compute actions over its chunks and `micros` microbatches. training: whether every forward must have a
     full or split backward; if False, no forward may have one.
 
-    An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last
-    gradient action. Raises PlanError: "schedule-wrong" with the first bad action and its place, "schedule-deadlock"
-    with what each blocked stage waits for.
+    An action is followed by the send of its result, then by posts, then by CHUNK_DONE if it was its chunk's last gradient
+    action. Raises PlanError "schedule-wrong" with the first bad action and its index, and "schedule-deadlock" with the actions
+    for which the blocked stages wait.
     """
     check_lists(lists, placement, micros, training=training)
     outputs = []

@@ -1,20 +1,19 @@
 """Runs the lists of all stages in simulated time, until every list is done or no stage can go on.
 
-A stage does one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not wait. A
-sent value travels once its receive is posted, one after another per sender and receiver, while both stages go on computing. The
-result does not depend on the order in which stages are visited.
+A stage runs one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not wait. A
+sent value is transferred once its receive is posted, one value after another per sender and receiver, while both stages
+compute. The result does not depend on the order in which stages are visited.
 
-The most that a stage holds at once is counted from its list alone, since a stage does one thing at a time.
-
-What a microbatch leaves behind in one chunk, and until when:
+The peak memory of a stage follows from its list, since a stage runs one entry at a time. A microbatch occupies memory in one
+chunk during these times:
 
     F ───────── graph ─────────> B                    outputs and saved tensors, from the end of F to the end of B
-    F ── graph ──> I ── queue ──> W                   a split backward: the graph goes at the end of I, what I has queued
-                                                      for the weight gradients (inputs, output gradients) at the end of W
-    post ── buffer ──> F, B or I                      what is received, from its post to the end of the action that takes it
+    F ── graph ──> I ── queue ──> W                   a split backward: the graph until the end of I, the queued inputs and
+                                                      output gradients for the weight gradients until the end of W
+    post ── buffer ──> F, B or I                      the received value, from its post to the end of the action that uses it
 
-A pair (chunk, microbatch) that has a graph or a queue is *held*. What is received belongs to the graph from the end of F on.
-Outputs on their way to another stage are not counted: they are gone when the transfer is.
+From the end of F on, the received value belongs to the graph. Outputs that are being sent are not counted, since they are freed
+after the transfer.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Machine:
         self._free_s: dict[tuple[int, int], float] = {}
         self._now_s = [0.0] * len(lists)
         self._positions = [placement.positions(stage) for stage in range(placement.stages)]
-        self._at = [0] * len(lists)
+        self._next_index = [0] * len(lists)
         self._waiting: dict[Delivery, int] = {}
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Runs until all stages are at the end of their lists; results are in `spans`, `sent_s` and `posted_s`.
+        """Runs until all stages are at the end of their lists. The results are in `spans`, `sent_s` and `posted_s`.
 
-        Raises PlanError "schedule-deadlock" if some stages are blocked, with each one's place and what it waits for.
+        Raises PlanError "schedule-deadlock" with the position of each blocked stage and the action for which it waits.
         """
         while self._ready:
             self._advance(self._ready.popleft())
@@ -65,17 +64,17 @@ class Machine:
     def _advance(self, stage: int) -> None:
         """Runs one stage's list until an action must wait for a value that has not arrived."""
         steps = self.lists[stage]
-        for index in range(self._at[stage], len(steps)):
+        for index in range(self._next_index[stage], len(steps)):
             step = steps[index]
             if isinstance(step, Transfer):
                 self._record_transfer(stage, step)
             elif step.kind is not Kind.CHUNK_DONE and not self._run_action(stage, step):
-                self._at[stage] = index
+                self._next_index[stage] = index
                 return
-        self._at[stage] = len(steps)
+        self._next_index[stage] = len(steps)
 
     def _run_action(self, stage: int, action: Action) -> bool:
-        """Runs `action` and returns True if its input has arrived; else records what the stage waits for and returns False."""
+        """Runs `action` if its input has arrived, and otherwise records that the stage waits for it. Returns whether it ran."""
         position = self._positions[stage][action.chunk]
         start_s = self._now_s[stage]
         delivery = self.placement.input_of(action, position)
@@ -111,8 +110,8 @@ class Machine:
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
         """Returns a text with the action at which `stage` is blocked, and the action that it waits for."""
-        before = select_actions(self.lists[stage][: self._at[stage]])
-        action = self.lists[stage][self._at[stage]]
+        before = select_actions(self.lists[stage][: self._next_index[stage]])
+        action = self.lists[stage][self._next_index[stage]]
         source = self.placement.holder(delivery.origin)
         kind = Kind.FORWARD if delivery.flow == "forward" else Kind.BACKWARD
         awaited = Action(kind, source.chunk, delivery.micro)
@@ -120,7 +119,7 @@ class Machine:
         return f"{location} waits for {awaited} of stage {source.stage}"
 
     def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
-        """Records that `delivery` is available from `at_s` on; a stage that waits for it is ready again."""
+        """Records that `delivery` is available from `at_s` on. A stage that waits for it becomes ready."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
         if waiting is not None:
@@ -131,8 +130,8 @@ class Machine:
 class Peaks:
     """Holds the peak counts and bytes of one stage. Each peak may be at a different time.
 
-    pairs: (chunk, microbatch) pairs held; 1F1B reaches min(P - s, M) on stage s. graphs: those of them with a graph. receives:
-    buffers of receives. num_bytes: graphs, queues and buffers together.
+    pairs: the number of (chunk, microbatch) pairs with a graph or a queue; 1F1B reaches min(P - s, M) on stage s. graphs: the
+    number of pairs with a graph. receives: the number of receive buffers. num_bytes: the bytes of graphs, queues and buffers.
     """
 
     pairs: int
@@ -141,13 +140,13 @@ class Peaks:
     num_bytes: int
 
 
-_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
-"""The change in the numbers of graphs and queues by an action of each type."""
+_COUNT_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
+"""The changes of the numbers of graphs and queues by an action of each type."""
 
 
 def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
-    """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list keeps no graphs."""
-    keeps = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
+    """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list has no graphs."""
+    keeps_graphs = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
     peak = Peaks(0, 0, 0, 0)
     for step in steps:
@@ -159,7 +158,7 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
             delivery = placement.input_of(step, position)
             if delivery is not None and placement.holder(delivery.origin).stage != stage:
                 change, is_forward = -1, delivery.flow == "forward"
-            graph, queue = _CHANGES.get(step.kind, (0, 0)) if keeps else (0, 0)
+            graph, queue = _COUNT_CHANGES.get(step.kind, (0, 0)) if keeps_graphs else (0, 0)
             graphs += graph
             queues += queue
             num_bytes += graph * costs.graph_bytes[position] + queue * costs.queued_bytes[position]
@@ -185,8 +184,8 @@ class SimulatedStep:
 
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> SimulatedStep:
-    """Runs lowered lists in simulated time, as the module describes. Pure: the same arguments give the same result. A transfer
-    takes the time of its link, beside the actions of both stages. Raises PlanError "schedule-deadlock" for lists that stop.
+    """Runs lowered lists in simulated time, as the module describes. A transfer takes the time of its link, and overlaps with
+    the actions of both stages. Raises PlanError "schedule-deadlock" for lists that do not end.
     """
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()
@@ -207,8 +206,8 @@ class TimedAction(NamedTuple):
 class Timeline:
     """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap.
 
-    end_s: when the step is over, if sums and an update follow the last action. computing_s: seconds for which each stage
-    computes, if not all of its spans and nothing else.
+    end_s: the end of the step, if sums and an update follow the last action. computing_s: the seconds for which each stage
+    computes, if these are not the sum of its spans.
     """
 
     stages: int
@@ -226,7 +225,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to its end, or to the end of the last action on any stage."""
+        """Returns the seconds from the start of the step to its end, or to the end of the last action on any stage."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle(self, stage: int) -> float:
@@ -241,9 +240,9 @@ class Timeline:
 class Costs:
     """Holds costs by position: entry i of every tuple belongs to position i of the model (see `Placement`).
 
-    seconds: of each kind of action. link_s: of a transfer between position i and i + 1, in either direction. graph_bytes:
-    memory that a forward keeps for the backward of its microbatch. queued_bytes: memory, of saved inputs and output gradients,
-    that an input-gradient action keeps for the weight-gradient action. boundary_bytes: size of the value that crosses between i
+    seconds: the times of each type of action. link_s: the time of a transfer between positions i and i + 1, in either
+    direction. graph_bytes: the memory that a forward saves for its backward. queued_bytes: the inputs and output gradients that
+    an input-gradient action saves for the weight-gradient action. boundary_bytes: the size of the value that crosses between i
     and i + 1.
     """
 
@@ -263,7 +262,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> Costs:
-        """Returns equal costs for every position, without bytes; a full backward takes the sum of its two halves."""
+        """Returns equal costs for every position, without bytes. A full backward takes the time of both halves."""
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

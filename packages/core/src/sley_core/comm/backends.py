@@ -1,4 +1,4 @@
-"""The transports of core, and the choice of a group's transport when groups are made."""
+"""Defines the transports of core, and chooses the transports of a group."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _GATHER, _REDUCE = (
 
 
 class CollectiveTransport(Transport):
-    """Exchanges tensors by the collectives of the communicator `channel`. name: the name of the channel. log: the exchange log
-    of the group. is_coalesced: whether one call handles several tensors.
+    """Exchanges tensors by the collectives of the communicator `channel`. name: the channel's name. log: the group's exchange
+    log. is_coalesced: whether one call handles several tensors.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CollectiveTransport(Transport):
         return start_all_reduce(tensor, self.members, self._name, self._channel, label)
 
     def _start_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
-        """Starts to gather the ranks' `shards` into `wholes`; returns the works to wait for."""
+        """Starts to gather the ranks' `shards` into `wholes`. Returns the works to wait for."""
         if self._is_coalesced:
             return [getattr(self._channel, _GATHER)(list(wholes), list(shards))]
         parts = [list(whole.view(self.members.size, *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
@@ -84,9 +84,8 @@ class CollectiveTransport(Transport):
 
 
 def can_coalesce(channel: dist.ProcessGroup) -> bool:
-    """Returns whether the backend accepts several tensors in one call on each of its devices. gloo does not: its coalesced
-    gather hands a device's addresses to the host, and its coalesced reduce-scatter is one all-reduce per tensor, each of a
-    copy.
+    """Returns whether the backend accepts several tensors in one call on all of its devices. gloo does not: its coalesced
+    gather passes a device's addresses to the host, and its coalesced reduce-scatter is one all-reduce of a copy per tensor.
     """
     return bool(dist.get_backend(channel) != "gloo")
 
@@ -154,11 +153,11 @@ class MessageTransport(Transport):
         operation: str,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Starts an exchange with every peer; returns its handle.
+        """Starts an exchange with every peer, and returns its handle.
 
         The i-th tensor of each row of `inputs` goes to the i-th peer, and the i-th tensor of each row of `outputs` is received
-        from it. All are contiguous, on the host, and must not be touched until `wait_sent`. All members call this in one order.
-        mark: the mark that peers compare. operation: its name in errors. finish: called once, after the last receive.
+        from it. All tensors are contiguous, on the host, and must not be used until `wait_sent`. All members call this in one
+        order. mark: the mark that peers compare. operation: its name in errors. finish: called once, after the last receive.
         """
         received: list[Any] = []
         sent: list[Any] = []
@@ -246,7 +245,7 @@ def common_transports(members: Members, channel: dist.ProcessGroup) -> tuple[Tra
 def connect_transports(
     members: Members, channels: Mapping[str, dist.ProcessGroup], records: Sequence[TransportRecord], timeout_s: float
 ) -> dict[str, Transport]:
-    """Connects `members` by the first of `records` that can connect them, for tensors on the host.
+    """Connects `members` by the first of `records` that can connect them, for host tensors.
 
     Returns a transport for each of `channels`, or {} on all ranks. All members call it with equal records. timeout_s: the limit
     of each wait.

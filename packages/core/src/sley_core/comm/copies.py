@@ -1,4 +1,4 @@
-"""Copies between a device and the host that run in parallel with the device's own work.
+"""Copies tensors between a device and the host in parallel with the device's own work.
 
     stream.follow()                  # copies start after all work that is queued on the device so far
     stream.copy(host, weights)       # several copies, in this order
@@ -134,9 +134,9 @@ _hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 class HostMemory:
     """Holds zeroed host memory in `data`, uint8 [num_bytes].
 
-    It takes whole pages; torch's pinned memory takes the next power of two. lock: whether to page-lock the memory with CUDA, so
-    that copies need not wait for the host. `is_locked` is whether that worked; a failure is a warning. The pages are locked as
-    long as this object lives, and freed with the last view.
+    Its size is rounded up to full pages, while torch's pinned memory takes the next power of two. lock: whether to page-lock
+    the memory with CUDA, so that copies need not wait for the host. is_locked: whether that worked; a failure is a warning. The
+    pages are locked as long as this object lives, and freed with the last view.
     """
 
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
@@ -153,7 +153,7 @@ class HostMemory:
         return any(storage_id(memory.data) == key for memory in list(_hosts))
 
     def _lock(self, address: int) -> bool:
-        """Page-locks the pages at `address` for the life of this object; returns whether that worked, and warns if not."""
+        """Page-locks the pages at `address` for the life of this object. Returns whether that worked, and warns if not."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
             # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch, after which

@@ -1,4 +1,4 @@
-"""Collects the differences between device types in one place.
+"""Defines the device of a rank, and with it all differences between device types.
 
 `cuda` is CUDA and NCCL, `cpu` is gloo, `meta` is a fake world: shapes without memory.
 """
@@ -45,7 +45,7 @@ SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
 class Device:
     """The device of this rank: `Device.pick("auto", local_rank, local_size)`.
 
-    is_shared: several ranks of this machine run on it. stream: the CUDA stream on which the run works; None on other devices.
+    is_shared: whether several ranks of this machine use it. stream: the CUDA stream of the run; None on other devices.
     """
 
     torch_device: torch.device
@@ -98,7 +98,7 @@ class Device:
         return self.type == "cuda"
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Returns a context in which new tensors are on this device. Only a fake world's device does anything here."""
+        """Returns a context manager in which new tensors are on this device. It is empty except in a fake world."""
         return nullcontext()
 
     @contextmanager
@@ -118,7 +118,9 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device; returns `values`, [n] or a scalar, on the host. usual: the result if tensors have no values."""
+        """Waits for the device, and returns `values`, [n] or a scalar, on the host. usual: the result if tensors have no
+        values.
+        """
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
@@ -179,8 +181,8 @@ class Device:
         return host.copy_(tensor, non_blocking=True)
 
     def again(self, memory: Tensor) -> Tensor:
-        """Returns a tensor over `memory` with its own storage, whose use count shows whether anybody still uses it."""
-        return from_dlpack(to_dlpack(memory.detach()))  # does not keep the tensor object
+        """Returns a tensor over `memory` with a separate storage, whose use count shows whether it is still in use."""
+        return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:
         """Returns a memoryview of `memory`, uint8 [bytes] on the host."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sley_core.comm.group import Group
 
 PATIENCE_S = 10.0
-"""How long a network file system may take to show one host's files on another host."""
+"""The time in which a network file system must show one host's files on another host."""
 
 _POLL_S = 0.05
 
@@ -68,8 +68,8 @@ def probe(
 ) -> None:
     """Raises RunError "checkpoint-folder" on all ranks unless all of them can write in the one folder of `scratch`.
 
-    All ranks of `control` call it, and no file stays there. timeout_s: the limit of an exchange between ranks. problem: returns
-    why rank 0 refuses the folder, or "". writes: whether this rank will write there; rank 0 always does.
+    All ranks of `control` call it, and it leaves no files. timeout_s: the limit of an exchange between ranks. problem: returns
+    the reason why rank 0 refuses the folder, or "". writes: whether this rank will write there, as rank 0 always does.
     """
     # Half, so that a rank reports a missing file before the others stop waiting for it.
     patience_s = min(PATIENCE_S, timeout_s / 2)
@@ -77,14 +77,14 @@ def probe(
     token, first_failure = "", ""
 
     def run_steps(*steps: Callable[[], str | None]) -> str:
-        """Returns the first text that one of `steps` returns, or its error: the other ranks wait for an answer."""
+        """Returns the first text that a step returns, or its error, since the other ranks wait for an answer."""
         try:
             return next((text for step in steps if (text := step())), "")
         except Exception as error:  # whatever a file system raises
             return format_cause(error)
 
     def wait_for_files(names: Iterable[str], label: str) -> str:
-        """Waits until files with these `names` exist; returns a text if they do not appear in time."""
+        """Waits until files with these `names` exist. Returns a text if they do not appear in time."""
         expected, deadline = set(names), time.monotonic() + patience_s
         while not expected <= set(scratch.names(token)):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A group of ranks, and the collectives and messages over it, with errors that name group and content."""
+"""Defines a group of ranks with its collectives and messages, whose errors name group and content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sley_core.topology import DEFAULT_CHANNEL
 Op = Literal["sum", "max", "min"]
 
 Exchange = Op | Literal["broadcast", "all_gather", "all_to_all", "send", "receive"]
-"""An exchange of a group; an all-reduce by its operation."""
+"""The type of an exchange; an all-reduce is named by its operation."""
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -61,34 +61,35 @@ class Group(Members):
         return self.size > 1 and self.imitate is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
-        """Returns the communicator of channel `name`; a group of one rank has none."""
+        """Returns the communicator of the channel `name`. A group of one rank has no communicators."""
         return self.channels[name]
 
     def transport(self, channel: str = DEFAULT_CHANNEL) -> Transport:
-        """Returns the transport of `channel`. Call this at each use: closed groups have no transports."""
+        """Returns the transport of `channel`. Must be called at each use, since closed groups have no transports."""
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Work:
-        """Starts an all-reduce of `tensor` in place; returns its handle."""
+        """Starts an all-reduce of `tensor` in place, and returns its handle."""
         return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, label)
 
     def broadcast(self, tensor: Tensor, *, label: str) -> Work:
-        """Starts a broadcast of `tensor` in place from the first rank of the group; returns its handle."""
+        """Starts a broadcast of `tensor` in place from the first rank of the group, and returns its handle."""
         return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, label)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
-        """Starts an all-to-all: slice i of `tensor` goes to the i-th rank, slice i of `output` comes from it. Both are of one
-        size and dtype, and divide along dim 0 into `size` equal slices. Returns the handle.
+        """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th rank, and slice i of `output`
+        comes from it. Both tensors have one size and dtype, and divide along dim 0 into `size` equal slices.
         """
         return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, label, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
-        """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order; returns its handle."""
+        """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order. Returns its handle."""
         return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, label, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
-        """Starts to send `tensor` to the member at coordinate `peer`, on `channel`; returns its handle. Calls the communicator
-        itself, which numbers members as the group does: the overhead of `dist.isend` is a fifth of the call.
+        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
+        communicator directly, which numbers members as the group does, since the overhead of `dist.isend` is a fifth of the
+        call.
         """
         if self.imitate is not None:
             return GroupWork([], _finish=self.imitate("send", tensor, tensor, channel, label))
@@ -97,18 +98,18 @@ class Group(Members):
         return GroupWork([run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn)], (), turn)
 
     def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
-        """Starts to receive into `tensor` from the member at coordinate `peer`; returns its handle."""
+        """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
         if self.imitate is not None:
             return GroupWork([], _finish=self.imitate("receive", tensor, tensor, channel, label))
         turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
-            landed = torch.empty_like(tensor, device="cpu")
-            work = run_guarded(lambda: self.channel(channel).recv([landed], peer, 0), turn)
-            return GroupWork([work], (), turn, lambda: tensor.copy_(landed))
+            host_tensor = torch.empty_like(tensor, device="cpu")
+            work = run_guarded(lambda: self.channel(channel).recv([host_tensor], peer, 0), turn)
+            return GroupWork([work], (), turn, lambda: tensor.copy_(host_tensor))
         return GroupWork([run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn)], (), turn)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
-        """Gathers the `value` of each rank of the group `control`, in the order of ranks; blocks.
+        """Returns the `value` of each rank of the group `control`, in the order of ranks. Blocks.
 
         value: small and serialisable as JSON. If the other members do not exist, the result repeats this rank's value.
         """
@@ -128,7 +129,7 @@ class Group(Members):
         label: str,
         channel: str = DEFAULT_CHANNEL,
     ) -> Work:
-        """Starts the collective `call` of torch, which sends `tensor` and fills `result`; returns its handle."""
+        """Starts the collective `call` of torch, which sends `tensor` and fills `result`. Returns its handle."""
         if self.size == 1:
             if result is not tensor:
                 result.copy_(tensor)

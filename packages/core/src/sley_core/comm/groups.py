@@ -1,4 +1,4 @@
-"""Makes communicators from the topology's table: all ranks go through it in one order and join the lines that name them.
+"""Makes communicators from the topology's table. All ranks process it in one order and join the lines that name them.
 
 Nothing runs on the default group after start-up, and `new_group` is called only here. A fake world (`Simulation`) has the same
 groups, with torch's backend "fake", and transports that exchange nothing.
@@ -71,7 +71,7 @@ def make_groups(
     device: torch.device = _HOST,
     cross_memory: bool = False,
 ) -> Groups:
-    """Makes and joins every group of the table that names `rank`. All ranks of the world call this once, with equal tables.
+    """Returns the groups of `rank`. All ranks of the world call this once, with equal tables.
 
     Lines that do not name `rank` cost 12 us each: torch names a group by the number of earlier groups. With
     `use_local_synchronization` torch still counts, and hangs if one member has joined more groups than another, as with ties of
@@ -118,7 +118,7 @@ def make_groups(
 
 
 def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of this rank's group of each axis: only `rank` if no line has the axis. extra: lines of plugins and
+    """Returns the members of this rank's group by axis: only `rank` if no line has the axis. extra: the lines of plugins and
     ties.
     """
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
@@ -127,14 +127,14 @@ def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: i
 
 
 def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:
-    """Returns the axes whose exchanges may use cross-memory attach, and those of `extra` that ask for it."""
+    """Returns the axes whose exchanges may use cross-memory attach, including those of `extra` that request it."""
     weights = ("wp", "stage", "wdp") if topology.wp > 1 else ("stage",)
     sequences = ("sp",) if topology.sp > 1 else ()
     return (*weights, *sequences, *dict.fromkeys(entry.axis for entry in extra if entry.cross_memory))
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes a communicator; returns None on a rank outside the group. All ranks call it. Raises RunError `group-failed`."""
+    """Returns a new communicator, or None on a rank outside the group. All ranks call it. Raises RunError `group-failed`."""
     try:
         with _unbind_default_group() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
@@ -146,10 +146,10 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 
 @contextmanager
 def _unbind_default_group() -> Iterator[None]:
-    """Returns a context in which torch can make a group without NCCL.
+    """Returns a context manager in which torch can make a gloo group beside NCCL.
 
-    If the default group is bound to a device, as NCCL's is, the ranks outside a new group join a split of the default
-    communicator. The ranks inside split it only for an NCCL group: for a gloo group the others would wait forever.
+    If the default group is bound to a device, as with NCCL, the ranks outside a new group join a split of the default
+    communicator. The ranks inside split it only for an NCCL group, so the others would wait forever for a gloo group.
     """
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
@@ -164,7 +164,7 @@ def _unbind_default_group() -> Iterator[None]:
 
 
 class SilentTransport(SingleRankTransport):
-    """A transport that exchanges no data: results keep their contents."""
+    """A transport that exchanges no data, so that results keep their contents."""
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return Work()
@@ -174,12 +174,12 @@ class SilentTransport(SingleRankTransport):
 
 
 class Simulation:
-    """Replaces communication in a fake world."""
+    """Replaces the communication of a fake world; without a subclass, results keep their contents."""
 
     def groups(
         self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, cross_memory: bool
     ) -> Groups:
-        """Makes this rank's groups without peers; the counterpart of `make_groups`."""
+        """Returns this rank's groups without peers, as `make_groups` does with peers."""
         lines = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
         channels: dict[str, dict[str, dist.ProcessGroup]] = {}
         for entry in lines:
@@ -200,26 +200,24 @@ class Simulation:
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns a transport for each of `channels`. cross_memory: whether ranks of one host would read each other's
-        memory.
-        """
+        """Returns a transport for each of `channels`. cross_memory: whether ranks of one host read each other's memory."""
         return dict.fromkeys(channels, SilentTransport())
 
     def imitate(
         self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
-        """Simulates an exchange of `members` (`Imitate`): the result keeps its contents."""
+        """Simulates an exchange of `members`, as `Imitate` describes."""
         return nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
-        """Returns a function (stage, chunk) that describes the output of another stage's chunk; None if no steps are run, or
-        there is only one stage. stage: has all layers of the model, on meta, as built. dtype: the parameters' dtype.
+        """Returns a function (stage, chunk) that describes the output of another stage's chunk, or None if no steps are run or
+        there is only one stage. stage: the stage, with all layers of the model on meta. dtype: the parameters' dtype.
         """
         return None
 
     def fill(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        """Gives this rank's sharded layers on meta tensors of `dtype` for a step. This class does nothing."""
+        """Replaces the meta tensors of this rank's sharded layers by tensors of `dtype` for a step. This class does nothing."""
 
 
 def nothing() -> None:
-    """Waits for a simulated exchange, which is complete at once."""
+    """Does nothing: the wait for a simulated exchange that is complete."""

@@ -1,4 +1,4 @@
-"""Marks identify exchanges. Ranks compare marks before they read any data.
+"""Identifies exchanges by marks, which ranks compare before they read any data.
 
 Exchanges have different marks if they differ in operation, description, or the order, sizes or dtypes of tensors. With
 cross-memory attach the mark is stored with the addresses. On sockets it is sent first, in a message of `HEADER_BYTES`, and is
@@ -38,7 +38,7 @@ HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange. label: its description. number: a 31-bit checksum that ranks compare. num_bytes: its length."""
+    """Identifies an exchange. label: the description. number: a 31-bit checksum that ranks compare. num_bytes: the length."""
 
     label: str
     number: int
@@ -46,8 +46,8 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-        """Returns the mark of `operation` on `tensors`; all ranks pass the same sizes and dtypes, in the same order. label: the
-        description, equal on all ranks. contents: a checksum of anything else to compare (`checksum`).
+        """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label: the
+        description, equal on all ranks. contents: a checksum of further content to compare (`checksum`).
         """
         sizes = array("q", (contents,))
         num_bytes = 0
@@ -57,25 +57,25 @@ class Mark(NamedTuple):
             sizes.append(_DTYPES[tensor.dtype])
         return cls(label, zlib.crc32(sizes, _crc(operation, label)) & _BITS, num_bytes)
 
-    def mismatch_error(self, rank: int, peer_words: str, peer: int) -> RunError:
-        """Returns RunError `ranks-differ`: `rank` exchanges this, and rank `peer` exchanges `peer_words`."""
-        local_text = self.words.decode()
-        peer_text = "other parts of it" if peer_words == local_text else peer_words or "something else"
+    def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
+        """Returns the error `ranks-differ`: `rank` makes this exchange, but rank `peer` makes `peer_exchange`."""
+        local_text = self.encoded_text.decode()
+        peer_text = "other parts of it" if peer_exchange == local_text else peer_exchange or "something else"
         return RunError("ranks-differ", f"rank {rank} exchanges {local_text}, but rank {peer} exchanges {peer_text}", hint=HINT)
 
     @property
-    def words(self) -> bytes:
+    def encoded_text(self) -> bytes:
         """Returns the encoded description and length, for the peers' error messages."""
-        return _words(self.label, self.num_bytes)
+        return _encode_text(self.label, self.num_bytes)
 
     def header(self) -> Tensor:
         """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
-        return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.words)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)), dtype=torch.uint8)
 
 
 def mark_from_header(header: Tensor) -> Mark:
-    number, num_bytes, words = _FORMAT.unpack(bytes(header.tolist()))
-    return Mark(words.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
+    number, num_bytes, encoded_text = _FORMAT.unpack(bytes(header.tolist()))
+    return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
 
 def checksum(names: Iterable[str]) -> int:
@@ -92,7 +92,7 @@ def _crc(operation: str, label: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _words(label: str, num_bytes: int) -> bytes:
+def _encode_text(label: str, num_bytes: int) -> bytes:
     size = f" ({num_bytes} bytes)"
     room = HEADER_BYTES - 16 - len(size)
     return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
@@ -110,9 +110,9 @@ class ExchangeSummary(NamedTuple):
 class ExchangeLog:
     """Logs the exchanges of one group since the last `clear`, in order on each channel.
 
-    A backend's collectives carry no mark, so ranks that exchange different tensors get wrong numbers. Each rank therefore keeps
-    one checksum of a step's marks per channel. The ranks compare them before the step ends, and change no weight if they
-    differ.
+    A backend's collectives carry no mark, so ranks that exchange different tensors would get wrong numbers. Each rank therefore
+    computes one checksum of a step's marks per channel. Ranks compare the checksums before the step ends, and change no weight
+    if they differ.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class ExchangeLog:
         self._last = ""
 
     def summary(self, ranks: tuple[int, ...]) -> ExchangeSummary | None:
-        """Returns a summary of the log; None if it is empty. ranks: the ranks of the group."""
+        """Returns a summary of the log, or None if it is empty. ranks: the ranks of the group."""
         if not self._count:
             return None
         number = 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sley_core.comm.guard import Turn
 
 NUM_RECENT = 32
-"""The number of recent exchanges that are kept per queue: diverged ranks block each other long before that."""
+"""The number of recorded exchanges per queue. Diverged ranks block each other long before that."""
 
 
 BEGINNING = "the beginning of the step"
@@ -75,7 +75,7 @@ class ActionProgress:
 class Wait(NamedTuple):
     """Describes a wait for other ranks, which has lasted `seconds`.
 
-    end: "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if the
+    end: "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if a
     peer's exchange differs. peer: the missing global rank, if known.
     """
 
@@ -102,19 +102,19 @@ class Progress:
     step_progress: ActionProgress = field(default_factory=ActionProgress)
     follow_wait: Callable[[Turn, float], None] | None = None
     _turn: Turn | None = None
-    _since: float = 0.0
+    _wait_start_s: float = 0.0
     _failure: tuple[float, str, int | None] | None = None
 
     @property
     def wait(self) -> Wait | None:
-        """Returns the current or failed wait; None if there is neither."""
+        """Returns the current or failed wait, or None if there is neither."""
         turn, failure = self._turn, self._failure
         if turn is None:
             return None
         if failure is None:
-            return Wait(turn, time.perf_counter() - self._since)
+            return Wait(turn, time.perf_counter() - self._wait_start_s)
         failed_at, end, peer = failure
-        return Wait(turn, failed_at - self._since, end, peer)
+        return Wait(turn, failed_at - self._wait_start_s, end, peer)
 
     def add_turn(self, turn: Turn) -> None:
         self.numbers[turn.queue] = turn.number
@@ -125,14 +125,14 @@ class Progress:
 
     def begin_wait(self, turn: Turn) -> None:
         self._failure = None
-        self._since = time.perf_counter()
+        self._wait_start_s = time.perf_counter()
         self._turn = turn
 
     def end_wait(self) -> None:
         """Records the end of a successful wait."""
         turn, self._turn = self._turn, None
         if self.follow_wait is not None and turn is not None:
-            self.follow_wait(turn, self._since)
+            self.follow_wait(turn, self._wait_start_s)
 
     def fail_wait(self, end: str, peer: int | None = None) -> None:
         """Records a failed wait for this rank's report. end, peer: as in `Wait`."""
@@ -150,29 +150,29 @@ class SentBytes:
     """
 
     def __init__(self) -> None:
-        self._now = 0
-        self._last = 0
+        self._num_bytes = 0
+        self._last_num_bytes = 0
 
     def begin_step(self) -> None:
         """Starts to count a step, and discards the count of an incomplete one."""
-        self._now = 0
+        self._num_bytes = 0
 
     def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
         """Counts an exchange of the full tensor `whole` over `group`: in each pass a rank sends all of it except its own part.
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """
-        self._now += whole.nbytes * (group.size - 1) * passes // group.size
+        self._num_bytes += whole.nbytes * (group.size - 1) * passes // group.size
 
     def add_message(self, num_bytes: int) -> None:
-        self._now += num_bytes
+        self._num_bytes += num_bytes
 
     def end_step(self) -> None:
         """Ends the step, so that `counts` returns its bytes."""
-        self._last = self._now
+        self._last_num_bytes = self._num_bytes
 
     def counts(self) -> dict[str, float]:
         """Returns the bytes of the last complete step as `sent_bytes_per_step`, for `protocols.Counts`."""
-        return {"sent_bytes_per_step": self._last}
+        return {"sent_bytes_per_step": self._last_num_bytes}
 
 
 @dataclass(frozen=True)

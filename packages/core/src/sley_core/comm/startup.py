@@ -1,6 +1,6 @@
-"""Connects ranks at start-up: the launcher's store, unused parts of it, and small values exchanged as JSON.
+"""Connects ranks at start-up by the launcher's store, and exchanges small values as JSON.
 
-torch's object collectives unpickle their messages, and gloo's ports accept connections of any user of the host: a process that
+torch's object collectives unpickle their messages, and gloo's ports accept connections of any user of the host. A process that
 reaches a port must not make a rank run code. Earlier ranks of the launcher, or this process, may have used the store before.
 """
 
@@ -26,7 +26,7 @@ _LENGTH = 8
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers every rank's `value` in the order of ranks, by default over the default group; blocks.
+    """Returns every rank's `value` in the order of ranks, by default over the default group. Blocks.
 
     value: serialisable as JSON; tuples return as lists, and keys of mappings as strings.
     """
@@ -61,25 +61,25 @@ STORE = "SLEY_STORE"
 """The environment variable in which a local launch names its file store; else `env://` is used."""
 
 _STORE_KEYS = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
-_counts: Counter[tuple[str | None, ...]] = Counter()
-_stores: dict[tuple[str | None, ...], Store] = {}
+_num_uses_by_purpose: Counter[tuple[str | None, ...]] = Counter()
+_open_stores: dict[tuple[str | None, ...], Store] = {}
 
 
 def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
-    """Returns the store that the launcher's environment names. Blocks until it exists.
+    """Returns the store that the launcher's environment names. Blocks until the store exists.
 
     A store is opened once, and stays open until another one is opened. The last rank that closes a file store deletes it, even
     if another rank has just opened it again. A store at an address ends with rank 0's, to which another rank may just have
     reconnected. Raises RuntimeError or ValueError, as torch does.
     """
     key = (*(environ.get(name) for name in _STORE_KEYS), str(size))
-    if key in _stores:
+    if key in _open_stores:
         with suppress(RuntimeError, ValueError):
-            _stores[key].check(["anything"])
-            return _stores[key]
+            _open_stores[key].check(["anything"])
+            return _open_stores[key]
     store: Store = next(rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
-    _stores.clear()
-    _stores[key] = store
+    _open_stores.clear()
+    _open_stores[key] = store
     return store
 
 
@@ -89,17 +89,17 @@ def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> Prefi
     environ: the launcher's environment, which identifies the store.
     """
     key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
-    _counts[key] += 1
+    _num_uses_by_purpose[key] += 1
     # After a restart the store still has the addresses of ended ranks, which gloo must not use. Several hosts count their
     # restarts separately.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"
-    return PrefixStore(f"attempt {attempt}, {purpose} {_counts[key]}", store)
+    return PrefixStore(f"attempt {attempt}, {purpose} {_num_uses_by_purpose[key]}", store)
 
 
 def reset() -> None:
     """Resets the counts and closes open stores, as in a new process."""
-    _counts.clear()
-    _stores.clear()
+    _num_uses_by_purpose.clear()
+    _open_stores.clear()
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""The transport protocol: gathers and reduces shards of rows, exchanges rows, sums tensors.
+"""Defines the transport protocol, which gathers and reduces shards of rows, exchanges rows, and sums tensors.
 
     all_gather   rank 0: a0      a0 a1    reduce_scatter   rank 0: a0 a1   a0 + b0    all_to_all   rank 0: a0 a1   a0 b0
                  rank 1:    a1   a0 a1                     rank 1: b0 b1   a1 + b1                 rank 1: b0 b1   a1 b1
@@ -10,11 +10,11 @@
 
 A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in one order, with equal
 numbers and shapes of tensors, and equal descriptions `label`. `MessageTransport` and CMA send a mark first, so different
-exchanges are an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
+exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
 (`marks`). An all-reduce of gloo or NCCL does neither.
 
-`MessageTransport` and CMA sum a shard on its own rank: its own part first, then by ascending coordinate. The result depends
-neither on timing nor on the transport.
+`MessageTransport` and CMA sum a shard on the rank that owns it: its own part first, then the others by ascending coordinate.
+The result depends neither on timing nor on the transport.
 """
 
 from __future__ import annotations
@@ -113,11 +113,13 @@ def copy_shard(shard: Tensor, target: Tensor) -> None:
 
 
 _HEADER_TAG = 0
-"""The tag of headers. The tags of parts are marks, which are 0 with a probability of 2^-31."""
+"""The tag of headers. The tags of parts are marks, which equal it with a probability of 2^-31."""
 
 
 class Headers:
-    """The headers of one exchange on `channel`, in flight from construction; the caller waits for `sent`."""
+    """The headers of one exchange on `channel`. They are in flight from the construction on, and the caller waits for
+    `sent`.
+    """
 
     def __init__(self, members: Members, channel: dist.ProcessGroup, mark: Mark) -> None:
         self._members = members

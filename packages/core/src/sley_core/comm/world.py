@@ -1,4 +1,4 @@
-"""The processes of a run, as one of them sees it: its rank, their number, and its device.
+"""Joins the processes of a run: this process's rank, their number, and its device.
 
 World.alone()       one process, nothing to join
 World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, described by the environment
@@ -37,7 +37,7 @@ class Rendezvous(Protocol):
     store: Store
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context for each rank's own work: afterwards all ranks continue, or all raise RunError."""
+        """Returns a context for the work of each rank. At its end all ranks continue, or all raise RunError."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class World(AbstractContextManager["World"]):
         environ: Mapping[str, str] | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> World:
-        """Joins the world that the launcher's environment describes, and returns it; returns `alone()` without a launcher.
+        """Joins the world that the launcher's environment describes, and returns it. Returns `alone()` without a launcher.
 
         Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the limit of start-up
         and of each collective on the default group. rendezvous: the launcher's rendezvous, whose store is used. Raises RunError
@@ -109,8 +109,8 @@ class World(AbstractContextManager["World"]):
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
         """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
-        device: a device of tensors without values; meta by default. simulation: replaces peers and values; without it a run can
-        be assembled, but cannot step.
+        device: a device of tensors without values; meta by default. simulation: replaces peers and values. Without it a run can
+        be assembled, but takes no steps.
         """
         # torch's own hook would prefix a fatal error with `[rank0]:`, once for each such world.
         except_hook = sys.excepthook
@@ -120,13 +120,13 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, rank_device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context for work that may fail on any rank: with a rendezvous, all continue or all raise."""
+        """Returns a context for work that may fail on any rank. With a rendezvous, all ranks continue or all raise."""
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, cross_memory: bool = False
     ) -> Groups:
-        """Makes this rank's groups, first the topology's, then `extra`; a collective over the world.
+        """Returns this rank's groups, first the topology's, then `extra`. A collective over the world.
 
         cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
@@ -148,7 +148,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys all groups of this object, and the default group if it made that; waits for their threads to end."""
+        """Destroys all groups of this object, and the default group if it made that. Waits for their threads to end."""
         for groups in self.created:
             groups.close()
         self.created.clear()

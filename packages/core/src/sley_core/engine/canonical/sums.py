@@ -1,9 +1,9 @@
-"""Canonical sums of gradients over ranks, in the fixed tree over microbatches.
+"""Sums gradients over ranks in the order of the tree over microbatches.
 
     rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
 
-An all-reduce cannot be used: each backend adds in an order of its own, which depends on the number of ranks and on the place in
-the buffer.
+An all-reduce cannot be used, since the order in which a backend adds depends on the number of ranks and on the position in the
+buffer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from sley_core.engine.buffers import GradientBuffer
     from sley_core.engine.gradients import GradientStore
 
-MAX_UNDER_WAY = 2
-"""Sums in flight at a time: while one is gathered, the next is exchanged. This bounds the copies of gradients."""
+MAX_IN_FLIGHT = 2
+"""The number of sums in flight at a time: while one is gathered, the next is exchanged. It bounds the copies of gradients."""
 
 
 class TreeSums(Sums):
-    """Sums buffers of `store` over their groups; of a sharded buffer, only this rank's part. sent: the counter of sent bytes.
-    channel: the channel of the groups. Each start advances the earlier sums, in the same order on all ranks of their groups.
+    """Sums buffers of `store` over their groups, or this rank's part of a sharded buffer. Each start advances the earlier sums,
+    in the same order on all ranks of their groups. sent: the counter of sent bytes. channel: the channel of the groups.
     """
 
     def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
@@ -37,25 +37,27 @@ class TreeSums(Sums):
         self._store = store
         self._sent = sent
         self._channel = channel
-        self._under_way: deque[_TreeSum] = deque()
+        self._in_flight: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, not to be used until `finish`; first ends the oldest sum if MAX_UNDER_WAY are in flight."""
-        if len(self._under_way) == MAX_UNDER_WAY:
-            self._under_way.popleft().finish()
-        for exchange in self._under_way:
+        """Starts to sum `buffer`, which must not be used until `finish`. Ends the oldest sum first if MAX_IN_FLIGHT are in
+        flight.
+        """
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        for exchange in self._in_flight:
             exchange.join()
-        self._under_way.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
+        self._in_flight.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
 
     def finish(self) -> None:
-        for exchange in self._under_way:
+        for exchange in self._in_flight:
             exchange.join()
-        while self._under_way:
-            self._under_way.popleft().finish()
+        while self._in_flight:
+            self._in_flight.popleft().finish()
 
     def forget(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().work.wait_sent()
+        while self._in_flight:
+            self._in_flight.popleft().work.wait_sent()
 
 
 class _TreeSum:
@@ -79,7 +81,7 @@ class _TreeSum:
         self._num_uses = buffer.params[0].num_sums
         self._out = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
         self._in = self._out.new_empty(self._out.shape)
-        self._whole: Tensor | None = None
+        self._gathered: Tensor | None = None
         self._is_joined = False
         # The buffer's reduce group; its ranks start their buckets in one order.
         self.work: Work = group.transport(channel).all_to_all(
@@ -88,7 +90,9 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
+        """Waits for the exchange, adds the rows in the order of the tree, and starts to gather the sum of an unsharded
+        buffer.
+        """
         if self._is_joined:
             return
         self._is_joined = True
@@ -97,36 +101,35 @@ class _TreeSum:
         sums = PartialSums(self._num_leaves)
         for coord, nodes in enumerate(self._nodes):
             for use in range(self._num_uses):
-                for at, node in enumerate(nodes):
-                    sums.put(use, node, self._in[coord, use * num_rows + at])
+                for row, node in enumerate(nodes):
+                    sums.put(use, node, self._in[coord, use * num_rows + row])
         root = Node(0, self._num_leaves)
-        own = sum_uses([sums.pop(use, root, self._in[0, 0]) for use in range(self._num_uses)])
+        local_sum = sum_uses([sums.pop(use, root, self._in[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
-            self.buffer.own.copy_(own)
+            self.buffer.own.copy_(local_sum)
             self.buffer.zero_padding()
             return
         self.work.wait_sent()
-        self._whole = self._out.view(-1)[: self.group.size * own.numel()]
+        self._gathered = self._out.view(-1)[: self.group.size * local_sum.numel()]
         # Over the same group; all its ranks get here between the same two starts, or after the last start.
         self.work = self.group.transport(self._channel).all_gather(
-            [self._whole], [own], label=f"the sum of {self.buffer.params[0].name}"
+            [self._gathered], [local_sum], label=f"the sum of {self.buffer.params[0].name}"
         )
-        self._sent.add(self._whole, self.group, passes=1)
+        self._sent.add(self._gathered, self.group, passes=1)
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""
         self.join()
         self.work.wait()
-        if self._whole is not None and self._whole.data_ptr() != self.buffer.data.data_ptr():
-            self.buffer.data.copy_(self._whole[: self.buffer.data.numel()])
+        if self._gathered is not None and self._gathered.data_ptr() != self.buffer.data.data_ptr():
+            self.buffer.data.copy_(self._gathered[: self.buffer.data.numel()])
         self.work.wait_sent()
 
 
 def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
-    """Returns [size, uses x rows, columns]: for each rank, its part of this rank's sums; rows that only other ranks have are
-    zeros.
+    """Returns each rank's part of this rank's sums: [size, uses x rows, columns]. Rows of other ranks' nodes are zeros.
 
-    Drops the sums' memory. Returns a view of the buffer itself if each rank has one row and the buffer divides: then the other
+    Drops the sums' memory. Returns a view of the buffer itself if each rank has one row and the buffer divides; then the other
     ranks' parts of it may only be read until the exchange is done.
     """
     numel = buffer.data.numel()

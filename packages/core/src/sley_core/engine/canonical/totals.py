@@ -1,4 +1,4 @@
-"""Loss, loss weight and gradient norm of a step, bit for bit the same in every layout: what ranks sum, and the results.
+"""Sums loss, loss weight and gradient norm of a step over ranks, with the same bits in every layout.
 
 The loss weight is a sum of digits, integers that float64 adds exactly in any order. The losses of microbatches are summed in
 the order of the tree.
@@ -35,7 +35,9 @@ _BASE = 2.0**24
 
 
 def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the summed digits of `weights` [NUM_DIGITS], to be added over ranks. The first digit has non-finite weights."""
+    """Returns the summed digits of `weights` [NUM_DIGITS], which are added over ranks. Non-finite weights go to the first
+    digit.
+    """
     sums = [0.0] * NUM_DIGITS
     for weight in weights:
         if not math.isfinite(weight):
@@ -69,23 +71,23 @@ def tree_sum(values: Tensor) -> Tensor:
 _DIGIT = 24
 _NUM_DIGITS = 3
 _CHUNK = 1 << 18
-"""Elements converted to float64 at a time; a sum of as many digits is below 2^53, so exact."""
+"""The number of elements converted to float64 at a time. The sum of their digits is below 2^53, so exact."""
 _HALF = 26
-"""Low bits of a digit's sum that are sent in one float64, apart from the high ones; sums over up to 2^27 ranks are exact."""
+"""The number of low bits of a digit's sum, which are sent in a separate float64; sums over up to 2^27 ranks are exact."""
 
 
 def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest |g|, a float64 scalar; 0 without tensors, inf if an element is not finite."""
-    most = torch.zeros((), dtype=torch.float64, device=device)
+    """Returns the largest |g| as a float64 scalar: 0 without tensors, inf if an element is not finite."""
+    largest = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        most = torch.maximum(most, torch.linalg.vector_norm(tensor, math.inf).double())
-    return torch.where(most.isfinite(), most, math.inf)
+        largest = torch.maximum(largest, torch.linalg.vector_norm(tensor, math.inf).double())
+    return torch.where(largest.isfinite(), largest, math.inf)
 
 
-def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
-    """Returns the digit sums of |g|^kind in units of `most`, the largest |g| of all: float64 [6] with integer values."""
-    shrink = _power_of_two(-_exponent(most))
-    sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=most.device)
+def digits(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tensor:
+    """Returns the digit sums of |g|^kind, float64 [6] with integer values. largest: the largest |g| of all ranks, the unit."""
+    shrink = _power_of_two(-_exponent(largest))
+    sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=largest.device)
     for tensor in tensors:
         for chunk in torch.split(tensor.reshape(-1), _CHUNK):
             remainder = chunk.to(torch.float64, copy=True).mul_(shrink)
@@ -98,20 +100,20 @@ def digits(tensors: Iterable[Tensor], most: Tensor, kind: float) -> Tensor:
     return torch.cat([high, sums - (high << _HALF)]).double()
 
 
-def norm_of(summed: Tensor, most: Tensor, kind: float) -> Tensor:
-    """Returns the norm, a float64 scalar, from the sum of all ranks' `digits`; inf if a gradient is not finite."""
+def norm_of(summed: Tensor, largest: Tensor, kind: float) -> Tensor:
+    """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digits`."""
     halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
-    total = torch.zeros((), dtype=torch.float64, device=most.device)
+    total = torch.zeros((), dtype=torch.float64, device=largest.device)
     for number in reversed(range(_NUM_DIGITS)):
         value = halves[0, number].double() * 2.0**_HALF + halves[1, number].double()
         total = total + value * 2.0 ** (-_DIGIT * (number + 1))
     root = total.sqrt() if kind == 2 else total
-    return torch.where(most.isfinite(), root * _power_of_two(_exponent(most)), math.inf)
+    return torch.where(largest.isfinite(), root * _power_of_two(_exponent(largest)), math.inf)
 
 
-def _exponent(most: Tensor) -> Tensor:
-    """Returns the least e with `most` < 2^e; 0 if `most` is 0 or not finite."""
-    exponent: Tensor = torch.frexp(torch.where(most.isfinite(), most, 0.0)).exponent
+def _exponent(largest: Tensor) -> Tensor:
+    """Returns the smallest e with `largest` < 2^e; 0 if `largest` is 0 or not finite."""
+    exponent: Tensor = torch.frexp(torch.where(largest.isfinite(), largest, 0.0)).exponent
     return exponent
 
 
@@ -120,7 +122,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 class ExactTotals(Totals):
-    """Computes the exact norm, and the loss from `loss`, float64 [microbatches]. Made by a collective over all ranks."""
+    """Computes the exact norm and loss. Its construction is a collective over all ranks. loss: float64 [microbatches]."""
 
     def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
         self._kind = kind
@@ -133,17 +135,17 @@ class ExactTotals(Totals):
             if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]
             for tensor in group.tensors
         ]
-        self._most = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
+        self._largest = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
         # All ranks of the world, before the message of the totals, at the end of every step.
-        groups["all"].all_reduce(self._most, "max", label="the largest gradient").wait()
+        groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:
-        own = [] if math.isinf(self._kind) else [digits(self._counted, self._most, self._kind)]
-        return torch.cat([*own, self._loss])
+        digit_sums = [] if math.isinf(self._kind) else [digits(self._counted, self._largest, self._kind)]
+        return torch.cat([*digit_sums, self._loss])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         num_losses = self._loss.numel()
         loss = tree_sum(summed[-num_losses:])
         if math.isinf(self._kind):
-            return loss, self._most
-        return loss, norm_of(summed[:-num_losses], self._most, self._kind)
+            return loss, self._largest
+        return loss, norm_of(summed[:-num_losses], self._largest, self._kind)

@@ -69,7 +69,7 @@ def leaf(index: int) -> Node:
 
 
 def sibling(node: Node, num_leaves: int) -> Node | None:
-    """Returns the node to which `node` is added in the tree of `num_leaves`; None for the root."""
+    """Returns the node that is added to `node` in the tree of `num_leaves`, or None for the root."""
     first, last = node
     length = last - first
     if last < num_leaves and not first & length:
@@ -82,7 +82,7 @@ def parent(node: Node, other: Node) -> Node:
 
 
 def cover(first: int, last: int, num_leaves: int) -> list[Node]:
-    """Returns the smallest list of nodes, in order, that covers the leaves from `first` to before `last`."""
+    """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
     nodes: list[Node] = []
     while first < last:
         node = leaf(first)
@@ -101,7 +101,9 @@ def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 
 class SumMemory:
-    """Allocates and reuses the memory of partial sums within one step. created: all tensors allocated since `clear`."""
+    """Allocates and reuses the memory of partial sums within one step. created: the tensors that were allocated since
+    `clear`.
+    """
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
@@ -122,45 +124,48 @@ class SumMemory:
 
 
 class PartialSums:
-    """Holds the contributions to one gradient, added up as far as the tree of `num_leaves` allows, per use of the parameter.
+    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` allows, separately for each use of the
+    parameter.
 
-    home: the tensor that should hold the final sum, if it is one of the operands. sum_memory: receives the buffers of merged
-    sums.
+    home: the tensor that should hold the final sum, if it is an operand. sum_memory: receives the memory of merged sums.
     """
 
     def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
         self.num_leaves = num_leaves
         self.sum_memory = sum_memory
         self.home = home
-        self._held: dict[tuple[int, Node], Tensor] = {}
+        self._sums_by_node: dict[tuple[int, Node], Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._sums_by_node)
 
     @property
     def nodes(self) -> list[tuple[int, Node]]:
-        """The (parameter use, node) pairs of the sums."""
-        return sorted(self._held)
+        """Returns the (parameter use, node) pairs of the stored sums."""
+        return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores the sum of `node` and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
+        """Stores the sum of `node`, whose memory it then owns. Adds it to its sibling if that is stored, and so on up
+        the tree.
+        """
         while True:
             other = sibling(node, self.num_leaves)
-            stored = self._held.pop((use, other), None) if other is not None else None
+            stored = self._sums_by_node.pop((use, other), None) if other is not None else None
             if other is None or stored is None:
                 break
             value = self._add_pair(stored, value)
             node = parent(node, other)
-        assert (use, node) not in self._held, f"{node} came twice"
-        self._held[use, node] = value
+        assert (use, node) not in self._sums_by_node, f"{node} came twice"
+        self._sums_by_node[use, node] = value
 
     def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros, shaped `like`."""
-        known = self._held.pop((use, node), None)
-        if known is not None:
-            return known
+        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros of the shape of `like`."""
+        stored = self._sums_by_node.pop((use, node), None)
+        if stored is not None:
+            return stored
         has_inner = any(
-            stored_use == use and node.first <= stored.first and stored.last <= node.last for stored_use, stored in self._held
+            stored_use == use and node.first <= stored.first and stored.last <= node.last
+            for stored_use, stored in self._sums_by_node
         )
         if not has_inner:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
@@ -168,7 +173,7 @@ class PartialSums:
         return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
 
     def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Adds in place, into `home` if it is an operand: a + b is b + a, bit for bit."""
+        """Returns the sum of both, computed in place, in `home` if that is an operand: a + b equals b + a bit for bit."""
         if other is self.home:
             total, other = other, total
         total.add_(other)
@@ -185,10 +190,10 @@ class TreeLeaf(NamedTuple):
 
 
 class CanonicalReduction(Reduction):
-    """Sums in the order of one tree over all microbatches of the step, numbered by the ranks of `groups`.
+    """Sums in the order of one tree over all microbatches of the step.
 
-    spares: memory of partial sums, of all gradients of the run. The data gives each `dp` rank a contiguous run of the global
-    batch, in the order of the ranks, and `wp` ranks are neighbours: so the ranks of every reduce group have contiguous runs.
+    sum_memory: the memory of the partial sums of all gradients. Each `dp` rank has a contiguous run of the global batch, in the
+    order of the ranks, and `wp` ranks are neighbours, so the ranks of every reduce group have contiguous runs.
     """
 
     fixed_order = True
@@ -200,12 +205,12 @@ class CanonicalReduction(Reduction):
 
     @property
     def num_leaves(self) -> int:
-        """The number of microbatches of the global batch."""
+        """Returns the number of microbatches of the global batch."""
         return self.groups["dp"].size * max(1, self.state.num_micros)
 
     @property
     def micro(self) -> int:
-        """Global number of the running microbatch; this rank's first, for a backward between two steps."""
+        """Returns the global number of the running microbatch, or of this rank's first one for a backward between two steps."""
         action = self.state.action
         return self.state.first_micro + (0 if action is None else action.micro)
 
@@ -216,7 +221,9 @@ class CanonicalReduction(Reduction):
         return cover(first, last, self.num_leaves)
 
     def place_losses(self, losses: Tensor) -> Tensor:
-        """Returns [all microbatches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are exact."""
+        """Returns a tensor [all microbatches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are
+        exact.
+        """
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -252,7 +259,7 @@ class CanonicalReduction(Reduction):
         self.sum_memory.clear()
 
     def concurrent_microbatches(self, group: Group) -> range:
-        """Returns the microbatch that each rank of `group` runs now: neighbours along `dp` run the same actions."""
+        """Returns the microbatch that each rank of `group` runs now. Neighbours along `dp` run the same actions."""
         step = max(1, self.state.num_micros)
         begin = self.micro - group.coord * step
         return range(begin, begin + group.size * step, step)
@@ -281,10 +288,10 @@ class CanonicalReduction(Reduction):
 class CanonicalAccumulator(Accumulator):
     """Sums the contributions of each microbatch separately, and then adds the sums in the order of the tree.
 
-    The view holds the sum of the rank's first microbatches; the others have separate memory until they are added. rows:
-    once settled, the sums for the reducer: of each use of the parameter, of each node of this rank's run; the first is the
-    view. If this rank has the whole tree, the view is the complete sum. is_loose: whether nobody reduces the gradient, so that
-    each step allocates the view.
+    The view holds the sum of the rank's first microbatches; the other sums have separate memory until they are added. rows:
+    once finalized, the sums for the reducer, one for each use of the parameter and each node of this rank's run; the first is
+    the view. If this rank has all microbatches, the view is the complete sum. is_loose: whether no handler reduces the
+    gradient, so that each step allocates the view.
     """
 
     def __init__(
@@ -314,9 +321,11 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Closes the last leaf and opens the next one. Raises RunError `canonical-again` if that was closed before."""
+        """Closes the last leaf and opens the next leaf. Raises RunError `canonical-again` if the next leaf was closed
+        before.
+        """
         layers = self.param.layers
-        assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}: which of them?"
+        assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
         if leaf == self._leaf:
             return
@@ -355,7 +364,7 @@ class CanonicalAccumulator(Accumulator):
         self.parameter.grad, self.is_lent = None, False
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right, multiplied in the factors' dtype and then added: `addmm` would round differently from `mm`."""
+        """Adds left^T right, which is multiplied in the factors' dtype first: `addmm` would round differently from `mm`."""
         if self._is_fresh and left.dtype == self.dtype:
             torch.mm(left.t(), right, out=self._open_leaf())
         else:
@@ -367,14 +376,14 @@ class CanonicalAccumulator(Accumulator):
         add_at(self._sum, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
-        """Builds `rows` from the partial sums. No contribution may follow."""
+        """Collects `rows` from the partial sums. No contribution may follow."""
         self._close_leaf()
         home = self._home_view()
         sums = self._new_partial_sums() if self._sums is None else self._sums
         is_whole = self.reduction.groups[self.param.reduce_group].size == 1
         nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
         rows = [sums.pop(use, node, home) for use in range(self.param.num_sums) for node in nodes]
-        assert not len(sums), f"{self.param.name}: microbatches of other ranks, {sums.nodes}"
+        assert not len(sums), f"{self.param.name} has sums of other ranks' microbatches: {sums.nodes}"
         if rows[0] is not home:
             home.copy_(rows[0])
             rows[0] = home
@@ -400,7 +409,7 @@ class CanonicalAccumulator(Accumulator):
         return self._sum
 
     def _close_leaf(self) -> None:
-        """Closes the open leaf, if any, and adds it to the partial sums: no contribution to it may follow."""
+        """Closes the open leaf, if any, and adds it to the partial sums. No contribution to the leaf may follow."""
         leaf, self._leaf = self._leaf, None
         if leaf is None or self._is_fresh:
             return
@@ -415,9 +424,9 @@ class CanonicalAccumulator(Accumulator):
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
     """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
-    first, *others = sums
-    for other in others:
-        first.add_(other)
+    first, *other_sums = sums
+    for other_sum in other_sums:
+        first.add_(other_sum)
     return first
 
 
@@ -438,17 +447,15 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
     for by_layer in uses.values():
         if len(by_layer) == 1:
             continue
-        every = [use for each in by_layer.values() for use in each]
-        name = every[0][0]
-        unsupported = next((use for use in every if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
+        all_uses = [use for layer_uses in by_layer.values() for use in layer_uses]
+        name = all_uses[0][0]
+        unsupported = next((use for use in all_uses if not (is_plain_linear(use[1]) or is_plain_embedding(use[1]))), None)
         if unsupported is not None:
-            kind = type(unsupported[1]).__name__
-            message = (
-                f"{name!r} is also {unsupported[0]!r} in a {kind}, so the order in which their gradients are summed varies"
-            )
+            class_name = type(unsupported[1]).__name__
+            message = f"{name!r} is also {unsupported[0]!r} in a {class_name}, so the order of their gradient sum varies"
             hint = f"{FAST}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
-        elif len({use[2] for use in every}) > 1 and len(by_layer) > 2:
+        elif len({use[2] for use in all_uses}) > 1 and len(by_layer) > 2:
             count = len(by_layer)
             message = f"{count} layers on several stages share {name!r}, and the stages sum its gradients in their own order"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or set `pp = 1`")
