@@ -285,9 +285,7 @@ def placement_error(fault: str) -> PlanError:
 
 
 Generator = Callable[[int, int, int], list[list[Action]]]
-"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`. Raises PlanError for numbers that it
-does not support.
-"""
+"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`, which may raise PlanError."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,7 @@ class CopyEvent:
 
 
 class CopyStream:
-    """Copies that run in order, in parallel with the device's own work. This class is for the CPU: each copy is done when
-    `copy` returns.
-    """
+    """Runs copies in order. Here, on the CPU, a copy is done at its return; on CUDA it overlaps with other work."""
 
     def follow(self) -> None:
         """Makes all later copies wait for the work that is queued on the device's own stream so far."""

@@ -118,9 +118,7 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device, and returns `values`, [n] or a scalar, on the host. usual: the result if tensors have no
-        values.
-        """
+        """Waits for the device, and returns `values` on the host. usual: the result if tensors have no values."""
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:

@@ -118,9 +118,7 @@ def make_groups(
 
 
 def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the members of this rank's group by axis: only `rank` if no line has the axis. extra: the lines of plugins and
-    ties.
-    """
+    """Returns the ranks of this rank's group by axis; only `rank` without a line. extra: the lines of plugins and ties."""
     axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
     ranks = {entry.axis: entry.ranks for entry in lines}
     return ranks | {axis: (rank,) for axis in axes if axis not in ranks}

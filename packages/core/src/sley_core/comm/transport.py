@@ -98,9 +98,7 @@ class Transport(Published, Protocol):
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to send row i of `sent` [size, ...] to the i-th rank, and to receive row i of `received`, of the same shape
-        and dtype, from it.
-        """
+        """Starts to exchange rows: row i of `sent` [size, ...] goes to the i-th rank, row i of `received` comes from it."""
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         """Starts to sum `tensor` over the group in place, to the same bits on all ranks; only some transports compare marks."""
@@ -117,9 +115,7 @@ _HEADER_TAG = 0
 
 
 class Headers:
-    """The headers of one exchange on `channel`. They are in flight from the construction on, and the caller waits for
-    `sent`.
-    """
+    """The headers of one exchange on `channel`, in flight from the construction on. The caller waits for `sent`."""
 
     def __init__(self, members: Members, channel: dist.ProcessGroup, mark: Mark) -> None:
         self._members = members

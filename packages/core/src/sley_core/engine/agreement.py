@@ -110,9 +110,7 @@ class Agreement:
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises the same RunError on all ranks: `ranks-differ`, or the
-        first rank's refusal.
-        """
+        """Waits for the sum, and sets `weight` and `counts`. Raises `ranks-differ` or the first refusal on all ranks."""
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal

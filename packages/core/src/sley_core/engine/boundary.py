@@ -34,9 +34,7 @@ Context = Any
 
 
 def type_name(cls: type) -> str | None:
-    """Returns the name of `cls` for `find_type`, or None for a class that it cannot find, such as a class defined in a
-    function.
-    """
+    """Returns the name of `cls` for `find_type`, or None for a class that it cannot find, such as a local class."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     return name if find_type(name) is cls else None
 
@@ -209,9 +207,7 @@ class Description:
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
-        """Returns the description with `overlaps` set on each leaf that shares memory with another leaf. tensors: the output
-        before it is copied.
-        """
+        """Returns the description with `overlaps` set on leaves whose `tensors`, before the copy, share memory."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
             index

@@ -233,9 +233,7 @@ class GradientBuffer(FlatBuffer):
         return views
 
     def check_not_sharded(self, param: Param) -> None:
-        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets only a part of the
-        sum.
-        """
+        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
         if not self.is_whole:
             message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
             hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"

@@ -98,9 +98,7 @@ class Recompute(ActivationPolicy):
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's forward and of its recomputation, here empty contexts; called once per layer
-        call.
-        """
+        """Returns the contexts of a layer's forward and of its recomputation, here empty. Called once per layer call."""
         return nullcontext(), nullcontext()
 
 

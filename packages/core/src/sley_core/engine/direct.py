@@ -62,9 +62,7 @@ class WeightQueue:
             self._open = None
 
     def put(self, work: Work, param: Param | None = None) -> None:
-        """Queues `work`, a product that holds a linear's input and output gradient. param: the linear's weight, for
-        `on_last`.
-        """
+        """Queues `work`, a product that holds a linear's input and output gradient. param: the weight, for `on_last`."""
         assert self._open is not None, "no I is running"
         self._queued[self._open].append((work, param))
 
@@ -106,9 +104,7 @@ class Handover:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: the result of `shares` for the output
-        gradient.
-        """
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: the result of `shares` for the gradient."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return

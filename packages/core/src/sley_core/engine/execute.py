@@ -317,9 +317,7 @@ class Input:
         self.gradient: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """Returns the tensor and drops the reference. If the tensor has a gradient, its graph starts here. It is called
-        once.
-        """
+        """Returns the tensor once, and drops the reference. If it has a gradient, its graph starts here."""
         assert self.tensor is not None, "entered twice"
         if self.leaf.has_gradient and torch.is_grad_enabled():
             entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
@@ -460,9 +458,7 @@ class Crossing:
         self._local: dict[ValueKey, Payload] = {}
 
     def begin(self, keys: Sequence[Hashable]) -> None:
-        """Starts a list of actions, and discards a failed one. keys: the values that determine the shapes of each
-        microbatch.
-        """
+        """Starts a list of actions, and discards a failed list. keys: the values that determine each microbatch's shapes."""
         if self._outgoing or self._local:
             self.abort("the previous step did not end")
         self._keys = keys
@@ -488,9 +484,7 @@ class Crossing:
         return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
 
     def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
-        """Stores a value for the neighbour of `chunk`. If that is on another stage, the next entry of the list sends the
-        value.
-        """
+        """Stores a value for the neighbour of `chunk`. The next entry of the list sends it if that is on another stage."""
         peer = self._peer("backward" if flow == "forward" else "forward", chunk)
         if peer.stage == self.stage:
             self._local[flow, peer.chunk, micro] = payload

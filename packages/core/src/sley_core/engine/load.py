@@ -46,9 +46,7 @@ class _Report:
 
 
 class Names(NamedTuple):
-    """The names of a full model. first: the registry's name by parameter name. buffers: the names of buffers and extra
-    states.
-    """
+    """The names of a full model. first: the registry's name by parameter name. buffers: buffers and extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
@@ -95,9 +93,7 @@ class _Loader:
         self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
-        """Checks every pair, and with `writes` also writes the pairs before the first fault. `exchange_reports` raises the
-        faults.
-        """
+        """Checks every pair, and with `writes` also writes the pairs before the first fault. Collects the faults."""
         try:
             for name, value in pairs:
                 self._check_value(name, value)

@@ -57,9 +57,7 @@ def needs_whole_sequences(plan: Plan) -> bool:
 
 
 class WholeSequences:
-    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this rank's loss
-    counts.
-    """
+    """Gathers the inputs of a loss over `sp`. fields: the declared fields of slices. counts: whether this loss counts."""
 
     def __init__(self, fields: Mapping[str, Field], sp: Group) -> None:
         self.fields = fields
@@ -231,9 +229,7 @@ def run_attention(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) ->
 
 
 class PositionProbe:
-    """Probes each layer once. fields: the declared fields of a slice of `length` positions. unchecked_layers: the patterns of
-    skipped layers.
-    """
+    """Probes each layer once, on slices of `length` positions, except layers that match `unchecked_layers`."""
 
     def __init__(self, fields: Mapping[str, Field], length: int, unchecked_layers: Sequence[str]) -> None:
         dims = [field.sequence_dim for field in fields.values() if field.sequence_dim is not None]
@@ -250,9 +246,7 @@ class PositionProbe:
         return not any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers)
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], first: Call, second: Call) -> Any:
-        """Returns `first(args, fields)`, and checks the layer with `second`, the same call without a policy. Raises RunError
-        "sequence-mixing".
-        """
+        """Returns `first(args, fields)`. second: the same without a policy. Raises RunError "sequence-mixing"."""
         positions = AttentionRecorder(self.dim, self.length)
         inputs = args, dict(fields)
         perturbed_inputs = copy_containers(inputs, {id(tensor): tensor.detach().clone() for tensor in tensors_in(inputs)})

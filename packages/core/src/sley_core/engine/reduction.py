@@ -124,15 +124,11 @@ class Reduction:
         """Frees the memory of `partial_sums`."""
 
     def concurrent_microbatches(self, group: Group) -> range | None:
-        """Returns the microbatches that the ranks of `group` run now, or None if their gradients need not be added one
-        by one.
-        """
+        """Returns the microbatches that the ranks of `group` run now, or None if gradients need not be added one by one."""
         return None
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums | None:
-        """Returns the sums over ranks that a reducer must use, or None if any order is right. channel: the channel of the
-        groups.
-        """
+        """Returns the sums that a reducer must use, or None if any order is right. channel: the channel of the groups."""
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
@@ -170,9 +166,7 @@ gradient, the error without rows was 1.2e-6 (measured).
 
 
 def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
-    """Returns the p-norm over all elements of `tensors`, of one device and dtype, as a float64 scalar. kind: p, which may be
-    inf.
-    """
+    """Returns the p-norm over `tensors`, of one device and dtype, as a float64 scalar. kind: p, which may be inf."""
     min_rows_numel = LONG if kind == 2 else ROW  # other powers lose more
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     norms, short = [], []

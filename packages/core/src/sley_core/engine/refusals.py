@@ -25,9 +25,7 @@ _ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__r
 
 
 class _UnreadableTensor:
-    """A tensor whose values no torch function may read, with RunError "weight-unregistered". refusal: the message and
-    the hint.
-    """
+    """A tensor whose values no torch function may read: RunError "weight-unregistered". refusal: its message and hint."""
 
     refusal: tuple[str, str]
 

@@ -152,9 +152,7 @@ class ParameterRegistry:
         self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
-        """Raises RunError "weight-unknown" if `layers` hold a parameter that is not listed, since no optimizer would
-        train it.
-        """
+        """Raises RunError "weight-unknown" if `layers` hold an unlisted parameter, since no optimizer would train it."""
         known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no parameter any more
         known |= {id(getattr(holder.module, holder.attribute)) for param in self for holder in param.holders}
         for layer in layers:

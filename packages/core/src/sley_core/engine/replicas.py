@@ -35,9 +35,7 @@ MAX_SHOWN = 3
 
 
 class CopyComparison:
-    """Compares the copies of weights and buffers on several ranks. per_rank_buffers: patterns of the buffers that may
-    differ.
-    """
+    """Compares the copies of weights and buffers on several ranks, except buffers that match `per_rank_buffers`."""
 
     def __init__(self, parts: Parts, per_rank_buffers: Sequence[str] = ()) -> None:
         self.parts = parts
@@ -211,9 +209,7 @@ class WriteWatch:
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:
-    """Raises RunError "field-written" if `layers`, a part of the model, wrote a batch field. before: the fields' former
-    versions.
-    """
+    """Raises RunError "field-written" if `layers`, a part of the model, wrote a field. before: the former versions."""
     for (name, field), version in zip(fields.items(), before, strict=True):
         if version_of(field) != version:
             reader_names = [layer.name for layer in layers if name in layer.fields]

@@ -70,9 +70,7 @@ def extra_state(name: str, module: nn.Module) -> Tensor:
 
 
 def check_extra_states(layers: Iterable[Layer]) -> None:
-    """Raises RunError `extra-state` for a module whose extra state cannot be saved. Skips states that are made in the first
-    use.
-    """
+    """Raises RunError `extra-state` for modules whose extra state cannot be saved; skips states made in the first use."""
     for name, module in modules_with_extra_state(layers):
         with suppress(AttributeError):
             extra_state(name, module)
@@ -190,9 +188,7 @@ class WeightSaver:
         return named, messages[0][2]
 
     def _list_sources(self, precision: Precision) -> Iterator[_Source]:
-        """Yields the tensors that this rank's stage writes, in the order of its registry, the same on all ranks of the
-        stage.
-        """
+        """Yields the tensors that this rank's stage writes, in the order of the registry, equal on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
         master_dtype = self._masters.wide if precision == "full" else None
         for param in self._parts.registry:
@@ -218,9 +214,7 @@ class WeightSaver:
         folder: Path,
         facts: Mapping[str, str],
     ) -> str:
-        """Writes this rank's files, and returns the failure or "". After a failure the rank still takes part in every
-        exchange.
-        """
+        """Writes this rank's files, and returns the failure or "". A failed rank still takes part in every exchange."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)

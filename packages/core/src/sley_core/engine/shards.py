@@ -218,9 +218,7 @@ class StandIn(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers functions of shape for the full weight, and functions of dtype and device for the shard. Refuses other
-        functions.
-        """
+        """Answers functions of shape for the full weight, of dtype and device for the shard, and refuses others."""
         kwargs = kwargs or {}
         if function in SHARD_FUNCTIONS:
             return function(*(arg.shard if isinstance(arg, StandIn) else arg for arg in args), **kwargs)
@@ -258,9 +256,7 @@ class StandIn(nn.Parameter):
 
 
 def close_stand_ins(params: Iterable[Param]) -> None:
-    """Marks the stand-ins of `params` as closed, so that their errors say that the run is closed. Modules keep the
-    stand-ins.
-    """
+    """Marks the stand-ins of `params` as closed, which changes their errors. Modules keep the stand-ins."""
     for param in params:
         parameter = param.holders[0].module._parameters.get(param.holders[0].attribute)
         if isinstance(parameter, StandIn):

@@ -117,9 +117,7 @@ class SourceSums:
         return labels.masked_fill(~rows.to(labels.device).view(shape), IGNORE_INDEX)
 
     def _select_rows(self, output: Any, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Any, Batch]:
-        """Returns the output and the batch fields of `rows`. Raises RunError "outputs-apart" for an output without the batch
-        dim.
-        """
+        """Returns output and batch of `rows`. Raises RunError "outputs-apart" for an output without the batch dim."""
         row_numbers = rows.nonzero().flatten()
         dim = self._fields[SOURCE].batch_dim
         tensors, structure = flatten(output)

@@ -34,9 +34,7 @@ MAX_CHECKED_SHAPES = 16
 
 
 class BatchWeight:
-    """The divisor of every gradient. total: returns the loss weight of all ranks; called in the first backward. scale: the fp16
-    loss scale.
-    """
+    """The divisor of every gradient. total: returns all ranks' loss weight, once. scale: the fp16 loss scale."""
 
     def __init__(self, total: Callable[[], float], scale: float = 1.0) -> None:
         self.scale = scale
@@ -196,9 +194,7 @@ class BatchSplitter:
         return replace(self, info=replace(self.info, fields=fields), slices=slices)
 
     def split_prediction(self, batch: GivenBatch, reads: Collection[str]) -> StepBatch:
-        """Checks and splits samples for a prediction. reads: the names of the fields that layers read; others may be
-        missing.
-        """
+        """Checks and splits samples for a prediction. reads: the fields that layers read; other fields may be missing."""
         names = set[str]().union(*([batch] if isinstance(batch, Mapping) else _require_micro_batches(batch)))
         return replace(self.select_fields(names | set(reads)), loss=None).split_input(batch)
 
@@ -298,9 +294,7 @@ class _GatherFunction(torch.autograd.Function):
 
 
 def dim_and_size(micro: Mapping[str, Tensor], fields: Mapping[str, Field], dim_attribute: str) -> DimSize:
-    """Returns the dim `dim_attribute`, and its size, of the first field that has it. dim_attribute: "batch_dim" or
-    "sequence_dim".
-    """
+    """Returns the "batch_dim" or "sequence_dim", and its size, of the first field that has one."""
     dims = ((name, getattr(field, dim_attribute)) for name, field in fields.items() if name in micro)
     name, dim = next((name, dim) for name, dim in dims if dim is not None)
     return dim, micro[name].shape[dim]

@@ -21,9 +21,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Identifies a call. global_micro: the microbatch's number in the global batch. layer: the layer of a reported
-    recomputation.
-    """
+    """Identifies a call. global_micro: the number in the global batch. layer: the layer of a reported recomputation."""
 
     chunk: int
     micro: int
@@ -82,9 +80,7 @@ class StepState:
         self._was_taken, self._read_was_taken = taken, None
 
     def defer_was_taken(self, read: Callable[[], bool]) -> None:
-        """Sets `was_taken` to the result of `read`, which is called when `was_taken` is first read: it may wait for the
-        device.
-        """
+        """Sets `was_taken` to the result of `read`, which is called when it is first read and may wait for the device."""
         self._read_was_taken = read
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:

@@ -149,9 +149,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after step `step`, from 0. Raises RunError `loss-scale-exhausted` for an overflow at the smallest
-        scale.
-        """
+        """Adjusts the scale after step `step`. Raises RunError `loss-scale-exhausted` if the smallest scale overflows."""
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
@@ -181,9 +179,7 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. most: the largest number in a row. num_skipped: the total. num_in_a_row: the number at the last
-    settled step.
-    """
+    """Counts skipped steps. most: the limit in a row. num_skipped: the total. num_in_a_row: as of the last settled step."""
 
     def __init__(self, most: int) -> None:
         self.most = most

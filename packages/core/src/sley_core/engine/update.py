@@ -172,9 +172,7 @@ class Update:
 
     @contextmanager
     def seeded(self, step: int) -> Iterator[None]:
-        """Returns a context manager with the optimizer's generators seeded by the run's seed and the step, the same on all
-        ranks.
-        """
+        """Returns a context manager in which the optimizer's generators are seeded equally on all ranks."""
         if self.traits is TORCH_TRAITS:
             yield
             return
@@ -197,9 +195,7 @@ class Update:
             self.optimizer.add_param_group(group)
 
     def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        """Returns norm, loss, votes and plugins' numbers by one all-reduce, or by two for inf-norms and a fixed order of
-        sums.
-        """
+        """Returns norm, loss, votes and plugins' numbers by one all-reduce, or two for inf-norms and a fixed order of sums."""
         overflow = [self._unscale(gradients, 1 / self.scale.value)] if self.scale else []
         totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
         terms = totals.terms()
@@ -267,9 +263,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
 
 
 def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each optimizer state of one parameter, nested states included. States exist after its first
-    step.
-    """
+    """Yields the name and tensor of each optimizer state of one parameter, also nested, after its first step."""
     return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
 
 

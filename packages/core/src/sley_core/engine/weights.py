@@ -86,9 +86,7 @@ class WeightStore:
         self._is_laid_out = False
 
     def lay_out(self, lists: Iterable[tuple[Sequence[Param], int]]) -> list[WeightBuffer]:
-        """Returns a buffer without memory for each list of parameters and number of parts. Must be called before masters are
-        made.
-        """
+        """Returns a buffer without memory for each list of parameters and number of parts, before masters are made."""
         assert not self._is_laid_out, "weights are laid out before masters are made"
         buffers = [WeightBuffer(params, self.dtype, num_parts) for params, num_parts in lists]
         for buffer in buffers:
@@ -133,9 +131,7 @@ class WeightStore:
             parameter.copy_(value)  # increments its version counter, by which masters notice the write
 
     def moved_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place. Also works while
-        offloaded.
-        """
+        """Yields each parameter whose `.data` was replaced since `restore_places`, and its place. Offloads do not matter."""
         # Addresses change when memory moves, and `is_set_to` does not accept fake tensors.
         for parameter, place in self._buffered_params:
             same_storage = storage_id(parameter) == storage_id(place)
@@ -207,9 +203,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class _Master:
-    """Holds the master weight of `working`, a range of the elements of `parameter`. synced: the state when both were last
-    equal.
-    """
+    """Holds the master of `working`, a range of the elements of `parameter`. synced: the state when both were equal."""
 
     master: Tensor
     parameter: nn.Parameter
@@ -286,9 +280,7 @@ class Masters:
         return id(stepped.original) in self._masters
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and without a `home` sets the `grad` of the stepped tensors from the store; None for frozen
-        parameters.
-        """
+        """Calls `follow`, and without a `home` sets `grad` of the stepped tensors from the store, None if frozen."""
         self.follow()
         if self.home is not None:
             return

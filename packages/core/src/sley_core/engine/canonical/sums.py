@@ -40,9 +40,7 @@ class TreeSums(Sums):
         self._in_flight: deque[_TreeSum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Starts to sum `buffer`, which must not be used until `finish`. Ends the oldest sum first if MAX_IN_FLIGHT are in
-        flight.
-        """
+        """Starts to sum `buffer`, not to be used until `finish`. Ends the oldest sum if MAX_IN_FLIGHT are in flight."""
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         for exchange in self._in_flight:
@@ -90,9 +88,7 @@ class _TreeSum:
         sent.add(self._out, group, passes=1)
 
     def join(self) -> None:
-        """Waits for the exchange, adds the rows in the order of the tree, and starts to gather the sum of an unsharded
-        buffer.
-        """
+        """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
         if self._is_joined:
             return
         self._is_joined = True

@@ -35,9 +35,7 @@ _BASE = 2.0**24
 
 
 def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the summed digits of `weights` [NUM_DIGITS], which are added over ranks. Non-finite weights go to the first
-    digit.
-    """
+    """Returns the summed digits of `weights` [NUM_DIGITS], to add over ranks. The first has the non-finite weights."""
     sums = [0.0] * NUM_DIGITS
     for weight in weights:
         if not math.isfinite(weight):

@@ -101,9 +101,7 @@ def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
 
 
 class SumMemory:
-    """Allocates and reuses the memory of partial sums within one step. created: the tensors that were allocated since
-    `clear`.
-    """
+    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
@@ -145,9 +143,7 @@ class PartialSums:
         return sorted(self._sums_by_node)
 
     def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores the sum of `node`, whose memory it then owns. Adds it to its sibling if that is stored, and so on up
-        the tree.
-        """
+        """Stores the sum of `node`, and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
         while True:
             other = sibling(node, self.num_leaves)
             stored = self._sums_by_node.pop((use, other), None) if other is not None else None
@@ -221,9 +217,7 @@ class CanonicalReduction(Reduction):
         return cover(first, last, self.num_leaves)
 
     def place_losses(self, losses: Tensor) -> Tensor:
-        """Returns a tensor [all microbatches] with this rank's `losses` and zeros elsewhere, so that sums over ranks are
-        exact.
-        """
+        """Returns this rank's `losses` among zeros for other ranks, [all microbatches], so that sums over ranks are exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
         spaced[group.coord] = losses
@@ -321,9 +315,7 @@ class CanonicalAccumulator(Accumulator):
         self.rows: list[Tensor] = []
 
     def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
-        """Closes the last leaf and opens the next leaf. Raises RunError `canonical-again` if the next leaf was closed
-        before.
-        """
+        """Closes the last leaf and opens the next leaf. Raises RunError `canonical-again` if that was closed before."""
         layers = self.param.layers
         assert layer or len(layers) == 1, f"{self.param.name} is used by {layers}, so the contribution must name its layer"
         leaf = TreeLeaf(layers.index(layer) if layer else 0, self.reduction.micro if micro is None else micro)
