@@ -322,7 +322,12 @@ class Restoring:
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
         shared.load_optimizer_state(
-            update.optimizer, states, list(map(self._read_options, names)), _shared_states(self.saved), update.initial_values, dtypes
+            update.optimizer,
+            states,
+            list(map(self._read_options, names)),
+            _shared_states(self.saved),
+            update.initial_values,
+            dtypes,
         )
 
     def _restore_stateful_objects(self) -> None:
