@@ -1,7 +1,4 @@
-"""Estimated bytes equal those of the allocators of ranks; an estimate without one thing does not.
-
-Stages of one kind are looked at once, and several in processes of their own: both change no number.
-"""
+"""Tests that estimated bytes equal those of allocators, also if equal stages are estimated once or in forked processes."""
 
 from __future__ import annotations
 
@@ -37,14 +34,14 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 PLAN = small_plan(
     model={"use": "models.llama", "num_layers": 6, "hidden": 128, "heads": 4}, data__sequence=64, precision={"compute": "fp32"}
 )
-"""Of megabytes, so that bytes are the tensors', and of a layer for each of two chunks of four stages."""
+"""A plan of megabytes, with a layer for each of two chunks of four stages."""
 SCHEDULES = ["pp.gpipe", "pp.one_f_one_b", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v"]
 USUAL, MOST = 0.01, 0.03
-"""How far an estimated peak may be from the real one, relative: in 19 of 20 cases, and in all."""
+"""The allowed relative errors of a peak: in 19 of 20 cases, and in all cases."""
 
 
-def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
-    """A plan over `world` ranks that `check` allows."""
+def draw_plan(draw: random.Random, world: int, folder: Path) -> Tables:
+    """Returns a random valid plan for `world` ranks."""
     while True:
         pp = draw.choice([size for size in (1, 2, 4) if world % size == 0])
         sp, wp = (draw.choice([size for size in (1, 2) if world // pp % size == 0]) for _ in range(2))
@@ -82,7 +79,7 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         try:
             if not check_plan(plan_from_dict(tables, folder), world):
                 return tables
-        except SleyError:  # what `check` cannot be asked of
+        except SleyError:
             continue
 
 
@@ -96,31 +93,34 @@ def drawn(draw: random.Random, world: int, folder: Path) -> Tables:
         pytest.param(8, 30, marks=pytest.mark.campaign),
     ],
 )
-def test_a_drawn_plan_takes_what_was_estimated(ranks: Any, texts: Path, world: int, num_plans: int) -> None:
-    """States to the byte, on every rank; the peak nearly so, on the rank where it is worst."""
+def test_random_plans_need_estimated_bytes(ranks: Any, texts: Path, world: int, num_plans: int) -> None:
+    """Expects exact bytes of states on every rank, and peaks within USUAL and MOST."""
     seed = 13 if num_plans < 10 else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed * 100 + world)
-    plans = [drawn(draw, world, texts) for _ in range(num_plans)]
+    plans = [draw_plan(draw, world, texts) for _ in range(num_plans)]
     errors = [worst_error(tables, texts, ranks(world, 200)(real_bytes, tables, folder=texts)) for tables in plans]
-    far = sorted(map(abs, errors))
-    print("the peak is off by (median, 95 %, most):", far[len(far) // 2], far[int(0.95 * (len(far) - 1))], far[-1])
-    assert far[-1] <= MOST
-    assert far[int(0.95 * (len(far) - 1))] <= USUAL
+    sizes = sorted(map(abs, errors))
+    high = sizes[int(0.95 * (len(sizes) - 1))]
+    print("errors of the peak (median, 95 %, largest):", sizes[len(sizes) // 2], high, sizes[-1])
+    assert sizes[-1] <= MOST
+    assert high <= USUAL
 
 
 def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> float:
-    """How far the estimated peak is from the real one, relative, on the rank where it is farthest. inf if states differ."""
+    """Returns the largest relative error of the peak over all ranks, or inf if states differ."""
     errors = []
     for (table, key), value in real[0].plan_values.items():
         tables = changed(tables, **{f"{table}__{key}": value})
-    recipes = OpResultCache()
-    for rank, one in enumerate(real):
-        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), recipes)
-        errors.append((estimated.peak - estimated.batch - one.peak) / one.peak)
-        print(f"{errors[-1]:+.4f} of {one.peak} on rank {rank} of {len(real)}, at {estimated.position}: {tables}", flush=True)
-        if estimated.states != one.states:
-            print(f"estimated {estimated.states}, but there are {one.states}")
+    cache = OpResultCache()
+    for rank, measured in enumerate(real):
+        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), cache)
+        errors.append((estimated.peak - estimated.batch - measured.peak) / measured.peak)
+        print(
+            f"{errors[-1]:+.4f} of {measured.peak} on rank {rank} of {len(real)}, at {estimated.position}: {tables}", flush=True
+        )
+        if estimated.states != measured.states:
+            print(f"estimated {estimated.states}, but there are {measured.states}")
             return math.inf
     return max(errors, key=abs)
 
@@ -130,8 +130,8 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     "layout",
     [{"parallel": {"dp": 2, "wp": 2}}, {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}],
 )
-def test_states_that_come_into_full_pools_count_with_them(ranks: Any, texts: Path, layout: Tables) -> None:
-    """Optimizer states are there twice when they first leave, side by side, behind a step of several microbatches."""
+def test_first_offload_of_states_counts_with_full_pools(ranks: Any, texts: Path, layout: Tables) -> None:
+    """Optimizer states exist twice during their first offload, after a step of several microbatches."""
     tables = changed(
         PLAN,
         model={"factory": "estimated_layers:layers", "options": {"depth": 6}},
@@ -148,7 +148,7 @@ def test_states_that_come_into_full_pools_count_with_them(ranks: Any, texts: Pat
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
-def test_an_example_takes_what_was_estimated(ranks: Any, path: Path) -> None:
+def test_example_needs_estimated_bytes(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))
     size = plan_from_dict(tables, path.parent).world()
     real = ranks(size, 200)(real_bytes, tables, folder=path.parent)
@@ -164,7 +164,7 @@ TINY = small_plan(
 SHARDED = changed(
     TINY, parallel={"wp": 2, "dp": 2}, model__tie_embeddings=True, weights={"use": "isp.communicator", "unit": "layer"}
 )
-"""Over a group whose size does not divide the vocabulary, and with a weight that two layers share."""
+"""A plan with padded shards and a tied weight."""
 STAGED = changed(
     TINY,
     parallel={"pp": 2, "dp": 1},
@@ -172,13 +172,13 @@ STAGED = changed(
     batch={"global_size": 8, "micro_size": 1},
     model__vocab_size=1031,
 )
-"""With a last stage that is much larger than the next batch, which may or may not be there at the peak (6 KB)."""
+"""A plan with a large last stage, so that the next batch (6 KB) does not matter, which may exist at the peak or not."""
 
 
 def without_ties(patch: pytest.MonkeyPatch) -> None:
-    """A weight of two layers counts twice."""
-    tied = llama.build_llama
-    patch.setattr(llama, "build_llama", lambda config, info: tied(config.model_copy(update={"tie_embeddings": False}), info))
+    """Patches the estimate to count a tied weight twice."""
+    build = llama.build_llama
+    patch.setattr(llama, "build_llama", lambda config, info: build(config.model_copy(update={"tie_embeddings": False}), info))
 
 
 def without_padding(patch: pytest.MonkeyPatch) -> None:
@@ -189,32 +189,32 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def without(owner: str) -> Patch:
-    """Returns a patch after which the estimate leaves out the tensors of `owner`."""
+    """Returns a patch that makes the estimate omit the tensors of `owner`."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
-        own = steps._set_owners
+        set_owners = steps._set_owners
 
-        def left_out(run: Any, ledger: Ledger, on_host: Collection[str]) -> None:
-            own(run, ledger, on_host)
-            for piece in ledger.allocations:
-                piece.num_bytes = 0 if piece.owner == owner else piece.num_bytes
+        def omit_owner(run: Any, ledger: Ledger, on_host: Collection[str]) -> None:
+            set_owners(run, ledger, on_host)
+            for allocation in ledger.allocations:
+                allocation.num_bytes = 0 if allocation.owner == owner else allocation.num_bytes
 
-        patch.setattr(steps, "_set_owners", left_out)
+        patch.setattr(steps, "_set_owners", omit_owner)
 
     return patched
 
 
 def without_transients(patch: pytest.MonkeyPatch) -> None:
-    """Patches the estimate to leave out tensors that are freed within one action."""
+    """Patches the estimate to omit tensors that are freed within one action."""
     peak = Ledger.peak
 
-    def of_what_stays(ledger: Ledger) -> tuple[int, int]:
+    def peak_of_others(ledger: Ledger) -> tuple[int, int]:
         ledger.allocations = [
-            piece for piece in ledger.allocations if steps.classify_allocation(piece) != "temporary buffers" or piece.owner
+            item for item in ledger.allocations if steps.classify_allocation(item) != "temporary buffers" or item.owner
         ]
         return peak(ledger)
 
-    patch.setattr(Ledger, "peak", of_what_stays)
+    patch.setattr(Ledger, "peak", peak_of_others)
 
 
 def without_scratch(patch: pytest.MonkeyPatch) -> None:
@@ -222,12 +222,12 @@ def without_scratch(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_one_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    """One fewer is in flight than the schedule says."""
+    """Patches the estimate to simulate a single microbatch."""
     patch.setattr(steps, "min_equivalent_micro_batches", lambda *_: 1)
 
 
-OF_SHARDS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
-OF_STAGES: dict[str, Patch] = {
+SHARD_BUGS: dict[str, Patch] = {"tie": without_ties, "padding": without_padding}
+STAGE_BUGS: dict[str, Patch] = {
     "message": without("pools"),
     "transient": without_transients,
     "held microbatch": without_one_micro_batch,
@@ -236,23 +236,22 @@ OF_STAGES: dict[str, Patch] = {
 
 
 def is_right(real: list[RealBytes], tables: Tables, folder: Path) -> bool:
-    """Whether states are equal on both ranks, and peaks as far apart as is usual at most."""
-    for rank, one in enumerate(real):
+    """Returns whether states are equal on both ranks and the errors of peaks are at most USUAL."""
+    for rank, measured in enumerate(real):
         estimated = rank_bytes(plan_from_dict(tables, folder), rank, 2)
-        print(estimated.states, one.states, estimated.peak - estimated.batch, one.peak)
-        if estimated.states != one.states or abs(estimated.peak - estimated.batch - one.peak) > USUAL * one.peak:
+        print(estimated.states, measured.states, estimated.peak - estimated.batch, measured.peak)
+        error = abs(estimated.peak - estimated.batch - measured.peak)
+        if estimated.states != measured.states or error > USUAL * measured.peak:
             return False
     return True
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("tables", "mutants"), [(SHARDED, OF_SHARDS), (STAGED, OF_STAGES)], ids=["sharded", "staged"])
-def test_the_whole_estimate_is_right_and_without_one_thing_it_is_wrong(
-    ranks: Any, texts: Path, tables: Tables, mutants: dict[str, Patch]
-) -> None:
+@pytest.mark.parametrize(("tables", "bugs"), [(SHARDED, SHARD_BUGS), (STAGED, STAGE_BUGS)], ids=["sharded", "staged"])
+def test_estimate_with_a_bug_differs(ranks: Any, texts: Path, tables: Tables, bugs: dict[str, Patch]) -> None:
     real = ranks(2, 60)(real_bytes, tables, folder=texts)
     assert is_right(real, tables, texts)
-    for name, mutate in mutants.items():
+    for name, mutate in bugs.items():
         with pytest.MonkeyPatch.context() as patch:
             mutate(patch)
             assert not is_right(real, tables, texts), name
@@ -277,25 +276,25 @@ MANY = changed(
     pipeline={"use": "pp.one_f_one_b"},
     partition={"use": "pp.explicit", "layers": [1, 2, 1]},
 )
-"""Of three kinds: each stage holds another number of microbatches. Of two, none would be looked at in another process."""
+"""A plan whose three stages differ, since each holds another number of microbatches. Two stages would not be forked."""
 
 
-def kinds(tables: Tables, folder: Path) -> list[int]:
-    """The number of the first stage that is like it, of each stage."""
+def first_equal_stages(tables: Tables, folder: Path) -> list[int]:
+    """Returns, for each stage, the first stage that needs equal memory."""
     plan = plan_from_dict(tables, folder)
     with World.fake(0, WORLD) as world:
-        found = stage_memory_keys(plan, plan.topology(WORLD), build_draft(plan, world))
-    return [found.index(kind) for kind in found]
+        keys = stage_memory_keys(plan, plan.topology(WORLD), build_draft(plan, world))
+    return [keys.index(key) for key in keys]
 
 
-def one_by_one(tables: Tables, folder: Path) -> list[RankBytes]:
+def estimate_each_stage(tables: Tables, folder: Path) -> list[RankBytes]:
     plan = plan_from_dict(tables, folder)
     return [rank_bytes(plan, rank, plan.world()) for rank in range(0, plan.world(), 2)]
 
 
-def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
-    assert kinds(PIPELINE, texts) == [0, 1, 1, 3]
-    assert list(stage_bytes(plan_from_dict(PIPELINE, texts), WORLD)) == one_by_one(PIPELINE, texts)
+def test_equal_stages_are_estimated_once(texts: Path) -> None:
+    assert first_equal_stages(PIPELINE, texts) == [0, 1, 1, 3]
+    assert list(stage_bytes(plan_from_dict(PIPELINE, texts), WORLD)) == estimate_each_stage(PIPELINE, texts)
 
 
 @pytest.mark.parametrize(
@@ -308,44 +307,44 @@ def test_stages_of_a_kind_hold_alike(texts: Path) -> None:
     ],
     ids=["another group", "another policy", "more layers", "more in flight"],
 )
-def test_stages_that_differ_are_of_two_kinds(texts: Path, changes: Any) -> None:
-    found = kinds(changed(PIPELINE, **changes), texts)
-    assert found[1] != found[2]
+def test_different_stages_are_estimated_separately(texts: Path, changes: Any) -> None:
+    stage_numbers = first_equal_stages(changed(PIPELINE, **changes), texts)
+    assert stage_numbers[1] != stage_numbers[2]
 
 
-def recorded(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
+def record_ranks(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
     size = plan.world()
     return list(record_stages(plan, size, build_first_draft(plan, size), cores).ranks)
 
 
-def in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
+def estimate_in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
-    with patch.object(stages, "run_forked", wraps=run_forked) as used:
+    with patch.object(stages, "run_forked", wraps=run_forked) as spy:
         plan = plan_from_dict(tables, folder)
-        found = list(stage_bytes(plan, plan.world(), cores=2)), recorded(tables, folder, 2)
-    assert used.call_count >= 4, "else nothing was done in a process of its own"
-    return found
+        estimates = list(stage_bytes(plan, plan.world(), cores=2)), record_ranks(tables, folder, 2)
+    assert spy.call_count >= 4, "no process was forked"
+    return estimates
 
 
 @pytest.mark.campaign
-def test_processes_of_their_own_say_the_same(ranks: Any, texts: Path) -> None:
-    ((num_bytes, steps),) = ranks(1, 100, init=False)(in_forks, MANY, texts)
-    assert num_bytes == one_by_one(MANY, texts)
-    assert steps == recorded(MANY, texts, 1)
+def test_forked_processes_give_equal_estimates(ranks: Any, texts: Path) -> None:
+    ((num_bytes, steps),) = ranks(1, 100, init=False)(estimate_in_forks, MANY, texts)
+    assert num_bytes == estimate_each_stage(MANY, texts)
+    assert steps == record_ranks(MANY, texts, 1)
 
 
-def failing() -> None:
+def raise_run_error() -> None:
     raise RunError("estimate-layer", "it cannot be called")
 
 
-def test_what_a_process_raises_is_raised_here() -> None:
+def test_error_of_forked_process_is_raised() -> None:
     with pytest.raises(RunError, match="it cannot be called"):
-        list(run_forked([failing], 2))
+        list(run_forked([raise_run_error], 2))
 
 
-def test_the_start_has_no_weight_twice(texts: Path) -> None:
-    """Values as they were made and gradients, both fp32; beside them the bucket to which values move, and masters."""
+def test_start_holds_weights_once(texts: Path) -> None:
+    """Expects fp32 initial values and gradients, one bucket and master weights."""
     model = {"use": "models.llama", "num_layers": 8, "hidden": 64, "heads": 4}
     reducer = {"use": "dp.sharded", "bucket_mb": 0.1}
     tables = small_plan(model=model, precision={"compute": "bf16"}, batch__global_size=16, gradient_handlers=[reducer])
@@ -354,4 +353,4 @@ def test_the_start_has_no_weight_twice(texts: Path) -> None:
         largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
         peak, *_ = ledger.peak()
     assert largest < 0.1 * 4 * numel
-    assert 8 * numel <= peak < 9 * numel + largest  # and half a byte of masters, and padding
+    assert 8 * numel <= peak < 9 * numel + largest  # with half a byte of master weights, and padding

@@ -1,6 +1,4 @@
-"""Seconds from steps without values: what each action does and waits for, exchanges, updates, and copies to the host, whose
-bytes are those that a run copies.
-"""
+"""Tests the seconds of recorded steps: their operators, exchanges, waits and updates, and the bytes of copies to the host."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}
 
 
-def machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), per_host: int = 8) -> MachineFile:
+def make_machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]] = (), per_host: int = 8) -> MachineFile:
     rates = {"memory_bandwidth": 1e9, "matmul": {name: {"flops_per_s": 1e10} for name in ("fp64", "fp32")}}
     device = small_machine(device__kind="cpu")["device"] | rates
     links = {"ranks_per_host": per_host, "same_host": link, "other_host": SLOW}
@@ -52,19 +50,19 @@ TIES = {"model__tie_embeddings": True, "gradient_handlers": [{"use": "pp.shared_
 STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 4, "micro_size": 1}}
 
 
-def test_waits_are_told_with_what_is_waited_for_and_from_whom() -> None:
-    plan, on = plan_of(**STAGES | TIES), machine(SLOW)
-    found = estimate_seconds(plan, 2, on)
-    _, first, last, sources, *_ = seconds_lines(found, on)
+def test_waits_are_described_with_exchange_and_peer() -> None:
+    plan, machine = plan_of(**STAGES | TIES), make_machine(SLOW)
+    estimate = estimate_seconds(plan, 2, machine)
+    _, first, last, sources, *_ = seconds_lines(estimate, machine)
     assert "ms waiting for gradients from stage 1" in first
     assert "ms waiting for sums of gradients" in first
     assert "ms waiting for activations from stage 0" in last
-    assert f"all {len(found.layers)} layers were computed from their operators (even)" in sources
-    drawn = "\n".join(draw_text(found.step.timeline, 100).splitlines()[:2])
+    assert f"all {len(estimate.layers)} layers were computed from their operators (even)" in sources
+    drawn = "\n".join(draw_text(estimate.step.timeline, 100).splitlines()[:2])
     for stage, line in enumerate((first, last)):
-        share = found.step.timeline.idle(stage)
+        share = estimate.step.timeline.idle(stage)
         assert f"idle {share:.1%}" in line
-        assert f"{share:4.0%} idle" in drawn, "the drawing left out what comes behind the list"
+        assert f"{share:4.0%} idle" in drawn, "the drawing omits work after the list"
 
 
 SHARDS = {"parallel": {"wp": 2}, "weights": {"use": "isp.communicator"}}
@@ -74,79 +72,79 @@ RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer"
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("changes", "lane"),
+    ("changes", "exchange"),
     [(SHARDS, "gather"), (SLICES, "swap"), ({"precision": {"compute": "fp32"}, **RANKS}, "sum")],
     ids=["wp", "sp", "powersgd"],
 )
-def test_a_slow_link_is_waited_for(changes: dict[str, Any], lane: str) -> None:
+def test_slow_link_causes_waits(changes: dict[str, Any], exchange: str) -> None:
     plan = plan_of(**changes)
-    fast, slow = (estimate_seconds(plan, 2, machine(link)).step for link in (FAST, SLOW))
+    fast, slow = (estimate_seconds(plan, 2, make_machine(link)).step for link in (FAST, SLOW))
     assert slow.seconds > 1.2 * fast.seconds
-    assert slow.exposed_s(0)[lane] > fast.exposed_s(0).get(lane, 0.0)
+    assert slow.exposed_s(0)[exchange] > fast.exposed_s(0).get(exchange, 0.0)
 
 
-def test_a_gather_ahead_is_begun_before_the_layer_in_front_of_it_computes() -> None:
+def test_prefetched_gather_starts_before_previous_layer() -> None:
     plan = plan_of(**SHARDS)
     step = record_stages(plan, 2, build_first_draft(plan, 2)).ranks[0].step
-    words = next(words for action, words in step.actions if action.kind is Kind.FORWARD)
-    gathers = [at for at, word in enumerate(words) if isinstance(word, BeginEvent) and word.kind == "gather"]
-    waits = [at for at, word in enumerate(words) if isinstance(word, WaitEvent)]
-    assert gathers[1] < waits[0] < waits[1], words
-    assert any(isinstance(word, ComputeEvent) for word in words[gathers[1] : waits[1]])
+    events = next(events for action, events in step.actions if action.kind is Kind.FORWARD)
+    gathers = [index for index, event in enumerate(events) if isinstance(event, BeginEvent) and event.kind == "gather"]
+    waits = [index for index, event in enumerate(events) if isinstance(event, WaitEvent)]
+    assert gathers[1] < waits[0] < waits[1], events
+    assert any(isinstance(event, ComputeEvent) for event in events[gathers[1] : waits[1]])
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def work(number: int) -> ComputeEvent:
+def compute(number: int) -> ComputeEvent:
     return ComputeEvent((Operator("add", number),))
 
 
-def test_a_longer_step_keeps_what_each_action_waits_for() -> None:
-    """Each forward waits for the gather that the one before it began, and begins that of the next."""
+def test_expanded_step_keeps_waits() -> None:
+    """Each forward waits for the gather of the previous forward, and begins the next gather."""
     gather = BeginEvent("gather", "wp", "gather", 8)
     wait = WaitEvent(ExchangeReference(gather.queue, 1))
     actions = []
     for micro in range(3):
-        words = (wait, work(1), gather)
-        actions += [(Action(F, 0, micro), words), (Action(B, 0, micro), (work(2),))]
-    step = RecordedStep((gather,), actions, (wait, work(3)))
+        events = (wait, compute(1), gather)
+        actions += [(Action(F, 0, micro), events), (Action(B, 0, micro), (compute(2),))]
+    step = RecordedStep((gather,), actions, (wait, compute(3)))
     longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
-    found = expand_step(step, longer)
-    assert [action for action, _ in found.actions] == longer
-    assert [word for word in found.events if not isinstance(word, ComputeEvent)] == [gather, wait] * 7
-    assert sum(isinstance(word, ComputeEvent) for word in found.events) == 13
+    expanded = expand_step(step, longer)
+    assert [action for action, _ in expanded.actions] == longer
+    assert [event for event in expanded.events if not isinstance(event, ComputeEvent)] == [gather, wait] * 7
+    assert sum(isinstance(event, ComputeEvent) for event in expanded.events) == 13
 
 
-def test_layers_of_slices_are_in_proportion_to_what_was_timed_of_whole_sequences() -> None:
-    """Only what was timed alone is scaled with them: what they swap, and the update, stay."""
+def test_layers_of_slices_are_scaled_from_full_sequences() -> None:
+    """Exchanges and the update are not scaled."""
     plan = plan_of(**SLICES)
     with short_calibration():
         tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
     scaled = [[{**table, **dict.fromkeys(times, seconds)} for table in tables] for seconds in (0.5, 1.0)]
-    found = [estimate_seconds(plan, 2, machine(layers=some)) for some in scaled]
-    assert [layer.source for layer in found[0].layers] == ["in proportion"] * 4
-    assert found[1].step.computing_s[0] == pytest.approx(2 * found[0].step.computing_s[0], rel=1e-3)
-    assert found[0].step.updating_s == pytest.approx(found[1].step.updating_s)
-    swaps = [one.step.exposed_s(0)["swap"] for one in found]
+    estimates = [estimate_seconds(plan, 2, make_machine(layers=tables)) for tables in scaled]
+    assert [layer.source for layer in estimates[0].layers] == ["in proportion"] * 4
+    assert estimates[1].step.computing_s[0] == pytest.approx(2 * estimates[0].step.computing_s[0], rel=1e-3)
+    assert estimates[0].step.updating_s == pytest.approx(estimates[1].step.updating_s)
+    swaps = [estimate.step.exposed_s(0)["swap"] for estimate in estimates]
     assert swaps[0] == pytest.approx(swaps[1])
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("tables", "sizes", "lane"),
+    ("tables", "sizes", "exchange"),
     [(SHARDS, {"dp": 6, "wp": 3}, "gather"), (SLICES, {"dp": 2, "sp": 3}, "swap"), (STAGES, {"dp": 3, "pp": 2}, "up")],
     ids=["wp", "sp", "pp"],
 )
-def test_the_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], lane: str) -> None:
-    """Of six ranks on hosts of four the first three are on one host, the next three on two; so are ranks 1 and 4."""
+def test_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], exchange: str) -> None:
+    """With four ranks per host, ranks 0 to 2 are on one host, and ranks 3 to 5 on two."""
     several = {"model__hidden": 24, "model__heads": 6, "model__kv_heads": 3, "batch": {"global_size": 12, "micro_size": 1}}
     plan = plan_of(**{**tables, **several, "parallel": sizes})
-    together, apart = (machine(per_host=number) for number in (6, 4))
+    one_host, two_hosts = (make_machine(per_host=number) for number in (6, 4))
     last = sizes.get("pp", 1) - 1
-    slow, fast = (estimate_seconds(plan, 6, one).step.exposed_s(last)[lane] for one in (apart, together))
+    slow, fast = (estimate_seconds(plan, 6, machine).step.exposed_s(last)[exchange] for machine in (two_hosts, one_host))
     assert slow > 10 * fast
 
 
@@ -163,21 +161,21 @@ def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dp", "reduced"), [(2, {"gradient_handlers": [{"use": "dp.bucketed"}]}), (1, {})])
-def test_all_that_stages_have_is_updated_whether_or_not_it_is_reduced(dp: int, reduced: dict[str, Any]) -> None:
-    """By AdamW in fp32: the gradient is read twice, weight and two states are read and written."""
+def test_update_moves_all_parameters(dp: int, reduced: dict[str, Any]) -> None:
+    """AdamW in fp32 reads gradients twice, and reads and writes weights and two states."""
     staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
     plan = plan_of(**FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
     parameters = {p for layer in build_first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
     at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
-    found = estimate_seconds(plan, 2 * dp, machine_from_dict(at_once)).step
-    assert sum(found.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"], rel=0.05)
+    step = estimate_seconds(plan, 2 * dp, machine_from_dict(at_once)).step
+    assert sum(step.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"], rel=0.05)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
-def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handler: str) -> None:
+def test_representative_stages_give_equal_seconds(schedule: str, handler: str) -> None:
     plan = plan_of(
         **FP32,
         batch={"global_size": 8, "micro_size": 1},
@@ -187,11 +185,13 @@ def test_alike_stages_take_what_each_would_by_its_own_steps(schedule: str, handl
         gradient_handlers=[{"use": handler, "bucket_mb": 0.02}],
     )
     slow = changed(MACHINE, links={"ranks_per_host": 8, "same_host": LINK | {"bandwidth": 1e7}})
-    with patch.object(estimate, "take_steps", wraps=estimate.take_steps) as looked:
-        together = seconds(plan, 8, slow)
-    assert len(looked.call_args.args[2]) < 4, "some stages are alike"
-    with patch.object(estimate, "representative_stages", lambda plan, topology, draft: [(one,) for one in range(topology.pp)]):
-        assert together == pytest.approx(seconds(plan, 8, slow), rel=1e-9)
+    with patch.object(estimate, "take_steps", wraps=estimate.take_steps) as spy:
+        represented_s = seconds(plan, 8, slow)
+    assert len(spy.call_args.args[2]) < 4, "some stages do equal work"
+    with patch.object(
+        estimate, "representative_stages", lambda plan, topology, draft: [(stage,) for stage in range(topology.pp)]
+    ):
+        assert represented_s == pytest.approx(seconds(plan, 8, slow), rel=1e-9)
 
 
 # -- copies to the host ------------------------------------------------------------------------------------------------
@@ -208,48 +208,48 @@ COPIES: dict[str, Tables] = {
 }
 
 
-def foretold(folder: Path, changes: Tables, *, kind: str) -> dict[str, int]:
-    """Bytes that a recorded step copies, each way."""
-    found = {"to_host": 0, "to_device": 0}
-    plan = plan_from_dict(changed(COPIED, **changes, run__device=kind), folder)
+def estimated_copies(folder: Path, changes: Tables, *, device: str) -> dict[str, int]:
+    """Returns the bytes that a recorded step copies in each direction."""
+    num_bytes = {"to_host": 0, "to_device": 0}
+    plan = plan_from_dict(changed(COPIED, **changes, run__device=device), folder)
     (recorded,) = record_stages(plan, 1, build_first_draft(plan, 1)).ranks
-    for word in recorded.step.events:
-        if isinstance(word, BeginEvent) and word.axis == HOST:
-            found[word.kind] += word.num_bytes
-    return found
+    for event in recorded.step.events:
+        if isinstance(event, BeginEvent) and event.axis == HOST:
+            num_bytes[event.kind] += event.num_bytes
+    return num_bytes
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("copies", COPIES)
-def test_a_step_copies_as_many_bytes_as_were_foretold(copies: str, texts: Path) -> None:
+def test_step_copies_estimated_bytes(copies: str, texts: Path) -> None:
     tables = changed(COPIED, **COPIES[copies])
-    after: list[tuple[float, float]] = []
+    totals: list[tuple[float, float]] = []
 
     def watch(run: Any) -> None:
         def count(_row: object) -> None:
-            moved = [each.moved(part) for each in run.memory.managers for part in each.parts]
+            moved = [manager.moved(part) for manager in run.memory.managers for part in manager.parts]
             policy = run.counts.get("memory.host", {})
-            out = sum(one.copied_out for one in moved) + policy.get("moved_bytes", 0)
-            after.append((out, sum(one.copied_in for one in moved) + policy.get("fetched_bytes", 0)))
+            out = sum(stats.copied_out for stats in moved) + policy.get("moved_bytes", 0)
+            totals.append((out, sum(stats.copied_in for stats in moved) + policy.get("fetched_bytes", 0)))
 
         run.listeners.append(count)
 
     record(tables, 4, folder=texts, prepare=watch)
-    (out, into), (more_out, more_into) = after[-2:]
-    assert more_out > out
-    assert more_into > into
-    told = {"to_host": more_out - out, "to_device": more_into - into}
-    assert foretold(texts, COPIES[copies], kind="cpu") == told
-    if "activations" not in tables:  # of these a GPU's kernels save something else
-        assert foretold(texts, COPIES[copies], kind="cuda") == told
+    (previous_out, previous_in), (out, copied_in) = totals[-2:]
+    assert out > previous_out
+    assert copied_in > previous_in
+    real = {"to_host": out - previous_out, "to_device": copied_in - previous_in}
+    assert estimated_copies(texts, COPIES[copies], device="cpu") == real
+    if "activations" not in tables:  # CUDA kernels save other activations
+        assert estimated_copies(texts, COPIES[copies], device="cuda") == real
 
 
-def test_masters_on_the_host_are_none_of_the_devices_memory(texts: Path) -> None:
-    here, away = (
+def test_master_weights_on_host_need_no_device_memory(texts: Path) -> None:
+    on_device, on_host = (
         rank_bytes(plan_from_dict(changed(COPIED, run__device="cuda", **changes), texts), 0, 1)
         for changes in ({}, {"offload": [OPTIMIZER]})
     )
-    moved = here.states["masters"] + here.states["optimizer_states"]
+    moved = on_device.states["masters"] + on_device.states["optimizer_states"]
     assert moved > 0
-    assert away.states["masters"] == away.states["optimizer_states"] == 0
-    assert here.peak - away.peak == pytest.approx(moved, rel=0.1)
+    assert on_host.states["masters"] == on_host.states["optimizer_states"] == 0
+    assert on_device.peak - on_host.peak == pytest.approx(moved, rel=0.1)

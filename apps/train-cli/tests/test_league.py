@@ -1,4 +1,4 @@
-"""The league of silent errors: each row gives the numbers of one process and of a plain loop, and differs with its fault."""
+"""Tests the league of silent errors: each row matches one process and a plain loop, and differs with its fault."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SAMPLE = ("packed-sp", "resume-wp")
 NUMBERS = ("loss", "grad_norm", "held_out_loss")
 
 
-def trained(row: LeagueRow, folder: Path, *, alone: bool = False, faulty: bool = False) -> Recorded:
+def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, faulty: bool = False) -> Recorded:
     """Takes the steps of `row` on this rank. Each layout after the first resumes from the checkpoint of the previous one."""
-    recorded, plans = Recorded(), [row.one_process_plan()] if alone else row.plans()
+    recorded, plans = Recorded(), [row.one_process_plan()] if is_single_process else row.plans()
     steps = row.num_steps // len(plans)
     with fault(row.name) if faulty else nullcontext(), World.join("cpu") as world:
         for index, plan in enumerate(plans):
@@ -41,7 +41,7 @@ def trained(row: LeagueRow, folder: Path, *, alone: bool = False, faulty: bool =
                     run.load_checkpoint(folder / f"saved-{index}")
                 recorded.first = recorded.first or weights(run)
                 for _ in range(steps):
-                    if row.offloads and not alone and run.num_steps_done > 0:
+                    if row.offloads and not is_single_process and run.num_steps_done > 0:
                         run.memory.offload()
                         run.memory.onload()
                     recorded.rows.append(run.step())
@@ -69,12 +69,12 @@ def plain_loop(plan: Plan, num_steps: int, first: Tensors) -> Recorded:
     loop.load(first)
     recorded, size = Recorded(), plan.batch.global_size
     for step in range(num_steps):
-        taken = loop.step(documents(samples, range(step * size, (step + 1) * size)))
-        row: dict[str, float | int] = {"step": step + 1, "loss": taken.loss, "grad_norm": taken.grad_norm}
+        result = loop.step(documents(samples, range(step * size, (step + 1) * size)))
+        row: dict[str, float | int] = {"step": step + 1, "loss": result.loss, "grad_norm": result.grad_norm}
         if plan.evaluation is not None:
             row["held_out_loss"] = loop.evaluate(documents(held_out_samples, range(len(held_out_samples))))
         recorded.rows.append(row)
-        recorded.gradients.append(taken.gradients)
+        recorded.gradients.append(result.gradients)
     recorded.weights = loop.weights
     return recorded
 
@@ -84,7 +84,7 @@ def documents(samples: RandomSamples, indices: Iterable[int]) -> list[Batch]:
 
 
 class LabelSum:
-    """Cross-entropy without the engine: the sum over the labels that count, and their number."""
+    """Computes the cross-entropy without the engine. The weight is the number of labels that are not ignored."""
 
     def weight(self, batch: Batch) -> float:
         return float((batch["labels"] >= 0).sum())
@@ -115,17 +115,17 @@ def differences(reference: Recorded, ranks: Sequence[Recorded], limit: float) ->
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[] if row.name in SAMPLE else pytest.mark.campaign, id=row.name) for row in ROWS]
 )
-def test_a_row_holds_and_differs_with_its_fault(ranks: Any, tmp_path: Path, row: LeagueRow) -> None:
-    reference = trained(row, tmp_path, alone=True)
-    found = ranks(row.num_ranks, 120)(trained, row, tmp_path)
-    assert not [*differences(reference, found, row.limit)]
+def test_row_matches_and_differs_with_its_fault(ranks: Any, tmp_path: Path, row: LeagueRow) -> None:
+    reference = train_row(row, tmp_path, is_single_process=True)
+    results = ranks(row.num_ranks, 120)(train_row, row, tmp_path)
+    assert not [*differences(reference, results, row.limit)]
     if row.has_plain_loop:
         loop = plain_loop(row.one_process_plan(), row.num_steps, reference.first)
-        assert not [*differences(loop, found, row.limit)]
-    faulty = ranks(row.num_ranks, 120)(trained, row, tmp_path / "faulty", faulty=True)
+        assert not [*differences(loop, results, row.limit)]
+    faulty = ranks(row.num_ranks, 120)(train_row, row, tmp_path / "faulty", faulty=True)
     assert [*differences(reference, faulty, row.limit)], "the row does not see its fault"
 
 
-def test_every_row_has_a_name_of_its_own_and_a_fault() -> None:
+def test_rows_have_unique_names_and_faults() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert set(FAULTS) == {row.name for row in ROWS}

@@ -1,4 +1,4 @@
-"""`train-cli search`: layouts from what is installed, the fastest that fit, and the plan of the first."""
+"""Tests `train-cli search`: the fastest layouts of the installed plugins, and the written plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from train_cli.environment import num_cores
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the best two layouts take their steps, which takes most of a search."""
+    """Verifies only two layouts, since this takes most of the time of a search."""
     monkeypatch.setattr(finding, "NUM_EXACT", 2)
 
 
@@ -50,11 +50,11 @@ def searched(cli: Callable[..., Any], given: Path) -> Callable[..., Any]:
 
 
 def rows_of(out: str) -> list[tuple[float, str]]:
-    """The seconds of each layout that is shown, and its line."""
+    """Returns the seconds and the line of each printed layout."""
     return [(float(line.split()[0]), line) for line in out.splitlines() if " s  " in line and line.startswith("  ")]
 
 
-def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_tells(
+def test_fastest_layout_is_written_and_equals_estimate(
     cli: Callable[..., Any], searched: Callable[..., Any], given: Path
 ) -> None:
     best = given / "best.toml"
@@ -62,7 +62,7 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     kept += ["--set", "model.num_layers=2"]
     done = searched("--world", "2", "--write", str(best), "--top", "2", *kept)
     assert done.code == 0, done.err
-    seconds = [each for each, _ in rows_of(done.out)]
+    seconds = [row_seconds for row_seconds, _ in rows_of(done.out)]
     assert seconds == sorted(seconds)
     assert len(seconds) == 2
     text = best.read_text("utf-8")
@@ -72,35 +72,34 @@ def test_the_fastest_layout_is_written_as_a_plan_with_the_seconds_that_estimate_
     assert f"# search: pp = {sizes.pp}, sp = 1, wp = {sizes.wp}; dp follows from them\n[parallel]" in text
     assert f"# search: {plan.activations.name}\n[activations]" in text
 
-    asked = cli("estimate", best, "--world", "2", "--machine", given / "machine.toml", "--format", "json")
-    told = json.loads(asked.out)
-    assert f"{told['seconds']['step']:.4g} s" in rows_of(done.out)[0][1]
-    fullest = max(stage["peak"] for stage in told["stages"])
+    estimate = cli("estimate", best, "--world", "2", "--machine", given / "machine.toml", "--format", "json")
+    report = json.loads(estimate.out)
+    assert f"{report['seconds']['step']:.4g} s" in rows_of(done.out)[0][1]
+    fullest = max(stage["peak"] for stage in report["stages"])
     assert f"{format_bytes(fullest)}  pp" in rows_of(done.out)[0][1]
 
 
 @pytest.mark.campaign
-def test_a_layout_that_does_not_fit_by_its_own_steps_is_dropped(searched: Callable[..., Any]) -> None:
-    """The formula's bytes are lower."""
+def test_layout_that_fits_only_by_formula_is_dropped(searched: Callable[..., Any]) -> None:
     axes = ("pp", "sp", "wp", "micro_size", "activations", "reducer", "offload")
     options = ("--world", "2", "--top", "1", *(word for axis in axes for word in ("--keep", axis)))
     rough, exact = searched(*options, "--rough"), searched(*options)
     assert "fastest (rough)" in rough.out
-    (little,), (much,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (rough, exact))
-    assert float(little) < float(much)
-    between = f"{(float(little) + float(much)) / 2 * 1024:.0f}B"
+    (rough_kib,), (exact_kib,) = (re.findall(r"([\d.]+) KiB", rows_of(done.out)[0][1]) for done in (rough, exact))
+    assert float(rough_kib) < float(exact_kib)
+    between = f"{(float(rough_kib) + float(exact_kib)) / 2 * 1024:.0f}B"
     tight = searched(*options, "--memory", between)
     assert tight.code == 1
     assert "1 fit by the formula, but not by `estimate`" in tight.out
 
 
-def test_what_cannot_fit_says_what_the_smallest_layout_needs(searched: Callable[..., Any]) -> None:
+def test_smallest_layout_is_reported_if_none_fits(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
     assert "no layout fits into 1 B: the smallest layout needs" in done.out
 
 
-def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], given: Path) -> None:
+def test_missing_machine_is_reported(cli: Callable[..., Any], given: Path) -> None:
     done = cli("search", given / "plan.toml", "--world", "2")
     assert done.code == 2
     assert "error[search-machine]" in done.err
@@ -108,7 +107,7 @@ def test_without_a_machine_it_says_what_writes_one(cli: Callable[..., Any], give
 
 
 @pytest.mark.campaign
-def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched: Callable[..., Any], given: Path) -> None:
+def test_states_are_offloaded_if_layout_does_not_fit(searched: Callable[..., Any], given: Path) -> None:
     kept = [word for axis in ("pp", "sp", "wp", "micro_size", "reducer", "activations") for word in ("--keep", axis)]
     options = ("--world", "1", "--top", "1", "--rough", *kept)
     done = searched(*options, "--memory", "600KiB")
@@ -121,13 +120,12 @@ def test_states_leave_the_device_where_a_layout_does_not_fit_with_them(searched:
     (slow_s, slow), *_ = rows_of(searched(*options, "--memory", "600KiB", "--write", str(plan)).out)
     assert slow.endswith("; memory.host_optimizer")
     assert slow_s > fast_s
-    assert [one.name for one in load_plan(plan).offload] == ["memory.host_optimizer"]
+    assert [manager.name for manager in load_plan(plan).offload] == ["memory.host_optimizer"]
     assert "# search: memory.host_optimizer\n[[offload]]" in plan.read_text("utf-8")
     assert rows_of(searched(*options, "--memory", "500KiB", "--keep", "offload").out) == []
 
 
-def test_data_that_are_not_there_end_a_search_before_it_begins(searched: Callable[..., Any], given: Path) -> None:
-    """Each layout was verified, and left out for it."""
+def test_missing_data_is_reported_before_the_search(searched: Callable[..., Any], given: Path) -> None:
     refused = searched("--world", "2", "--set", 'data={use="data.text", files=["gone.txt"], sequence=24}')
     assert (refused.code, refused.out) == (3, "")
     assert f"error[data-missing]: the file `{given / 'gone.txt'}` does not exist" in refused.err
@@ -152,23 +150,22 @@ def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Layout]:
     ],
     ids=["one stage", "sharded", "one of two stages"],
 )
-def test_a_weight_that_layers_share_is_there_once(layout: dict[str, Any]) -> None:
-    """It counted with each, so that layouts were dropped that fit."""
+def test_formula_counts_tied_weight_once(layout: dict[str, Any]) -> None:
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
     tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
     plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
     roofline = Roofline(plan, 2, machine_from_dict(small_machine()), list_choices(plan))
     layouts = layouts_of(plan, "micro_size", "schedule", world=2)
-    reducers = {one.reducer.name for one in layouts if one.reducer}
+    reducers = {candidate.reducer.name for candidate in layouts if candidate.reducer}
     assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
-    for one in layouts[:3]:
-        held = max(rank_bytes(one.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
-        assert 0.6 * held < roofline.estimate(one).num_bytes <= held, one
+    for candidate in layouts[:3]:
+        peak = max(rank_bytes(candidate.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
+        assert 0.6 * peak < roofline.estimate(candidate).num_bytes <= peak, candidate
 
 
-def drawn(seed: int) -> tuple[Any, Any]:
-    """A plan and a machine."""
+def draw_plan_and_machine(seed: int) -> tuple[Any, Any]:
+    """Returns a random plan and a random machine."""
     rng = random.Random(seed)
     heads, hidden = rng.choice([2, 4]), rng.choice([64, 128, 256])
     model = {"use": "models.llama", "num_layers": rng.randint(3, 8), "hidden": hidden, "heads": heads}
@@ -188,19 +185,19 @@ def drawn(seed: int) -> tuple[Any, Any]:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_search_finds_a_layout_within_two_percent_of_the_fastest(seed: int) -> None:
-    plan, machine = drawn(seed)
+def test_search_finds_nearly_fastest_layout(seed: int) -> None:
+    plan, machine = draw_plan_and_machine(seed)
     space = Layouts(plan, WORLD, list_choices(plan), ["offload", random.Random(seed).choice(["micro_size", "sp", "pp"])])
-    found = search_layouts(space, machine, top=1, cores=num_cores())  # first: a backward here would leave it without processes
-    every = []
+    result = search_layouts(space, machine, top=1, cores=num_cores())  # first, since it cannot fork after a backward
+    estimates = []
     for layout in space.all_layouts():
         try:
-            takes = estimate_plan(layout.plan(plan, WORLD), WORLD, machine)
+            exact = estimate_plan(layout.plan(plan, WORLD), WORLD, machine)
         except SleyError:
             continue
-        assert takes is not None
-        every.append((takes.seconds, str(layout)))
-    best, chosen = min(every), found.fastest[0]
+        assert exact is not None
+        estimates.append((exact.seconds, str(layout)))
+    best, chosen = min(estimates), result.fastest[0]
     regret = chosen.estimate.seconds / best[0] - 1
-    print(f"seed {seed}: {len(every)} layouts, regret {regret:.2%}; {chosen.layout}, and the fastest is {best[1]}")
+    print(f"seed {seed}: {len(estimates)} layouts, regret {regret:.2%}; {chosen.layout}, and the fastest is {best[1]}")
     assert regret <= 0.02
