@@ -80,8 +80,12 @@ def contract_of(part_type: str, name: str) -> type:
     return type("TestPart", (contract,), {part_type: {key: value}})
 
 
+TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload")
+"""Contracts that the tests of dp, isp and memory run in CI."""
+
 for part_type in PART_TYPES:
-    globals()[f"TestNaive_{part_type}"] = contract_of(part_type, "Naive")
+    contract = contract_of(part_type, "Naive")
+    globals()[f"TestNaive_{part_type}"] = pytest.mark.campaign(contract) if part_type in TESTED_ELSEWHERE else contract
 TestHalves, TestStream = contract_of("handler", "Halves"), contract_of("data", "Stream")
 
 REDUCTION, BITS = "reduction_matches_record", "gradients_are_deterministic_and_equal_on_all_ranks"

@@ -167,9 +167,9 @@ def assert_same_stretch(reference: Sequence[Stretch], stretches: Sequence[Stretc
 def assert_resumed_parity(reference: Stretch, stretches: Sequence[Stretch], precision: str) -> None:
     """Asserts that every rank of `stretches` matches the one-process `reference` within the tolerance of this precision."""
     limit = WEIGHTS[precision]
-    for rank, other in enumerate(stretches):
-        for expected, actual in zip(reference.rows[-len(other.rows) :], other.rows, strict=True):
+    for rank, resumed in enumerate(stretches):
+        for expected, actual in zip(reference.rows[-len(resumed.rows) :], resumed.rows, strict=True):
             assert (expected["step"], expected["lr"]) == (actual["step"], actual["lr"]), f"rank {rank}: {expected}, {actual}"
             for key in ("loss", "grad_norm"):
                 assert math.isclose(expected[key], actual[key], rel_tol=limit), f"rank {rank}: {key}, {expected}, {actual}"
-        assert_close_gradients({name: reference.weights[name] for name in other.weights}, other.weights, limit)
+        assert_close_gradients({name: reference.weights[name] for name in resumed.weights}, resumed.weights, limit)

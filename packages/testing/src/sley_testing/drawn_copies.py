@@ -293,9 +293,9 @@ class Span:
         with _disable_current_modes():
             return tensor_from_storage(storage, self._dtype, *self._geometry)
 
-    def overlaps(self, other: Span) -> bool:
-        (first, last), (start, end) = self._extent, other._extent
-        return self._storage.cdata == other._storage.cdata and first < end and start < last
+    def overlaps(self, span: Span) -> bool:
+        (first, last), (start, end) = self._extent, span._extent
+        return self._storage.cdata == span._storage.cdata and first < end and start < last
 
 
 def poison(span: Span) -> None:

@@ -36,14 +36,14 @@ DEVICE = 0
 _SWEEP_EVERY = 4096
 
 
-def merge(clock: Clock, other: Clock) -> None:
-    """Raises `clock` to the maximum of `clock` and `other`."""
-    for worker, number in other.items():
+def merge(clock: Clock, event_clock: Clock) -> None:
+    """Raises each entry of `clock` to that of `event_clock` if it is lower."""
+    for worker, number in event_clock.items():
         clock[worker] = max(clock.get(worker, 0), number)
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyEnd:
     """Describes one end of copy `number` of `stream`: the bytes `first` to `last` of a storage, which the copy reads or
     writes.
     """
@@ -58,13 +58,13 @@ class Copied:
     def is_known(self, clock: Clock) -> bool:
         return self.number <= clock.get(self.stream, 0)
 
-    def covers(self, other: Copied) -> bool:
-        """Returns whether an access that is ordered after this copy cannot conflict with `other`."""
+    def covers(self, earlier: CopyEnd) -> bool:
+        """Returns whether an access that is ordered after this copy cannot conflict with `earlier`."""
         return (
-            self.stream == other.stream
-            and self.first <= other.first
-            and self.last >= other.last
-            and self.writes >= other.writes
+            self.stream == earlier.stream
+            and self.first <= earlier.first
+            and self.last >= earlier.last
+            and self.writes >= earlier.writes
         )
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class _Memory:
 
     reference: Any
     is_host: bool = False
-    copies: list[Copied] = field(default_factory=list)
+    copies: list[CopyEnd] = field(default_factory=list)
     device: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
 
@@ -91,7 +91,7 @@ class Ledger:
         self.device: Clock = {DEVICE: 0}
         self.streams: defaultdict[int, Clock] = defaultdict(dict)
         self._memory: dict[int, _Memory] = {}  # by the address of the storage's object, which the weak reference keeps
-        self._copied: dict[int, _Memory] = {}  # those with copies
+        self._memory_with_copies: dict[int, _Memory] = {}
 
     def mark_host_memory(self, data: Tensor) -> None:
         """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
@@ -142,19 +142,19 @@ class Ledger:
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                new, memory = Copied(stream, number, *extent(tensor), writes, text), self._memory_of(tensor)
+                new, memory = CopyEnd(stream, number, *extent(tensor), writes, text), self._memory_of(tensor)
                 memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
-                self._copied[storage_id(tensor)] = memory
+                self._memory_with_copies[storage_id(tensor)] = memory
         return number
 
     def check_freed_memory(self) -> None:
         """Asserts that no memory lost its last reference before its copies were known to be complete."""
-        for key, memory in [*self._copied.items()]:
+        for key, memory in [*self._memory_with_copies.items()]:
             memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
             if not memory.copies:
-                del self._copied[key]  # all later work is ordered after them
-        for key in [key for key, memory in self._copied.items() if memory.reference.expired()]:
-            memory = self._copied.pop(key)
+                del self._memory_with_copies[key]  # all later work is ordered after them
+        for key in [key for key, memory in self._memory_with_copies.items() if memory.reference.expired()]:
+            memory = self._memory_with_copies.pop(key)
             clock = self.host if memory.is_host else self.device
             for copy in memory.copies:
                 wait = "`wait`" if memory.is_host else "`hold_device`"

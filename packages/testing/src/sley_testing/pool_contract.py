@@ -9,7 +9,6 @@ return them in random order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from random import Random
 from typing import Any, ClassVar
@@ -138,8 +137,8 @@ class MemoryPoolContract:
         with ExitStack() as leases:
             for shape, dtype in SIZES:
                 buffer = leases.enter_context(pool.lease(shape, dtype, CPU))
-                is_held = storage_id(buffer) in _storages(pool)
-                assert is_held or not buffer.numel(), f"`named_tensors` lacks the leased buffer of {shape} {dtype}"
+                is_reported = storage_id(buffer) in _storages(pool)
+                assert is_reported or not buffer.numel(), f"`named_tensors` lacks the leased buffer of {shape} {dtype}"
             names = [name for name, _ in pool.named_tensors()]
             assert len(set(names)) == len(names), f"`named_tensors` has duplicate names: {names}"
 
@@ -185,8 +184,7 @@ def _bytes(buffer: Tensor) -> Tensor:
 
 def _storages(pool: MemoryPool) -> dict[int, int]:
     """Returns the bytes of each storage of the pool, by storage id."""
-    tensors: Sequence[Tensor] = [tensor for _, tensor in pool.named_tensors()]
-    return {storage_id(held_tensor): held_tensor.untyped_storage().nbytes() for held_tensor in tensors}
+    return {storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in pool.named_tensors()}
 
 
 def _num_bytes(pool: MemoryPool) -> int:

@@ -83,6 +83,7 @@ def test_tie_handler_bug_is_reported(ranks: Callable[..., Ranks], texts: Path, n
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign  # the tests of pp run this contract in CI
 class TestWaveLink(StageLinkContract):
     link: ClassVar[dict[str, Any]] = {"use": "wave.link"}
     num_walks: ClassVar[int] = 2

@@ -69,7 +69,7 @@ def search(
     try:
         # Finds faults such as missing files, which would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
-        if located := [resolved.diagnostic(each.code, each.message, each.path, each.hint) for each in problems]:
+        if located := [resolved.diagnostic(problem.code, problem.message, problem.path, problem.hint) for problem in problems]:
             raise PlanError.from_diagnostics(located)
         choices = list_choices(resolved)
         space = Layouts(resolved, world, choices, keep_axes or ())

@@ -176,8 +176,8 @@ class ProgramSimulator:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _Running(exchange))
         # A stage alone does not know which numbers other stages add to the totals of a step, a few bytes.
-        known = running.exchange._replace(work_s=exchange.work_s, member_work_s=exchange.member_work_s)
-        assert known == exchange, f"{exchange} at {rank}, {running.exchange} at other members"
+        expected = running.exchange._replace(work_s=exchange.work_s, member_work_s=exchange.member_work_s)
+        assert expected == exchange, f"{exchange} at {rank}, {running.exchange} at other members"
         running.ready_members.add(rank)
         self._queues[exchange.channel, rank].append(exchange.key)
         self._start_if_ready(exchange.key, now_s)

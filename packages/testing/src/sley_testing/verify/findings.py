@@ -149,9 +149,9 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, 
     """Yields the lines of the report: agreement or the first difference, then a line for each quantity. is_plain: whether the
     reference is a plain loop instead of one process of the plan.
     """
-    found_differences = differences(ranks, limits)
-    if found_differences:
-        yield from _describe_first_difference(found_differences, "a plain loop" if is_plain else "one process")
+    all_differences = differences(ranks, limits)
+    if all_differences:
+        yield from _describe_first_difference(all_differences, "a plain loop" if is_plain else "one process")
     else:
         subject = "the plan" if len(ranks) == 1 else f"{len(ranks)} ranks"
         subject += " and a plain loop" if is_plain else f" and one process{' without its layout' * (len(ranks) == 1)}"
@@ -213,9 +213,9 @@ def _to_json(result: LargestError | Comparison) -> dict[str, Any]:
     return {key: finite_or_none(value) if isinstance(value, float) else value for key, value in asdict(result).items()}
 
 
-def _describe_first_difference(found_differences: Sequence[tuple[RankFindings, Comparison]], reference: str) -> Iterator[str]:
+def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]], reference: str) -> Iterator[str]:
     """Yields lines about the first difference from `reference` and about similar differences."""
-    rank, first = found_differences[0]
+    rank, first = all_differences[0]
     time = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
     subject = f"{article[first.quantity]} `{first.name}`" if first.name else f"the {first.quantity}"
@@ -227,7 +227,7 @@ def _describe_first_difference(found_differences: Sequence[tuple[RankFindings, C
         yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, that of {reference} {first.expected:.6g}"
     similar = [
         (rank.rank, comparison.name)
-        for rank, comparison in found_differences
+        for rank, comparison in all_differences
         if (comparison.step, comparison.quantity) == (first.step, first.quantity)
     ]
     names = list(dict.fromkeys(name for _, name in similar))
