@@ -19,13 +19,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import layers as timed_layers
 from sley_estimate.calibrate.device import HostOptimizerBench, fit_saturation, measure_host_bandwidth
-from sley_estimate.calibrate.layers import (
-    measure_layers,
-    measure_machine,
-    measure_variants,
-    other_micro_sizes,
-    unmeasured_variants,
-)
+from sley_estimate.calibrate.layers import measure_layers, measure_machine, other_micro_sizes, unmeasured_variants
 from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
 from sley_estimate.layers.prices import price_layers
 from sley_estimate.machine import LinksTable, load_machine, machine_from_dict, machine_text
@@ -80,9 +74,9 @@ def failure_of_one() -> str:
     def fails_on_one(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
         if dist.get_rank() == 1:
             raise MemoryError("too large")
-        return measure_layers(plan, device), []
+        return measure_layers(plan, device)
 
-    with World.join("cpu") as world, short_calibration(), patch.object(timed_layers, "measure_variants", fails_on_one):
+    with World.join("cpu") as world, short_calibration(), patch.object(timed_layers, "measure_layers", fails_on_one):
         with pytest.raises((MemoryError, RunError)) as raised:
             measure_machine(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
         return str(raised.value)
@@ -98,7 +92,7 @@ def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
     with World.alone("cpu") as world, short_calibration():
-        tables = measure_layers(plan, world.device)
+        tables, _ = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
@@ -125,7 +119,7 @@ def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, 
 def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
     with World.alone("cpu") as world, short_calibration():
-        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+        tables, left_out = measure_layers(plan, world.device, time.monotonic() + 100)
     assert left_out == []
     told = [(table["name"], table["micro_size"]) for table in tables if table["activations"] == "core.recompute"]
     assert told == [("blocks.0", 1), ("blocks.0", 4)], "embedding and head are as under `core.keep`"
@@ -145,7 +139,7 @@ def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
 
     monkeypatch.setattr(timed_layers.LayerBench, "time", full)
     with World.alone("cpu") as world, short_calibration():
-        tables, left_out = measure_variants(plan, world.device, time.monotonic() + 100)
+        tables, left_out = measure_layers(plan, world.device, time.monotonic() + 100)
     assert {table["micro_size"] for table in tables} == {1, 2}
     assert "`core.keep` with microbatches of 8: its layers do not fit in memory" in left_out
 

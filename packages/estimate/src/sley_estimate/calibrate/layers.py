@@ -61,7 +61,7 @@ def measure_machine(
         if world.device.is_async:
             tables["engine"] = measure_engine(world.device, plan)
         if plan is not None:
-            tables["layers"], tables["left out"] = measure_variants(plan, world.device, until_s)
+            tables["layers"], tables["left out"] = measure_layers(plan, world.device, until_s)
         return tables
 
     tables: dict[str, Any] = {"format": MACHINE_FORMAT}
@@ -76,27 +76,28 @@ def measure_machine(
     return machine_from_dict(tables), left_out
 
 
-def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Returns a `[[layers]]` table for each distinct layer of the plan's model, timed on one microbatch of its data, with whole
-    sequences. Raises the errors of the plan's data and layers.
-    """
-    bench = VariantBench(plan, device)
-    bench.time_variant(bench.plan_variant, REPETITIONS)
-    return bench.tables
+def measure_layers(plan: Plan, device: Device, until_s: float = 0.0) -> tuple[list[dict[str, Any]], list[str]]:
+    """Times each distinct layer of the plan's model on one microbatch of its data with whole sequences, and then in the other
+    variants of a search. Returns the `[[layers]]` tables, and a text for each skipped variant.
 
-
-def measure_variants(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Times the plan's layers, then its variants for a search: every policy, on microbatches of a few sizes. Returns the
-    `[[layers]]` tables, and a text for each skipped variant.
-
-    until_s: the value of `time.monotonic` after which no further variant starts. Raises the errors of `measure_layers`.
+    until_s: the value of `time.monotonic` after which no other variant starts; 0 to time none. Raises the errors of the plan's
+    data and layers.
     """
     bench = VariantBench(plan, device)
     bench.time_variant(bench.plan_variant, REPETITIONS)
     left_out = []
-    for variant in unmeasured_variants(plan):
-        if reason := bench.try_variant(variant, VARIANT_REPETITIONS, until_s):
-            left_out.append(f"`{variant.policy}` with microbatches of {variant.micro_size}: {reason}")
+    for variant in unmeasured_variants(plan) if until_s else ():
+        try:
+            bench.time_variant(variant, VARIANT_REPETITIONS, until_s)
+        except _TimeIsUpError:
+            reason = "the time budget was used up"
+        except (MemoryError, torch.OutOfMemoryError):
+            reason = "its layers do not fit in memory"
+        except SleyError as error:
+            reason = error.diagnostics[0].message
+        else:
+            continue
+        left_out.append(f"`{variant.policy}` with microbatches of {variant.micro_size}: {reason}")
     return bench.tables, left_out
 
 
@@ -153,28 +154,13 @@ class VariantBench:
         self._size = 0
         self._repetition_s: dict[str, tuple[float, int]] = {}
 
-    def try_variant(self, variant: Variant, repetitions: int, until_s: float) -> str | None:
-        """Times a variant if that ends before `until_s`. Returns None, or the reason for a missing layer."""
-        try:
-            self.time_variant(variant, repetitions, until_s)
-        except _TimeIsUpError:
-            return "the time budget was used up"
-        except (MemoryError, torch.OutOfMemoryError):
-            return "its layers do not fit in memory"
-        except SleyError as error:
-            return error.diagnostics[0].message
-        return None
-
     def time_variant(self, variant: Variant, repetitions: int, until_s: float = inf) -> None:
         """Times the layers of a variant whose keys are not in `tables`. Raises the errors of `measure_layers`, and
-        _TimeIsUpError.
+        _TimeIsUpError if that would end after `until_s`.
         """
         if time.monotonic() > until_s:
             raise _TimeIsUpError
         plan = apply_variant(self.plan, policy=variant.policy, micro_size=variant.micro_size, sp=1)
-        self._time_layers(plan, variant, repetitions, until_s)
-
-    def _time_layers(self, plan: Plan, variant: Variant, repetitions: int, until_s: float) -> None:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         model = build_meta_model(plan, dataset.info)
         policy = plan.activations.build([layer.name for layer in model.layers])
