@@ -34,7 +34,7 @@ def test_buckets_keep_order_and_limit_and_are_filled(sizes, limit):
         assert total + after[1] > limit, "the next item would have fitted"
 
 
-def layouts(tables, folder, num_steps=3):
+def bucket_layouts(tables, folder, num_steps=3):
     """Returns the names and size of each bucket before the first step and after each step."""
     with running(tables, folder) as run:
         results = []
@@ -49,7 +49,7 @@ def layouts(tables, folder, num_steps=3):
 def test_buckets_keep_their_limit_in_bytes(ranks, small, own, compute, itemsize, max_bytes):
     """The limit includes the alignment of accumulated gradients. Only a single parameter may exceed it."""
     tables = small({"bucket_mb": max_bytes / 2**20}, precision__compute=compute)
-    for buckets in ranks(2)(layouts, tables, own)[0]:
+    for buckets in ranks(2)(bucket_layouts, tables, own)[0]:
         assert len({name for names, _ in buckets for name in names}) == 8
         for names, num_bytes in buckets:
             assert num_bytes <= max_bytes or len(names) == 1
@@ -59,14 +59,14 @@ def test_buckets_keep_their_limit_in_bytes(ranks, small, own, compute, itemsize,
 
 def test_the_first_bucket_holds_the_last_layer_and_the_order_is_learned_once(ranks, small, own):
     """Buckets first have the reverse order of use, and then that of the first backward, with biases before weights."""
-    for results in ranks(2)(layouts, small(FOUR_BUCKETS), own, 4):
+    for results in ranks(2)(bucket_layouts, small(FOUR_BUCKETS), own, 4):
         names = [[params for params, _ in buckets] for buckets in results]
         assert names[0][0] == names[1][0] == ["layer2.bias", "layer2.weight"]
         assert names[2] == names[3] == names[4]
         assert all(name.startswith("first.") for name in names[2][-1])
 
 
-def orders(tables, folder):
+def gradient_orders(tables, folder):
     with running(tables, folder) as run:
         (handler,) = run.stepper.handlers
         assert handler.saved_state() == {}, "no order is known before a step"
@@ -81,7 +81,7 @@ def test_ranks_with_different_orders_agree(ranks, small, own):
     The branches have equal sizes, so that different orders would sum them crosswise without an error.
     """
     tables = small({"bucket_mb": 0.0001}, model__factory="dp_parts:branches", precision__compute="fp64")
-    (seen, first), (seen_by_other, second) = ranks(2)(orders, tables, own)
+    (seen, first), (seen_by_other, second) = ranks(2)(gradient_orders, tables, own)
     assert first == second == seen
     assert seen_by_other != seen, "the ranks have different orders"
     reference, results = record(tables, 3, folder=own), ranks(2)(record, tables, 3, folder=own)
@@ -106,7 +106,7 @@ class CollectiveCounts:
     before_forward = after_forward = before_loss = after_loss = before_backward = ignore
 
 
-def steps(tables, folder, num_steps, prepare=None):
+def step_collectives(tables, folder, num_steps, prepare=None):
     """Returns the collectives of each step, their number after each backward, and the buckets' groups and sizes."""
     results = []
     with running(tables, folder) as run:
@@ -134,7 +134,7 @@ def assert_equal_sequences(by_rank):
 def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, own, size, num_micros):
     """The first three of four microbatches issue no collective."""
     tables = small(FOUR_BUCKETS, batch__global_size=num_micros * size)
-    by_rank = ranks(size)(steps, tables, own, 3)
+    by_rank = ranks(size)(step_collectives, tables, own, 3)
     assert_equal_sequences(by_rank)
     for results in by_rank:
         for step, (calls, counts, buckets) in enumerate(results):
@@ -168,7 +168,7 @@ def reduce_over_two_groups(run):
 def test_two_reduce_groups_fill_separate_buckets(ranks, small, own, reduction):
     """All ranks of a group use one order. Every parameter is summed over its group, unless that has only one rank."""
     tables = small(FOUR_BUCKETS | {"reduction": reduction}, batch__global_size=8)
-    by_rank = ranks(4)(steps, tables, own, 3, prepare=reduce_over_two_groups)
+    by_rank = ranks(4)(step_collectives, tables, own, 3, prepare=reduce_over_two_groups)
     assert_equal_sequences(by_rank)
     for results in by_rank:
         calls, _, buckets = results[-1]
@@ -186,7 +186,7 @@ def test_two_reduce_groups_fill_separate_buckets(ranks, small, own, reduction):
 
 def test_bf16_sums_use_two_collectives_per_bucket(ranks, small, own):
     """All run within the backward except the last bucket's second, in the same order on all ranks."""
-    by_rank = ranks(3)(steps, small(FOUR_BUCKETS | {"reduction": "bf16"}, batch__global_size=12), own, 3)
+    by_rank = ranks(3)(step_collectives, small(FOUR_BUCKETS | {"reduction": "bf16"}, batch__global_size=12), own, 3)
     assert_equal_sequences(by_rank)
     for results in by_rank:
         calls, counts, buckets = results[-1]

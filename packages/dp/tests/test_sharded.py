@@ -23,12 +23,10 @@ GROUPS = [{"match": "layer1.*", "lr": 0.1, "weight_decay": 0.5}, {"match": "laye
 CASES: dict[str, dict[str, Any]] = {
     "odd sizes in bf16": {"optimizer": ADAMW, "precision": {"compute": "bf16"}, **ODD},
     "the largest element": {"optimizer": MOMENTUM | {"clip_norm": 0.01, "clip_kind": "inf"}},
-    "the 1-norm": {"optimizer": MOMENTUM | {"clip_norm": 0.1, "clip_kind": 1.0}},
     "fp16": {"optimizer": ADAMW | {"clip_norm": 0.05}, "precision": {"compute": "fp16", "loss_scale": {"init_scale": 64.0}}},
     "own decay and rate": {"optimizer": ADAMW | {"groups": GROUPS}},
     "unused": {"optimizer": ADAMW, "model__factory": "dp_parts:sometimes"},
     "an unusual optimizer": {"optimizer": UNUSUAL, **ODD},
-    "an unusual optimizer in bf16": {"optimizer": UNUSUAL, "precision": {"compute": "bf16"}},
 }
 
 

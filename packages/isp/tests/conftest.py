@@ -56,16 +56,16 @@ def sharded() -> Callable[..., Tables]:
     return sharded
 
 
-def recorded(plans: list[Tables], folder: Path) -> list[Recorded]:
+def record_plans(plans: list[Tables], folder: Path) -> list[Recorded]:
     """Records several plans one after another on the same ranks."""
     return [record(tables, 2, folder=folder) for tables in plans]
 
 
 @pytest.fixture
-def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[..., None]:
-    """`parities(world, cases, **changes)` asserts for each case, arguments of `sharded`, that ranks equal one process."""
+def assert_parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callable[..., None]:
+    """`assert_parities(world, cases, **changes)` asserts that ranks equal one process for each case, arguments of `sharded`."""
 
-    def parities(world: int, cases: list[Tables], **changes: Any) -> None:
+    def assert_parities(world: int, cases: list[Tables], **changes: Any) -> None:
         plans, references = [], []
         for case in cases:
             arguments = {"wp": world} | changes | case
@@ -73,7 +73,7 @@ def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callabl
             same = {key: value for key, value in arguments.items() if key not in layout}
             references.append(record_reference(sharded(1, 1, **same), 2, folder=texts))
             plans.append(sharded(**arguments))
-        found = ranks(world, 180)(recorded, plans, texts)
+        found = ranks(world, 180)(record_plans, plans, texts)
         for case, reference, layouts in zip(cases, references, zip(*found, strict=True), strict=True):
             print(case)
             precision = (changes | case).get("precision__compute", "fp64")
@@ -82,4 +82,4 @@ def parities(ranks: Any, texts: Path, sharded: Callable[..., Tables]) -> Callabl
             for layout in layouts:
                 assert layout.held_out == pytest.approx(reference.held_out, rel=HELD_OUT[precision])
 
-    return parities
+    return assert_parities

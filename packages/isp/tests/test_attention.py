@@ -36,7 +36,7 @@ def from_packed(qkv, cu_seqlens=None):
     return plain(*qkv.unbind(2), cu_seqlens=cu_seqlens)
 
 
-def joined(form, q, k, v):
+def attention_and_args(form, q, k, v):
     """Returns the attention of a form and the arguments of its call."""
     if form == "qkv":
         return from_packed, (torch.stack([q, k, v], dim=2),)
@@ -64,7 +64,7 @@ def measure_errors(cases):
             expected = plain(*full, **more)
             expected.backward(factor)
             own = [tensor.chunk(group.size, dim=1)[group.coord].clone().requires_grad_() for tensor in (q, k, v)]
-            attention, args = joined(form, *own)
+            attention, args = attention_and_args(form, *own)
             with collectives() as calls:
                 context = wrap_attention(attention, group)(*args, **more)
                 context.backward(factor.chunk(group.size, dim=1)[group.coord])

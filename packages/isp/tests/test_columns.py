@@ -44,7 +44,7 @@ def slices(num_classes: int, count: int) -> list[vocabulary.ClassRange]:
     return [vocabulary.ClassRange(at * rows, size, num_classes) for at, size in enumerate(sizes)]
 
 
-def together(logits: Tensor, labels: Tensor, count: int, smoothing: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def split_loss(logits: Tensor, labels: Tensor, count: int, smoothing: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns the loss and its gradient, as `count` ranks compute them."""
     targets = labels.masked_fill(labels == IGNORE_INDEX, vocabulary.NO_TARGET)
     classes = slices(logits.shape[1], count)
@@ -74,7 +74,7 @@ def test_any_slices_give_the_same_loss(num_tokens: int, num_classes: int, count:
     (gradient,) = torch.autograd.grad(0.7 * expected, logits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 4 if few else 1 << 19})
-        total, found = together(logits, labels, count, smoothing, 0.7)
+        total, found = split_loss(logits, labels, count, smoothing, 0.7)
     torch.testing.assert_close(total, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
 
@@ -83,37 +83,37 @@ def test_bf16_and_extreme_logits_and_invalid_labels() -> None:
     logits, labels = samples(50, 37, torch.bfloat16)
     expected = sum_cross_entropy(logits, labels, IGNORE_INDEX, 0.1)
     (gradient,) = torch.autograd.grad(expected, logits)
-    total, found = together(logits, labels, 3, 0.1)
+    total, found = split_loss(logits, labels, 3, 0.1)
     assert (total.dtype, found.dtype) == (torch.float32, torch.bfloat16)
     torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(found, gradient, rtol=2**-7, atol=2**-9)
-    total, found = together(torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]]), torch.tensor([0, 0]), 2, 0.0)
+    total, found = split_loss(torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]]), torch.tensor([0, 0]), 2, 0.0)
     assert float(total) == pytest.approx(2e4)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]))
     for label in (3, -1):
-        assert float(together(torch.zeros(1, 3), torch.tensor([label]), 2, 0.0)[0]) == torch.inf
+        assert float(split_loss(torch.zeros(1, 3), torch.tensor([label]), 2, 0.0)[0]) == torch.inf
 
 
 # -- parity, beside the rows of the parity table ---------------------------------------------------------------------------
 
 
-def test_frozen_heads_and_slices(parities):
+def test_frozen_heads_and_slices(assert_parities):
     """Tests a frozen head, a head after frozen layers, slices, and gradients once per step, also of bf16."""
     frozen = [{"optimizer__groups": [{"match": match, "freeze": True}]} for match in ("head.output*", "[eb]*")]
     narrow = {"precision__compute": "bf16", "weights": {"reduce": "step"}}
-    parities(2, [SPLIT | {"weights": HIDDEN | CLASSES | {"reduce": "step"}}, narrow, *frozen], weights=CLASSES)
+    assert_parities(2, [SPLIT | {"weights": HIDDEN | CLASSES | {"reduce": "step"}}, narrow, *frozen], weights=CLASSES)
 
 
-def test_tables_with_uneven_shards_that_are_read_twice(parities):
+def test_tables_with_uneven_shards_that_are_read_twice(assert_parities):
     """Shards have three and two columns, and one of four ranks has none. Has padding, a shared table and a frozen layer."""
-    parities(2, [RECOMPUTED, {"options": {"frozen": "again"}}], weights=HIDDEN, factory="tables")
-    parities(4, [{}], weights=HIDDEN, factory="tables")
+    assert_parities(2, [RECOMPUTED, {"options": {"frozen": "again"}}], weights=HIDDEN, factory="tables")
+    assert_parities(4, [{}], weights=HIDDEN, factory="tables")
 
 
-def test_a_head_with_a_bias_and_ranks_without_a_class(parities):
+def test_a_head_with_a_bias_and_ranks_without_a_class(assert_parities):
     """Three ranks have two, two and no classes. All labels of some samples are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}}
-    parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=CLASSES, **sizes)
+    assert_parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=CLASSES, **sizes)
 
 
 def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:

@@ -42,7 +42,7 @@ def all_batches() -> list[dict[str, Tensor]]:
     return [{name: torch.stack([row[name] for row in step]) for name in step[0]} for step in rows]
 
 
-def recorded(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> list[Recorded | str]:
+def records_or_codes(plans: Sequence[dict[str, Any]], folder: Path, batches: Any) -> list[Recorded | str]:
     """Returns the record of each run of this rank, or its error code."""
     runs: list[Recorded | str] = []
     for tables in plans:
@@ -57,10 +57,10 @@ Case = tuple[dict[str, Any], Any, str]
 """A plan, its layers, and the expected result of its run: "right", or an error code."""
 
 
-def check(ranks: Any, folder: Path, cases: Sequence[Case]) -> None:
+def assert_equal_loops(ranks: Any, folder: Path, cases: Sequence[Case]) -> None:
     """Asserts that each run equals the loop over its layers, or ends with the expected error."""
     batches = all_batches()
-    results = zip(*ranks(2, 580)(recorded, [tables for tables, _, _ in cases], folder, batches), strict=True)
+    results = zip(*ranks(2, 580)(records_or_codes, [tables for tables, _, _ in cases], folder, batches), strict=True)
     for (tables, layers, expected), runs in zip(cases, results, strict=True):
         print(tables)
         assert {run if isinstance(run, str) else "right" for run in runs} == {expected}
@@ -87,7 +87,7 @@ def test_models_that_use_weights_in_unusual_ways(ranks, own):
         options = {"kind": kind, "width": 9, "tied": "embedding" not in weights}
         tables = plan({"factory": "kinds:model", "options": options}, weights=weights, **changes)
         cases.append((tables, [(layer.name, layer.module) for layer in model(**options).layers], "right"))
-    check(ranks, own, cases)
+    assert_equal_loops(ranks, own, cases)
 
 
 def test_habits_around_a_sharded_linear(ranks, own):
@@ -106,10 +106,10 @@ def test_habits_around_a_sharded_linear(ranks, own):
         cases.append((tables, habit_layers(Rows.info, habit), REFUSED.get(habit, "right")))
     depths = [[int(row[0]) // 4 for row in batch["tokens"]] for batch in all_batches()]
     assert any(depth[GLOBAL // 2 - 1] != depth[-1] for depth in depths), "or ranks do the same where gradients are sent"
-    check(ranks, own, cases)
+    assert_equal_loops(ranks, own, cases)
 
 
-def test_unusual_models(parities):
+def test_unusual_models(assert_parities):
     """Tests linears of different sizes, without bias or used twice; adapters, trainable biases of frozen weights, a frozen
     start, a padding token, and torch's older checkpoint; a sharded bias without its weight, torch's fast path in evaluations,
     parametrized weights, replaced forwards, functional calls, and a parameter that another type of module also holds.
@@ -117,7 +117,7 @@ def test_unusual_models(parities):
     models = ["mixed", "adapted", "frozen_start", "padded_tokens", "encoder", "replaced", "tied_to_no_linear"]
     direct = {"precision": {"compute": "fp64", "accumulation": "direct"}}
     unusual = [{"factory": "recomputing", "options": {"reentrant": True}}, {"factory": "half_sharded"} | direct]
-    parities(2, [*({"factory": name} for name in models), *unusual])
+    assert_parities(2, [*({"factory": name} for name in models), *unusual])
 
 
 def test_autocast(ranks, sharded, texts):

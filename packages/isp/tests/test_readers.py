@@ -61,33 +61,35 @@ def late_reads(tables: dict[str, Any], folder: Path) -> tuple[dict[str, list[str
     """The errors of each of READS that begins after a step and an evaluation without it: in both, and by hand; SIZES of the
     linear; and whether its parameters are trained after they were frozen.
     """
-    from isp_models import Asks
+    from isp_models import ReadsWeight
 
     seen: dict[str, list[str]] = {}
     with running(tables, folder) as run:
         run.step()
         run.evaluate()
-        linear = next(layer.module for layer in run.layers if layer.name == "asks").linear
+        linear = next(layer.module for layer in run.layers if layer.name == "reader").linear
         sizes = {name: float(size(linear)) for name, size in SIZES.items()}
         for name, read in READS.items():
             seen[name] = []
-            Asks.asks = staticmethod(read)
+            ReadsWeight.asks = staticmethod(read)
             for ask in (run.step, run.evaluate, torch.no_grad()(lambda read=read: read(linear))):
                 with pytest.raises(RunError) as caught:
                     ask()
                 seen[name].append(str(caught.value))
-        Asks.asks = None
+        ReadsWeight.asks = None
         run.step()
         linear.requires_grad_(False)
-        return seen, sizes, [param.trainable for param in run.registry if param.name.startswith("asks.linear")]
+        return seen, sizes, [param.trainable for param in run.registry if param.name.startswith("reader.linear")]
 
 
 def test_late_reads_are_refused_and_sizes_are_unsharded(ranks, sharded, texts):
     """Reads are refused in training, in evaluation, without gradients and by hand."""
     whole = nn.Linear(6, 13, dtype=torch.float64)
-    for seen, sizes, trained in ranks(2, 60)(late_reads, sharded(2, run__steps=40, factory="asks"), texts):
+    for seen, sizes, trained in ranks(2, 60)(late_reads, sharded(2, run__steps=40, factory="reader"), texts):
         for name, messages in seen.items():
-            assert all(f"sharded-weight-read]: `{name}` reads the parameter 'asks.linear." in one for one in messages), messages
+            assert all(f"sharded-weight-read]: `{name}` reads the parameter 'reader.linear." in one for one in messages), (
+                messages
+            )
         assert sizes == {name: float(size(whole)) for name, size in SIZES.items()}
         assert trained == [False, False]
 
@@ -112,7 +114,7 @@ def fail(*args: Any, **more: Any) -> None:
     raise ValueError("the test's failure")
 
 
-def failed(run: Run) -> None:
+def run_failed_step(run: Run) -> None:
     """Runs a step that fails in its backward on all ranks after a gather, so that no rank waits."""
     run.step()
     handle = run.layers[1].module.register_forward_hook(lambda module, args, result: [result.register_hook(fail)].clear())
@@ -127,15 +129,15 @@ def codes_after(plans: list[dict[str, Any]], folder: Path) -> set[str]:
     for tables in plans:
         with World.join("cpu") as world, record_built_models() as kept:
             with assemble(plan_from_dict(tables, folder), world) as run:
-                failed(run)
+                run_failed_step(run)
             run.close()
             ((model, traces),) = kept
             assert_untouched(traces, model.layers)
-            codes.update(code_of(layer.module) for layer in run.layers)
+            codes.update(call_error_code(layer.module) for layer in run.layers)
     return codes
 
 
-def code_of(module: nn.Module) -> str:
+def call_error_code(module: nn.Module) -> str:
     is_first = any(isinstance(part, nn.Embedding) for part in module.modules())
     x: Any = torch.zeros(1, 24, dtype=torch.int64) if is_first else torch.zeros(1, 24, 16, dtype=torch.float64)
     with pytest.raises(RunError) as caught, torch.no_grad():

@@ -21,23 +21,24 @@ PLAN = small_plan(
 NAMED = {"modules": ["*.attend"]}
 
 
-def split(tables, sp=2, dp=1, **sequence):
+def sliced_plan(tables, sp=2, dp=1, **sequence):
     return changed(tables, parallel={"sp": sp, "dp": dp}, sequence={"use": "isp.all_to_all", **sequence})
 
 
-def with_options(**options):
+def plan_with_options(**options):
     return changed(PLAN, model__options=options)
 
 
-def beside(kind):
-    return changed(PLAN, model={"factory": "attentive:beside", "options": {"kind": kind}})
+def mixer_plan(kind):
+    return changed(PLAN, model={"factory": "attentive:mixer_model", "options": {"kind": kind}})
 
 
-def asked(kind, within, **sequence):
-    return split(changed(PLAN, model={"factory": "attentive:asked", "options": {"kind": kind, "within": within}}), **sequence)
+def mixing_plan(kind, within, **sequence):
+    model = {"factory": "attentive:mixing_model", "options": {"kind": kind, "within": within}}
+    return sliced_plan(changed(PLAN, model=model), **sequence)
 
 
-def recorded(plans, folder):
+def records_or_codes(plans, folder):
     """Returns the record of each run of this rank, or its error code."""
     runs = []
     for tables in plans:
@@ -53,19 +54,19 @@ def test_wrapped_and_named_attentions(ranks, own):
     positions, and a convolution may run over another dim.
     """
     cases = [
-        (with_options(wrapped=True), {}),
+        (plan_with_options(wrapped=True), {}),
         (PLAN, NAMED),
-        (with_options(places=False), NAMED | {"positions": False}),
-        (beside("features"), {"unchecked_layers": ["mixer.inner"]}),
+        (plan_with_options(places=False), NAMED | {"positions": False}),
+        (mixer_plan("features"), {"unchecked_layers": ["mixer.inner"]}),
     ]
-    references = recorded([tables for tables, _ in cases], own)
-    found = ranks(2, 120)(recorded, [split(tables, **sequence) for tables, sequence in cases], own)
+    references = records_or_codes([tables for tables, _ in cases], own)
+    found = ranks(2, 120)(records_or_codes, [sliced_plan(tables, **sequence) for tables, sequence in cases], own)
     for reference, layouts in zip(references, zip(*found, strict=True), strict=True):
         assert_parity(reference, layouts, "fp64")
         assert_equal_replicas(layouts)
     assert "blocks.0.attend.attention.scale" in references[0].first
     assert "blocks.0.attend.scale" in references[1].first
-    assert_equal_replicas([references[1], record(split(PLAN, sp=1, **NAMED), 2, folder=own)])
+    assert_equal_replicas([references[1], record(sliced_plan(PLAN, sp=1, **NAMED), 2, folder=own)])
 
 
 MIXING_CLASSES = ["conv", "transposed", "lstm", "batch", "pool"]
@@ -74,12 +75,12 @@ MIXING_CLASSES = ["conv", "transposed", "lstm", "batch", "pool"]
 @pytest.mark.parametrize(
     ("tables", "code"),
     [
-        (split(PLAN), "sequence-attention"),  # no attention is known
-        (split(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
-        (split(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
-        (split(with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
-        (split(beside("patch"), unchecked_layers=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
-        *((split(beside(kind)), "sequence-mixing") for kind in MIXING_CLASSES),
+        (sliced_plan(PLAN), "sequence-attention"),  # no attention is known
+        (sliced_plan(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
+        (sliced_plan(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
+        (sliced_plan(plan_with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
+        (sliced_plan(mixer_plan("patch"), unchecked_layers=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
+        *((sliced_plan(mixer_plan(kind)), "sequence-mixing") for kind in MIXING_CLASSES),
     ],
 )
 def test_unsupported_models_are_refused(own, tables, code):
@@ -97,12 +98,12 @@ def test_first_steps_that_are_refused(ranks, own):
     from attentive import MIXED, SEPARATE
 
     cases = {kind: "sequence-mixing" if kind in MIXED else "" for kind in (*MIXED, *SEPARATE)}
-    plans = [asked(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
-    plans += [changed(asked("rolled", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
-    plans += [asked("rolled", True, unchecked_layers=["beside"])]
-    plans += [split(with_options(heads=3, hidden=12), **NAMED)]
+    plans = [mixing_plan(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
+    plans += [changed(mixing_plan("rolled", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
+    plans += [mixing_plan("rolled", True, unchecked_layers=["beside"])]
+    plans += [sliced_plan(plan_with_options(heads=3, hidden=12), **NAMED)]
     expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-heads"]
-    by_rank = ranks(2, 120)(recorded, plans, own)
+    by_rank = ranks(2, 120)(records_or_codes, plans, own)
     assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 
 
@@ -111,10 +112,10 @@ def test_first_steps_that_are_refused(ranks, own):
 WHOLE = {"loss__sequence": "whole", "evaluation": {"every": 2, "steps": 1}, "data__held_out": 0.1}
 
 
-def with_loss(name, sp, **changes):
+def loss_plan(name, sp, **changes):
     plan = changed(PLAN, loss={"factory": f"attentive:{name}"}, model__options={"wrapped": True}, data__sequence=48)
     plan = changed(plan, optimizer={"use": "core.sgd", "lr": 1e-2}, **changes)
-    return split(plan) if sp > 1 else plan
+    return sliced_plan(plan) if sp > 1 else plan
 
 
 def test_sums_over_positions(ranks, own):
@@ -123,11 +124,11 @@ def test_sums_over_positions(ranks, own):
     """
     cases = [("Sum", {"data__sequence": length}) for length in (6, 2)]
     cases += [(name, WHOLE) for name in ("Shifted", "Contrastive")]
-    references = recorded([with_loss(name, 1, **changes) for name, changes in cases], own)
-    plans = [with_loss(name, 2, **changes) for name, changes in cases]
+    references = records_or_codes([loss_plan(name, 1, **changes) for name, changes in cases], own)
+    plans = [loss_plan(name, 2, **changes) for name, changes in cases]
     plans.append(changed(plans[-1], parallel__wp=2, weights={"use": "isp.communicator"}))
     for reference, layouts in zip(
-        [*references, references[-1]], zip(*ranks(2, 60)(recorded, plans, own), strict=True), strict=True
+        [*references, references[-1]], zip(*ranks(2, 60)(records_or_codes, plans, own), strict=True), strict=True
     ):
         assert_parity(reference, layouts, "fp64")
         assert_equal_replicas(layouts)
@@ -138,11 +139,11 @@ def test_losses_that_count_calls_round_draw_or_mix_positions(ranks, own):
     without positions.
     """
     cases = [("Counting", {}, 1e-6), ("Weighted", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
-    references = recorded([with_loss(name, 1, **changes) for name, changes, _ in cases], own)
-    plans = [with_loss(name, 2, **changes) for name, changes, _ in cases]
-    plans += [with_loss("Smooth", 2), with_loss("Shifted", 2, precision__compute="fp32")]
-    plans.append(with_loss("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE))
-    for *runs, smooth, shifted, paired in ranks(2, 60)(recorded, plans, own):
+    references = records_or_codes([loss_plan(name, 1, **changes) for name, changes, _ in cases], own)
+    plans = [loss_plan(name, 2, **changes) for name, changes, _ in cases]
+    plans += [loss_plan("Smooth", 2), loss_plan("Shifted", 2, precision__compute="fp32")]
+    plans.append(loss_plan("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE))
+    for *runs, smooth, shifted, paired in ranks(2, 60)(records_or_codes, plans, own):
         for (*_, limit), reference, run in zip(cases, references, runs, strict=True):
             assert run.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=limit)
         assert (smooth, shifted, paired) == ("loss-not-additive", "loss-not-additive", "outputs-apart")
@@ -167,6 +168,6 @@ def full_gradients(plan, folder):
 
 def test_random_losses_of_full_sequences_are_equal_on_all_ranks(ranks, own):
     """Otherwise each rank would use a slice of a different loss's gradient."""
-    first, second = ranks(2, 60)(full_gradients, with_loss("Contrastive", 2, loss__options={"draws": 1.0}, **WHOLE), own)
+    first, second = ranks(2, 60)(full_gradients, loss_plan("Contrastive", 2, loss__options={"draws": 1.0}, **WHOLE), own)
     assert torch.equal(first, second)
     assert first.abs().max() > 0

@@ -27,7 +27,7 @@ DEEP: dict[str, Any] = SHORT | {"model__num_layers": BLOCKS}
 
 
 @contextmanager
-def gathers_of(run: Run) -> Iterator[list[str]]:
+def record_gathers(run: Run) -> Iterator[list[str]]:
     """Yields the list of the groups that are gathered within the block."""
     communicator, names = run.stepper.executor.weights, []
     all_gather = communicator._all_gather
@@ -41,16 +41,16 @@ def gathers_of(run: Run) -> Iterator[list[str]]:
     communicator._all_gather = all_gather
 
 
-def counted(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def count_gathers(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Returns the gathers, exchanges and counters of the third step and of an evaluation for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
             run.step()
             run.step()
-            with gathers_of(run) as training, collectives() as calls:
+            with record_gathers(run) as training, collectives() as calls:
                 run.step()
-            with gathers_of(run) as evaluating:
+            with record_gathers(run) as evaluating:
                 run.evaluate()
             communicator = run.stepper.executor.weights
             rest = communicator.pool.num_lent, len(communicator.prefetch.unsharded)
@@ -68,7 +68,7 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts):
         sharded(2, weights={"unit": unit}, activations={"use": "core.recompute", "fraction": fraction}, **DEEP)
         for unit, fraction in cases
     ]
-    for (unit, fraction), first, second in zip(cases, *ranks(2, 120)(counted, plans, texts), strict=True):
+    for (unit, fraction), first, second in zip(cases, *ranks(2, 120)(count_gathers, plans, texts), strict=True):
         last = f"blocks.{BLOCKS - 1}" if unit == "layer" else f"blocks.{BLOCKS - 1}.feed_forward.down"
         assert_same_sequence([first.pop("calls"), second.pop("calls")])
         assert first == second
@@ -82,13 +82,13 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts):
         assert first["rest"] == (0, 0)
 
 
-def order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
+def record_launch_order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
     """Returns the modules called in the first block, and the groups gathered meanwhile, for each plan."""
     seen = []
     for tables in plans:
         with running(tables, folder) as run:
             run.step()
-            with gathers_of(run) as events:
+            with record_gathers(run) as events:
                 block = next(layer.module for layer in run.layers if layer.name == "blocks.0")
                 for name, module in block.named_modules():
                     module.register_forward_pre_hook(lambda *_, name=name, events=events: events.append(name))
@@ -107,7 +107,7 @@ def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
         "feed_forward*": ("feed_forward.gate", "attention.output"),
     }
     plans = [sharded(2, weights={"launch": launch}, **SHORT, model__num_layers=3) for launch in points]
-    for found in ranks(2, 60)(order, plans, texts):
+    for found in ranks(2, 60)(record_launch_order, plans, texts):
         for (before, after), events in zip(points.values(), found, strict=True):
             assert events.index(after) < events.index("blocks.1") < events.index(before)
 
@@ -128,7 +128,7 @@ def write_within_step(tables: dict[str, Any], folder: Path) -> tuple[int, dict[s
         if run.stepper.executor.weights is None:
             run.step()
             return 0, weights(run)
-        with gathers_of(run) as names:
+        with record_gathers(run) as names:
             run.step()
         return names.count("blocks.1"), weights(run)
 
@@ -140,14 +140,14 @@ def test_a_write_within_a_step_takes_effect_at_the_next_use(ranks, sharded, text
         assert number == 3
 
 
-def output(run: Run) -> Tensor:
+def model_output(run: Run) -> Tensor:
     hidden: Any = torch.arange(4)[None]
     for layer in run.layers:
         hidden = layer.module(hidden, torch.arange(4)[None]) if layer.name == "again" else layer.module(hidden)
     return hidden
 
 
-def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
+def call_by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Returns outputs between two steps, before and after a write, the gradient of a backward by hand, the state after failed
     calls, and the weights after the next step, for each plan.
     """
@@ -156,21 +156,21 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
         with running(tables, folder) as run:
             run.step()
             with torch.no_grad():
-                first = output(run)
+                first = model_output(run)
                 for param in run.registry:
                     param.parameter.mul_(2.0)
-                second = output(run)
+                second = model_output(run)
             if run.world.size > 1:
                 run.stepper.executor.weights.pool.trim()
             with torch.inference_mode():
-                assert torch.equal(output(run), second)
+                assert torch.equal(model_output(run), second)
             if run.world.size > 1:
                 with pytest.raises(RunError) as caught:
-                    output(run).sum().backward()
+                    model_output(run).sum().backward()
                 assert caught.value.diagnostics[0].code == "gradient-complete"
-                _fail(run)
+                call_with_errors(run)
             run.store.begin_step()
-            output(run).sum().backward()
+            model_output(run).sum().backward()
             param = run.registry["head.weight"]
             gradient = run.store.gradient(param) if param.shard else param.parameter.grad
             gradient = gather_full_tensors({param: gradient}, run.groups)[param] / run.world.size
@@ -181,7 +181,7 @@ def by_hand(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     return found
 
 
-def _fail(run: Run) -> None:
+def call_with_errors(run: Run) -> None:
     """Calls layers with wrong shapes, and with an all-gather that cannot start. All buffers return to the pool."""
     pool = run.stepper.executor.weights.pool
     for graph in (False, True):
@@ -194,16 +194,16 @@ def _fail(run: Run) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(transport, "all_gather", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            output(run)
+            model_output(run)
     assert pool.num_lent == 0
 
 
 def test_a_model_called_by_hand(ranks, sharded, texts):
     """Outputs are right with and without gradients and after a write. No call leaves gathered weights."""
     models = [("mixed", {}), ("mixed", {"reduce": "step"}), ("tables", {"embedding": "hidden"})]
-    references = by_hand([sharded(1, 1, factory=name) for name, _ in models], texts)
+    references = call_by_hand([sharded(1, 1, factory=name) for name, _ in models], texts)
     plans = [sharded(2, weights=options, factory=name) for name, options in models]
-    for found in ranks(2, 60)(by_hand, plans, texts):
+    for found in ranks(2, 60)(call_by_hand, plans, texts):
         for one, reference in zip(found, references, strict=True):
             for value, expected in zip(one[:3], reference[:3], strict=True):
                 torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
@@ -252,7 +252,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def all_recorded(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
+def record_plans(plans: list[dict[str, Any]], folder: Path) -> list[Any]:
     return [record(tables, 2, folder=folder) for tables in plans]
 
 
@@ -260,13 +260,15 @@ def test_no_option_changes_a_bit(ranks, sharded, texts):
     """The bits equal those of the mode without overlap, on three ranks, whose sums have an order."""
     changes = {"precision__compute": "fp32", "batch": {"global_size": 6, "micro_size": 1}, "evaluation": None}
     plans = [sharded(3, weights=options, **changes) for options in VARIANTS]
-    for reference, *others in ranks(3, 120)(all_recorded, plans, texts):
+    for reference, *others in ranks(3, 120)(record_plans, plans, texts):
         for other in others:
             assert [row["loss"] for row in other.rows] == [row["loss"] for row in reference.rows]
             assert_same_bits(reference.weights, other.weights)
 
 
-def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> list[tuple[list[float], dict[str, Tensor]]]:
+def run_uneven_steps(
+    plans: list[dict[str, Any]], folder: Path, fails: bool = False
+) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Returns losses and weights after steps of one, four and two microbatches on each of two ranks. fails: before the
     last step, a step fails in its second forward, while gradients of the first microbatch are in flight.
     """
@@ -298,21 +300,21 @@ def uneven(plans: list[dict[str, Any]], folder: Path, fails: bool = False) -> li
 def test_steps_of_different_sizes_and_a_failed_step(ranks, sharded, texts):
     """No gradient includes terms of a failed or earlier step."""
     changes = {"factory": "mixed", "batch": {"global_size": 8, "micro_size": 1}}
-    ((losses, reference),) = uneven([sharded(1, 1, **changes)], texts)
+    ((losses, reference),) = run_uneven_steps([sharded(1, 1, **changes)], texts)
     plans = [sharded(2, weights=options, **changes) for options in ({}, {"reduce": "step"}, {"embedding": "hidden"})]
-    for found in ranks(2)(uneven, plans, texts, fails=True):
+    for found in ranks(2)(run_uneven_steps, plans, texts, fails=True):
         for found_losses, one in found:
             assert found_losses == pytest.approx(losses, rel=1e-10)
             assert_close_gradients(reference, one, 1e-10)
 
 
-def write(module: nn.Module, rows: Tensor, tokens: Tensor, full: Tensor, adds: bool) -> None:
+def write_gradient(module: nn.Module, rows: Tensor, tokens: Tensor, full: Tensor, adds: bool) -> None:
     ShardedModule.write_gradient(SimpleNamespace(module=module), None, rows, tokens, full, adds)  # type: ignore[arg-type]
 
 
 def test_bf16_gradients_of_a_table_are_summed_in_fp32():
     """300 bf16 rows of ones add up to 300 in an fp32 buffer, but would not in bf16."""
     full = torch.empty(7, 2)
-    write(nn.Embedding(7, 2), torch.full((300, 2), 1.0, dtype=torch.bfloat16), torch.full((300,), 5), full, False)
+    write_gradient(nn.Embedding(7, 2), torch.full((300, 2), 1.0, dtype=torch.bfloat16), torch.full((300,), 5), full, False)
     assert full[5].tolist() == [300.0, 300.0]
     assert full.sum() == 600.0

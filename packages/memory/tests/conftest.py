@@ -1,4 +1,4 @@
-"""What the tests of `memory` share: small plans, and how a policy is compared with `core.keep`."""
+"""Small plans for the tests of `memory`, and the comparison of a policy with `core.keep`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PLAN = small_plan(evaluation={"every": 2, "steps": 1})
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_before() -> None:
-    """What other tests and imports left is not looked through, for leaks or for garbage: it cannot hold what a run makes.
+def freeze_earlier_objects() -> None:
+    """Excludes the objects of earlier tests and imports from garbage collections and leak searches.
 
-    That is some 200,000 objects, and these tests look for garbage more often than others.
+    There are some 200,000 of them, and these tests collect garbage more often than others.
     """
     gc.collect()
     gc.freeze()
@@ -31,15 +31,17 @@ def nothing_of_before() -> None:
 
 @pytest.fixture
 def own() -> Path:
-    """The folder of the plans' own modules; it is on the path, in ranks too."""
+    """The folder of the plans' modules, which is on the path of all ranks."""
     return OWN
 
 
 @pytest.fixture
-def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
-    """`as_kept({"use": "memory.host"}, **changes)`: steps with a policy equal those with `core.keep`; returns its counts."""
+def compare_with_keep(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
+    """`compare_with_keep(policy, **changes)` asserts that steps with a policy equal those with `core.keep`, and returns the
+    policy's counts.
+    """
 
-    def as_kept(policy: Tables, num_steps: int = 3, **changes: Any) -> dict[str, float]:
+    def compare_with_keep(policy: Tables, num_steps: int = 3, **changes: Any) -> dict[str, float]:
         counted: list[dict[str, float]] = []
         tables = changed(PLAN, **changes)
         reference = record_reference(changed(tables, activations={"use": "core.keep"}), num_steps, folder=texts)
@@ -50,4 +52,4 @@ def as_kept(own: Path, texts: Path) -> Callable[..., dict[str, float]]:
         assert_same_run(reference, record(changed(tables, activations=policy), num_steps, folder=texts, prepare=watch))
         return counted[-1]
 
-    return as_kept
+    return compare_with_keep

@@ -1,4 +1,4 @@
-"""Policies of `memory` change no bit: activations wait on the host, or layers run again but for their attention."""
+"""Tests that the policies of `memory`, activations on the host and selective recomputation, change no bit."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ policies = pytest.mark.parametrize("policy", [HOST, SELECTIVE], ids=["host", "se
     ],
     ids=["fp64", "bf16", "direct", "dropout"],
 )
-def test_the_same_bits_and_something_done(as_kept: Any, policy: dict[str, Any], changes: dict[str, Any]) -> None:
-    counts = as_kept(policy, **changes)
+def test_policies_give_the_same_bits(compare_with_keep: Any, policy: dict[str, Any], changes: dict[str, Any]) -> None:
+    counts = compare_with_keep(policy, **changes)
     if policy is HOST:
         assert counts["moved_bytes"] == counts["fetched_bytes"] > 0
         assert counts["copy_out_host_s"] > 0
@@ -59,30 +59,28 @@ def test_the_same_bits_and_something_done(as_kept: Any, policy: dict[str, Any], 
 
 
 @policies
-def test_attention_that_draws(as_kept: Any, policy: dict[str, Any]) -> None:
-    """Kept, its draws would be missing from the generator, and dropout behind it would draw others, without a word."""
+def test_attention_with_dropout_is_recomputed(compare_with_keep: Any, policy: dict[str, Any]) -> None:
+    """Otherwise its random numbers would be missing from the generator, and later dropouts would silently differ."""
     model = MODEL | {"options": {"attention_dropout": 0.3, "dropout": 0.3}}
-    assert as_kept(policy, model=model, precision__compute="fp32").get("kept_attentions", 0) == 0
+    assert compare_with_keep(policy, model=model, precision__compute="fp32").get("kept_attentions", 0) == 0
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("habit", HABITS)
 @policies
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward-mode derivatives
-def test_habits_of_models(as_kept: Any, policy: dict[str, Any], habit: str) -> None:
-    """Double backward, backward within a forward, checkpoints within a layer, weights made anew, torch.func."""
+def test_habits_of_models(compare_with_keep: Any, policy: dict[str, Any], habit: str) -> None:
+    """Habits are double backwards, backwards within a forward, checkpoints within a layer, new weights and torch.func."""
     if policy is SELECTIVE and habit in ("AdaptiveAgain", "GradientWithin"):
         pytest.skip("`core.recompute` does not run it either")
     model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
-    counts = as_kept(policy | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)
+    counts = compare_with_keep(policy | {"layers": ["*"]}, model=model, data__sequence=16, evaluation=None)
     assert policy is SELECTIVE or counts["moved_bytes"] > 0
 
 
 @pytest.mark.parametrize("policy", [HOST, HOST | {"min_bytes": 2**30}, SELECTIVE], ids=["host", "small", "selective"])
-def test_what_is_written_on_after_it_was_saved_is_refused(own: Path, texts: Path, policy: dict[str, Any]) -> None:
-    """Autograd does not look where tensors are packed; without a word the backward would use other numbers. Attention would be
-    another in the second run.
-    """
+def test_writes_to_saved_tensors_are_refused(own: Path, texts: Path, policy: dict[str, Any]) -> None:
+    """Autograd does not check packed tensors, so the backward would silently use other numbers."""
     tables = small_plan(model=MODEL | {"options": {"in_place": True}}, activations=policy)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         with pytest.raises(RunError) as caught:
@@ -139,7 +137,9 @@ def test_storages_leave_the_device_before_the_backward_and_come_back_ahead(own: 
 
 
 def test_a_storage_moves_once(own: Path, texts: Path) -> None:
-    """Two blocks save one hidden state, autograd saves views of one storage: no byte is copied twice, nor that of a weight."""
+    """Two blocks save one hidden state, and autograd saves views of one storage, but no byte is copied twice. Weights are
+    not copied.
+    """
     tables = small_plan(model=MODEL | {"options": {"num_blocks": 1}}, activations=HOST, batch__global_size=2)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         keys: list[tuple[int, int]] = []
@@ -161,29 +161,29 @@ def test_a_storage_moves_once(own: Path, texts: Path) -> None:
     assert sum(size == 8 * micro * 3 * 16 for _, size in keys) == 1, "q, k and v are one storage"
 
 
-def test_host_memory_is_used_again(as_kept: Any) -> None:
-    counts = as_kept(HOST, model=MODEL, batch__global_size=16)
+def test_host_memory_is_used_again(compare_with_keep: Any) -> None:
+    counts = compare_with_keep(HOST, model=MODEL, batch__global_size=16)
     assert counts["host_allocations"] < counts["moved_storages"] / 12, "24 microbatches share one's buffers"
     assert counts["host_bytes"] <= 1.02 * counts["max_away_bytes"] + 4096 * counts["host_allocations"]
 
 
-def test_a_budget_of_host_memory_is_kept(as_kept: Any) -> None:
-    free = as_kept(HOST, model=MODEL)
-    counts = as_kept(HOST | {"budget_bytes": 40_000}, model=MODEL)
+def test_a_budget_of_host_memory_is_kept(compare_with_keep: Any) -> None:
+    free = compare_with_keep(HOST, model=MODEL)
+    counts = compare_with_keep(HOST | {"budget_bytes": 40_000}, model=MODEL)
     assert 20_000 < counts["max_away_bytes"] <= 40_000
     assert counts["over_budget_bytes"] == free["moved_bytes"] - counts["moved_bytes"] > 0
-    counts = as_kept(HOST | {"budget_bytes": 0}, model=MODEL)
+    counts = compare_with_keep(HOST | {"budget_bytes": 0}, model=MODEL)
     assert (counts["moved_bytes"], counts["over_budget_bytes"]) == (0, free["moved_bytes"])
 
 
-def test_chosen_layers(as_kept: Any) -> None:
-    every = as_kept(HOST, model=MODEL)["moved_bytes"]
-    assert as_kept(HOST | {"layers": 1}, model=MODEL)["moved_bytes"] == every / 3
-    assert as_kept(HOST | {"layers": ["2", "3"]}, model=MODEL)["moved_bytes"] == every * 2 / 3
-    assert as_kept(HOST | {"layers": 9}, model=MODEL)["moved_bytes"] == every
+def test_chosen_layers(compare_with_keep: Any) -> None:
+    every = compare_with_keep(HOST, model=MODEL)["moved_bytes"]
+    assert compare_with_keep(HOST | {"layers": 1}, model=MODEL)["moved_bytes"] == every / 3
+    assert compare_with_keep(HOST | {"layers": ["2", "3"]}, model=MODEL)["moved_bytes"] == every * 2 / 3
+    assert compare_with_keep(HOST | {"layers": 9}, model=MODEL)["moved_bytes"] == every
 
 
-def test_layers_that_are_not_there(texts: Path) -> None:
+def test_unknown_layers_are_refused(texts: Path) -> None:
     with pytest.raises(PlanError, match=r"no layer matches `block\.1`") as caught:
         assemble(plan_from_dict(small_plan(activations=HOST | {"layers": ["block.1"]}), texts), World.alone("cpu"))
     assert caught.value.diagnostics[0].code == "unknown-layer"
@@ -191,15 +191,15 @@ def test_layers_that_are_not_there(texts: Path) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", SHARING)
-def test_what_shares_a_storage_alone_comes_back_as_autograd_saw_it(as_kept: Any, kind: str) -> None:
+def test_tensors_of_one_storage_are_restored(compare_with_keep: Any, kind: str) -> None:
     model = {"factory": "attending:sharing", "options": {"kind": kind}}
-    counts = as_kept(HOST | {"layers": ["*"]}, model=model, evaluation=None)
+    counts = compare_with_keep(HOST | {"layers": ["*"]}, model=model, evaluation=None)
     assert counts["moved_bytes"] > 0
 
 
 @pytest.mark.parametrize("kind", ["data", "unsafe_chunk"])
-def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(texts: Path, kind: str) -> None:
-    """`core.keep` would use what was written; on the host is what was saved. The next attempt begins clean."""
+def test_writes_to_another_layers_saved_tensors_are_refused(texts: Path, kind: str) -> None:
+    """`core.keep` would use the written values, but the host has the saved ones. The next step starts without errors."""
     model = {"factory": "attending:spoiled", "options": {"kind": kind}}
     tables = small_plan(model=model, activations=HOST | {"layers": ["*"]})
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
@@ -218,7 +218,7 @@ def test_a_layer_that_writes_to_what_another_saved_is_refused_in_the_first_step(
 
 
 class Attentions(TorchDispatchMode):
-    """Counts attentions that are computed, and other operations."""
+    """Counts the attentions and the other operations that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ class Attentions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def selectively(layer: nn.Module, hidden: torch.Tensor, policy: SelectiveRecompute | None = None) -> torch.Tensor:
-    """The output of `layer`, called through the policy."""
+def call_selectively(layer: nn.Module, hidden: torch.Tensor, policy: SelectiveRecompute | None = None) -> torch.Tensor:
+    """Returns the output of `layer`, called through the policy."""
     policy = policy or SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
     output: torch.Tensor = policy.call("layer", layer, (hidden,), {}, MicroStep(0, 0, Phase.TRAIN, 0, 0))
     return output
@@ -248,7 +248,7 @@ def test_attention_is_computed_once(own: Path, texts: Path) -> None:
     assert found["memory.selective"][1] > found["core.keep"][1], "nothing was recomputed"
 
 
-def test_what_is_kept_is_let_go_with_the_graph(own: Path, texts: Path) -> None:
+def test_kept_attentions_are_freed_with_the_graph(own: Path, texts: Path) -> None:
     tables = small_plan(model=MODEL, activations=SELECTIVE)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu")) as run:
         for _ in range(2):
@@ -259,22 +259,22 @@ def test_what_is_kept_is_let_go_with_the_graph(own: Path, texts: Path) -> None:
         assert tally.max_bytes == 3 * (8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24)
 
 
-def test_a_budget_of_attentions_is_kept(as_kept: Any) -> None:
+def test_a_budget_of_attentions_is_kept(compare_with_keep: Any) -> None:
     one = 8 * 2 * 2 * 24 * 8 + 8 * 2 * 2 * 24
-    counts = as_kept(SELECTIVE | {"budget_bytes": 2 * one}, model=MODEL)
+    counts = compare_with_keep(SELECTIVE | {"budget_bytes": 2 * one}, model=MODEL)
     assert counts["max_kept_bytes"] == 2 * one
     assert counts["recomputed_attentions"] == counts["kept_attentions"] / 2
-    assert as_kept(SELECTIVE | {"budget_bytes": 0}, model=MODEL)["kept_attentions"] == 0
+    assert compare_with_keep(SELECTIVE | {"budget_bytes": 0}, model=MODEL)["kept_attentions"] == 0
 
 
 def test_a_backward_may_run_twice(own: Path) -> None:
-    """With `retain_graph` the layer runs again each time, and is given its attention again."""
+    """With `retain_graph` the layer is recomputed each time, with the same kept attention."""
     from attending import Block
 
     block = Block(16, 2, 0.0, 0.0, False)
     hidden = torch.randn(2, 8, 16, requires_grad=True)
     policy = SelectiveRecompute(SelectiveConfig(), frozenset({"layer"}))
-    output = selectively(block, hidden, policy)
+    output = call_selectively(block, hidden, policy)
     (first,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
     (second,) = torch.autograd.grad(output.sum(), hidden)
     (wanted,) = torch.autograd.grad(block(hidden).sum(), hidden)
@@ -285,24 +285,24 @@ def test_a_backward_may_run_twice(own: Path) -> None:
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen below"])
 @pytest.mark.parametrize(("when", "how"), [(1, "less often"), (2, "more often")])
-def test_attention_that_one_of_two_runs_has_is_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
-    """The others would be given what it computed, in the same shape."""
-    from attending import Trying
+def test_different_numbers_of_attentions_are_refused(own: Path, when: int, how: str, is_frozen: bool) -> None:
+    """Otherwise attentions would get the results of others, which have the same shape."""
+    from attending import ExtraAttention
 
-    layer = Trying(16, when)
+    layer = ExtraAttention(16, when)
     layer.project.requires_grad_(not is_frozen)
-    output = selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
+    output = call_selectively(layer, torch.randn(2, 8, 16, requires_grad=not is_frozen))
     with pytest.raises(RunError, match=f"call its attention {2 + (when == 1)} times.* calls it {how}") as caught:
         output.sum().backward()
     assert caught.value.diagnostics[0].code == "attention-differs"
 
 
-def test_a_second_run_that_stops_before_an_attention_is_no_other_one(own: Path) -> None:
-    from attending import Nested
+def test_a_recomputation_may_stop_before_an_attention(own: Path) -> None:
+    from attending import NestedCheckpoint
 
     hidden = torch.randn(2, 8, 16, requires_grad=True)
-    (wanted,) = torch.autograd.grad(Nested()(hidden).sum(), hidden)
-    assert torch.equal(torch.autograd.grad(selectively(Nested(), hidden).sum(), hidden)[0], wanted)
+    (wanted,) = torch.autograd.grad(NestedCheckpoint()(hidden).sum(), hidden)
+    assert torch.equal(torch.autograd.grad(call_selectively(NestedCheckpoint(), hidden).sum(), hidden)[0], wanted)
 
 
 def test_compiled_layers_are_refused(texts: Path) -> None:

@@ -1,11 +1,11 @@
-"""A checkpoint of a run whose memory is away is the one of a run whose memory is here, and a load puts it where it belongs."""
+"""Tests that a checkpoint of a run with offloaded memory equals that of a run without offload, and that loads restore it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from odd_parts import PLAN
-from parking import BETWEEN, EVERYTHING, running, sha
+from parking import BETWEEN, EVERYTHING, running, state_digest
 
 from sley_checkpoint.reader import read
 from sley_core.errors import RunError, StateError
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_path, offload):
+def test_checkpoints_of_offloaded_memory_resume_bit_for_bit(own, tmp_path, offload):
     with running(BF16) as run:
         run.step()
         run.step()
@@ -40,7 +40,7 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         assert run.memory.where == where
         run.memory.onload()
         run.step()
-        wanted = sha(run)
+        wanted = state_digest(run)
     here, away = read(tmp_path / "here"), read(tmp_path / "away")
     assert set(here) == set(away)
     is_same_run = OFFLOADS[offload][0] not in ON_HOST  # the odd parameters of this model are stepped by other kernels there
@@ -50,16 +50,16 @@ def test_what_is_away_is_saved_where_it_lies_and_goes_on_bit_for_bit(own, tmp_pa
         with running(tables) as run:
             run.load_checkpoint(tmp_path / path)
             run.step()
-            assert sha(run) == wanted
+            assert state_digest(run) == wanted
         with running(tables) as run:
             run.step()
             run.load_checkpoint(tmp_path / path)
             run.step()
-            assert sha(run) == wanted, "loading after a step"
+            assert state_digest(run) == wanted, "loading after a step"
 
 
-def test_a_save_beside_training_outlives_an_offload(own, tmp_path):
-    """Memory leaves while it is being written."""
+def test_an_offload_does_not_change_a_background_save(own, tmp_path):
+    """The memory is offloaded while it is being written."""
     tables = {**BF16, "offload": EVERYTHING, "checkpoint": {"every_steps": 1, "folder": str(tmp_path / "all")}}
     with running(BF16) as run:
         run.step()
@@ -84,7 +84,7 @@ def by_data(parameter, value):
 
 @pytest.mark.parametrize("write", [by_copy, by_data])
 @pytest.mark.parametrize("offload", ["everything", "on the host, without weights"])
-def test_what_was_written_before_weights_left_is_saved(own, tmp_path, offload, write):
+def test_writes_before_an_offload_are_saved(own, tmp_path, offload, write):
     with running({**BF16, "offload": OFFLOADS[offload]}) as run:
         run.step()
         write(run.registry["second.across"].parameter, 0.25)
@@ -97,8 +97,8 @@ def test_what_was_written_before_weights_left_is_saved(own, tmp_path, offload, w
 
 
 @pytest.mark.parametrize("write", [by_copy, by_data])
-def test_what_was_written_while_masters_are_away_is_told(own, tmp_path, write):
-    """They do not know of it yet; once they are back, they do."""
+def test_writes_while_masters_are_away_are_detected(own, tmp_path, write):
+    """The master weights have the written values only after they are onloaded."""
     with running({**BF16, "offload": EVERYTHING}) as run:
         run.step()
         run.memory.offload("masters").wait()

@@ -13,7 +13,7 @@ class TestSizeClasses(MemoryPoolContract):
 
 
 class TestEverything(OffloadManagerContract):
-    """Tests of races draw many orders."""
+    """Tests few orders, since the tests of races draw many."""
 
     orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.everything", "bucket_mb": 0.004}

@@ -1,4 +1,4 @@
-"""What fails in the middle leaves no wrong numbers: interrupted offloads, failed steps, reads while memory is away."""
+"""Tests that interrupted offloads, failed steps and reads of offloaded memory cause no wrong numbers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run(texts):
 
 
 @pytest.mark.parametrize("number", [0, 20])
-def test_an_offload_that_is_interrupted_brings_back_what_had_left(run, monkeypatch, number):
-    """Also the second one, of which the host had older values."""
+def test_an_interrupted_offload_is_undone(run, monkeypatch, number):
+    """Also tests the second offload, for which the host has older values."""
     for _ in range(2):
-        before = _held(run)
+        before = host_values(run)
         calls, copy = [], CopyStream.copy
 
         def late(stream, target, source, calls=calls, copy=copy):
@@ -43,13 +43,13 @@ def test_an_offload_that_is_interrupted_brings_back_what_had_left(run, monkeypat
             with pytest.raises(KeyboardInterrupt):
                 run.memory.offload()
         run.memory.onload()
-        assert_same_bits(before, _held(run))
+        assert_same_bits(before, host_values(run))
         run.memory.offload()
         run.memory.onload()
         run.step()
 
 
-def _held(run):
+def host_values(run):
     parts = ("weights", "masters", "optimizer_states")
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}
 
@@ -64,7 +64,7 @@ def test_a_state_dict_while_weights_are_away_is_refused(run):
     assert_same_bits(before, dict(layer.state_dict()))
 
 
-def test_what_is_read_of_memory_that_is_here_is_a_copy(run):
+def test_host_reads_are_copies(run):
     first = dict(run.memory.host("weights"))
     kept = {name: value.clone() for name, value in first.items()}
     run.step()
@@ -104,7 +104,7 @@ def _evaluate_and_offload(tables, folder, fails):
         return {name: value.clone() for name, value in run.memory.host("weights")}
 
 
-def test_nothing_leaves_while_gathers_of_a_failed_evaluation_may_be_at_work(ranks, texts):
+def test_offloads_after_a_failed_evaluation_are_refused(ranks, texts):
     """A peer reads shards where they lie, until the next evaluation or step has waited for it."""
     tables = small_plan(**SHARDED, evaluation={"every": 100, "steps": 1})
     for failed, plain in ranks(2)(evaluate_and_offload, tables, texts):

@@ -1,4 +1,4 @@
-"""Masters and states on the host give the bits of a run that has them on the device, in every layout."""
+"""Tests that master weights and states on the host give the bits of a run that has them on the device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_process_has_the_same_bits(changes, offload, texts):
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
-    """By `load_weights`, and into a parameter between two steps."""
+    """The program writes by `load_weights`, and to a parameter between two steps."""
     found = []
     for offload in ([], SMALL_BUCKETS):
         plan = plan_from_dict(small_plan(precision__compute=compute, offload=offload or None), texts)
@@ -69,7 +69,7 @@ def test_weights_that_a_program_writes_reach_the_masters(compute, texts):
     assert_same_bits(*found)
 
 
-def test_only_two_buckets_of_gradients_are_on_the_host(texts):
+def test_the_host_holds_only_two_buckets_of_gradients(texts):
     plan = plan_from_dict(small_plan(precision__compute="bf16", offload=SMALL_BUCKETS), texts)
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()
@@ -87,7 +87,7 @@ def test_only_two_buckets_of_gradients_are_on_the_host(texts):
         assert run.memory.report["masters"].num_no_ops == 2
 
 
-def test_an_optimizer_that_looks_at_all_gradients_is_refused(texts):
+def test_an_optimizer_of_all_gradients_is_refused(texts):
     tables = small_plan(optimizer={"factory": "torch.optim:LBFGS", "lr": 0.1}, offload=ONE_BUCKET)
     codes = {problem.code for problem in check_plan(plan_from_dict(tables, texts), 1)}
     assert "offload-optimizer" in codes
@@ -99,7 +99,7 @@ def test_states_that_two_managers_move_are_refused(texts):
         assemble(plan_from_dict(tables, texts), world)
 
 
-def test_masters_are_there_in_fp32_too(texts):
+def test_fp32_weights_have_masters_too(texts):
     plan = plan_from_dict(small_plan(precision__compute="fp32", offload=ONE_BUCKET), texts)
     with World.join("cpu") as world, assemble(plan, world) as run:
         run.step()

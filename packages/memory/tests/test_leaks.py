@@ -1,4 +1,4 @@
-"""What still has memory after an offload is named by the way that leads to it; what a run keeps is moved, or listed."""
+"""Tests that memory on the device after an offload is named by its path, and that a run keeps no other memory."""
 
 from __future__ import annotations
 
@@ -60,22 +60,24 @@ def size(tensor):
         return 0
 
 
-def storages():
-    """Bytes of all storages of this process that are not an arena's, by their id."""
+def storage_sizes():
+    """Returns the bytes of all storages of this process outside of arenas, by their id."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.layout == torch.strided]
     with torch._C.DisableTorchFunctionSubclass():
         return {storage_id(one): size(one) for one in tensors if not HostMemory.contains(one)}
 
 
-def left_over(tables, folder):
-    """The paths of what has memory after an offload of everything and was not there before the run, beyond 2 KiB each."""
-    before = storages()
+def unmoved_storages(tables, folder):
+    """Returns the number of new storages of more than 2 KiB after an offload of all memory, the paths of leaks, and the
+    freed bytes.
+    """
+    before = storage_sizes()
     with running(tables, folder) as run:
         for _ in range(3):
             run.step()
         run.memory.offload().wait()
-        new = {key for key, size in storages().items() if key not in before and size > 2048}
+        new = {key for key, size in storage_sizes().items() if key not in before and size > 2048}
         listed = {leak.path: leak for leak in find_leaks(run, 2048)}
         moved = sum(moved.given_back for moved in run.memory.report.values())
         return len(new), sorted(listed), moved
@@ -94,9 +96,9 @@ LAYOUTS = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_run_keeps_nothing_that_it_does_not_move(ranks, changes, texts):
-    """All storages of the process are counted: after an offload only the data's are left."""
+def test_a_run_keeps_no_memory_that_it_does_not_move(ranks, changes, texts):
+    """Counts all storages of the process. After an offload only those of the data are left."""
     tables = small_plan(precision__compute="bf16", model__hidden=64, offload=EVERYTHING, **changes)
-    for num_new, paths, moved in ranks(2 if changes else 1, timeout_s=100)(left_over, tables, texts):
+    for num_new, paths, moved in ranks(2 if changes else 1, timeout_s=100)(unmoved_storages, tables, texts):
         assert moved > 200_000
         assert num_new <= 2, paths

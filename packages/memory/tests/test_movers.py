@@ -1,4 +1,4 @@
-"""What memory costs when it leaves and comes back: copies, host memory, device memory, and no more."""
+"""Tests the number of copies, the host memory and the device memory of offloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_parts import PLAN
-from parking import BETWEEN, EVERYTHING, poisoned, running, sha
+from parking import BETWEEN, EVERYTHING, poison_freed_memory, running, state_digest
 
 from sley_core.api.comm import HostMemory
 from sley_core.comm.copies import CopyStream
@@ -26,8 +26,8 @@ MIB = 1 << 20
 CPU = Device(torch.device("cpu"))
 
 
-def parked(tensors, bucket_bytes=1000, make=CopyStream, budget=None):
-    """A unit of these tensors, and what it has counted."""
+def make_host_copy(tensors, bucket_bytes=1000, make=CopyStream, budget=None):
+    """Returns a `HostCopy` of these tensors, its counters and its arena."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
     streams = Streams(make)
@@ -44,14 +44,14 @@ def around(unit):
 
 @given(st.lists(st.tuples(st.sampled_from(["f", "b", "i", "u"]), st.integers(0, 300)), max_size=8), st.integers(1, 500))
 @settings(max_examples=30, deadline=None)
-def test_any_tensors_come_back(kinds, bucket_bytes):
-    """Of any dtype and size, scalars, views of one storage, transposed ones, in buckets of any size."""
+def test_any_tensors_are_restored(kinds, bucket_bytes):
+    """Tests any dtypes and sizes, scalars, views of one storage and transposed tensors, in buckets of any size."""
     dtypes = {"f": torch.float32, "b": torch.bfloat16, "i": torch.int64, "u": torch.uint8}
     tensors = [torch.arange(size).to(dtypes[kind]) for kind, size in kinds]
     tensors += [torch.tensor(2.5), torch.arange(12.0).view(3, 4).t(), *torch.arange(20.0).split(7)]
     wanted = [tensor.clone() for tensor in tensors]
-    unit, moved, _ = parked(tensors, bucket_bytes)
-    with poisoned():
+    unit, moved, _ = make_host_copy(tensors, bucket_bytes)
+    with poison_freed_memory():
         for _ in range(3):
             around(unit)
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
@@ -59,12 +59,12 @@ def test_any_tensors_come_back(kinds, bucket_bytes):
     assert (moved.copied_out, moved.copied_in) == (3 * size, 3 * size)
 
 
-def test_host_memory_is_what_was_parked_and_stays():
-    """Of 8 MiB and more, 2 % at most for whole pages and places; nothing more after twenty cycles."""
+def test_host_memory_equals_offloaded_bytes_and_is_reused():
+    """Pages and alignment need at most 2 % more for 8 MiB, and twenty offloads need no more."""
     tensors = [torch.ones(size) for size in (1_500_000, 3, 250_001, 999, 400_000, 0)]
     size = sum(tensor.nbytes for tensor in tensors)
     assert size >= 8 * MIB
-    unit, moved, arena = parked(tensors, bucket_bytes=MIB)
+    unit, moved, arena = make_host_copy(tensors, bucket_bytes=MIB)
     around(unit)
     blocks = list(arena._blocks)
     for _ in range(20):
@@ -80,9 +80,9 @@ def test_host_memory_is_what_was_parked_and_stays():
 @pytest.mark.parametrize(
     "sizes", [[5000] * 20, range(1000, 9000, 400), [1000, 3000] * 10], ids=["is made anew", "grows", "goes up and down"]
 )
-def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(sizes):
-    """As a state that an optimizer replaces, or a cache in a module's buffer. A place that is too small now is freed, where
-    nobody else lies in its block.
+def test_changing_sizes_do_not_accumulate_host_memory(sizes):
+    """Optimizers may replace states, and modules may cache tensors in buffers. A slot that is too small is freed if its
+    block has no other slots.
     """
     state = {"weight": torch.ones(2000), "cache": torch.ones(500)}
     moved, streams = Moved(), Streams(CopyStream)
@@ -92,7 +92,7 @@ def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(s
     first = arena.num_bytes
     for size in sizes:
         state["cache"] = torch.full((size,), float(size))
-        with poisoned():
+        with poison_freed_memory():
             around(unit)
         assert (state["cache"] == size).all()
         assert (state["weight"] == 1).all()
@@ -100,7 +100,7 @@ def test_what_changes_at_each_offload_does_not_take_more_of_the_host_each_time(s
 
 
 def test_device_memory_grows_by_a_bucket_at_a_time():
-    """While memory leaves and while it comes, what is here and on the host is never more than all and one bucket."""
+    """At any time, the memory on the device and on the host exceeds the total by at most one bucket."""
     seen = []
 
     class Watched(CopyStream):
@@ -109,7 +109,7 @@ def test_device_memory_grows_by_a_bucket_at_a_time():
             seen.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
     tensors = [torch.ones(100) for _ in range(8)] + [torch.ones(4000)]
-    unit, _, _ = parked(tensors, bucket_bytes=800, make=Watched)
+    unit, _, _ = make_host_copy(tensors, bucket_bytes=800, make=Watched)
     unit.offload()
     assert seen == [19_200, 19_200, 18_400, 18_400, 17_600, 17_600, 16_800, 16_800, 16_000]
     seen.clear()
@@ -121,8 +121,8 @@ MANY = {**PLAN, "model": {"factory": "odd_parts:many"}}
 STATES = [{"use": "memory.optimizer_states"}]
 
 
-def counted(monkeypatch, offload, moves):
-    """The digest of two steps of 501 parameters, and the copies of the last cycle or step."""
+def count_copies(monkeypatch, offload, moves):
+    """Returns the digest of two steps of 501 parameters, and the number of copies of the last moves."""
     copies = []
     copy = CopyStream.copy
     monkeypatch.setattr(CopyStream, "copy", lambda stream, *args: (copies.append(1), copy(stream, *args)))
@@ -131,27 +131,27 @@ def counted(monkeypatch, offload, moves):
             copies.clear()
             run.step()
             moves(run)
-        return sha(run), len(copies)
+        return state_digest(run), len(copies)
 
 
 def test_500_small_parameters_have_few_copies_in_each_direction(monkeypatch):
-    """One for the small states of a bucket, one for each large state; 2004 where each leaves by itself."""
+    """Small states of a bucket need one copy, large states one each. Separate copies of all states would be 2004."""
 
     def around(run):
         run.memory.offload().wait()
         run.memory.onload().wait()
 
-    plain, _ = counted(monkeypatch, [], lambda run: None)
-    found, copies = counted(monkeypatch, STATES, around)
+    plain, _ = count_copies(monkeypatch, [], lambda run: None)
+    found, copies = count_copies(monkeypatch, STATES, around)
     assert found == plain
     assert copies == 2 * (1 + 2)
-    found, copies = counted(monkeypatch, [{**BETWEEN[0], "bucket_mb": 64.0}], lambda run: None)
+    found, copies = count_copies(monkeypatch, [{**BETWEEN[0], "bucket_mb": 64.0}], lambda run: None)
     assert found == plain
     assert copies == 2 * (1 + 2)
 
 
-def test_a_state_of_which_a_program_has_a_view_stays_where_it_is():
-    """What looks at it goes on to see the optimizer's numbers, while they are here."""
+def test_a_state_with_a_view_keeps_its_storage():
+    """The view still shows the optimizer's values while they are on the device."""
     with running({**PLAN, "offload": EVERYTHING}) as run:
         run.step()
         states = [one.tensor for one in states_of(run.stepper.update) if one.tensor.dim()]
@@ -173,15 +173,15 @@ def test_a_state_of_which_a_program_has_a_view_stays_where_it_is():
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def arena_of_activations(**options: Any) -> HostArena:
-    """As `memory.host` makes it."""
+def make_activation_arena(**options: Any) -> HostArena:
+    """Returns an arena with the options of `memory.host`."""
     return HostArena(
         lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None, max_waste=1.25, frees_unused=False, **options
     )
 
 
-def test_places_are_lent_again_for_almost_the_same_size() -> None:
-    lends = arena_of_activations()
+def test_slots_are_reused_for_similar_sizes() -> None:
+    lends = make_activation_arena()
     (first,) = lends.allocate([100 * PAGESIZE])
     lends.release(first)
     (again,) = lends.allocate([81 * PAGESIZE])
@@ -194,9 +194,9 @@ def test_places_are_lent_again_for_almost_the_same_size() -> None:
     assert (lends.num_allocations, lends.num_bytes) == (3, 251 * PAGESIZE)
 
 
-def test_other_lengths_in_every_step_do_not_add_up_and_nothing_is_freed_within_a_step() -> None:
+def test_changing_lengths_do_not_accumulate_and_no_block_is_freed_within_a_step() -> None:
     """Unlocking memory may wait for the device, and so for a peer that waits for this rank."""
-    lends = arena_of_activations()
+    lends = make_activation_arena()
     for step in range(1, 200):
         lends.trim(2 * lends.max_lent_bytes)
         before = lends.num_bytes
@@ -229,7 +229,7 @@ def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:
     assert moved.host_bytes == lends.num_bytes
 
 
-def test_places_of_one_call_lie_side_by_side_and_their_block_is_freed_whole() -> None:
+def test_slots_of_one_call_are_adjacent_and_freed_together() -> None:
     lends, moved = HostArena(lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None), Moved()
     first, second = lends.allocate([300, 5000], moved)
     assert second.data_ptr() - first.data_ptr() == 512

@@ -1,24 +1,26 @@
-"""Parameters, buffers, hooks and owners of every kind survive memory that leaves and comes back."""
+"""Tests that offloads keep parameters, buffers, hooks and owners of every kind."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from odd_parts import PLAN
-from parking import BETWEEN, EVERYTHING, cycle, running, sha
+from parking import BETWEEN, EVERYTHING, offload_and_onload, running, state_digest
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def trained(offload, moves, num_steps=4):
-    """The digest of a run in which one weight is trained from the third step on, and what its parameters are at its end."""
+def train_digest(offload, moves, num_steps=4):
+    """Returns the digest of a run in which one weight is trained from the third step on, and the properties of its
+    parameters.
+    """
     with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
         for step in range(num_steps):
             if step == 2:
                 run.layers[0].module.late.requires_grad_(True)
             run.step()
             if moves:
-                cycle(run)
+                offload_and_onload(run)
         shapes = [
             (param.name, one.shape, one.stride(), one.requires_grad, one.is_leaf, type(one))
             for param in run.registry
@@ -27,18 +29,20 @@ def trained(offload, moves, num_steps=4):
         first, second = (layer.module for layer in run.layers)
         assert first.linear.weight is second.tied
         assert first.one is first.same
-        return sha(run), shapes
+        return state_digest(run), shapes
 
 
 def test_parameters_and_buffers_of_every_kind():
-    """Tied, frozen, unfrozen in step 3, without elements, scalars, of other strides; buffers, integers and shared ones too."""
-    plain = trained([], moves=False)
-    assert trained(EVERYTHING, moves=True) == plain
-    assert trained(BETWEEN, moves=False) == plain
+    """Parameters are tied, frozen, unfrozen in step 3, empty, scalar or transposed. Buffers include integers and shared
+    tensors.
+    """
+    plain = train_digest([], moves=False)
+    assert train_digest(EVERYTHING, moves=True) == plain
+    assert train_digest(BETWEEN, moves=False) == plain
 
 
 def test_hooks_of_a_program_fire_once_per_backward():
-    """Also after many cycles: neither the parameter nor its place in autograd's graph is another object."""
+    """Parameters and their nodes in autograd's graph stay the same objects."""
     with running({**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}) as run:
         weight, seen = run.layers[1].module.across, []
         node = weight.view_as(weight).grad_fn.next_functions[0][0]
@@ -54,7 +58,7 @@ def test_hooks_of_a_program_fire_once_per_backward():
         seen.clear()
         for _ in range(5):
             for _ in range(3):
-                cycle(run)
+                offload_and_onload(run)
             run.step()
             assert sorted(seen) == wanted
             seen.clear()
@@ -63,11 +67,11 @@ def test_hooks_of_a_program_fire_once_per_backward():
         assert all(not module._forward_pre_hooks for layer in run.layers for module in layer.module.modules())
 
 
-def test_memory_that_is_not_torchs_stays_with_a_warning():
-    """Of numpy, and shared between processes."""
+def test_foreign_memory_stays_with_a_warning():
+    """The memory belongs to numpy, or is shared between processes."""
     numpy = pytest.importorskip("numpy")
 
-    def steps(moves):
+    def run_steps(moves):
         with running({**PLAN, "offload": EVERYTHING}) as run:
             first = run.layers[0].module
             first.frozen.data = torch.from_numpy(numpy.arange(6, dtype="float32"))
@@ -80,25 +84,25 @@ def test_memory_that_is_not_torchs_stays_with_a_warning():
                 assert run.memory.bytes["buffers"] == 24
                 run.memory.onload()
             run.step()
-            return sha(run)
+            return state_digest(run)
 
-    assert steps(True) == steps(False)
+    assert run_steps(True) == run_steps(False)
 
 
 def states(run, *names):
-    """The optimizer's states of these parameters."""
+    """Returns the optimizer states of these parameters."""
     of_name = {one.name: one.parameter for one in run.stepper.update.masters.stepped}
     return [run.stepper.update.optimizer.state[of_name[name]] for name in names]
 
 
 def test_states_that_a_program_replaces_while_they_are_away():
-    """As an optimizer's own `load_state_dict` does: the new tensors count, not what was away."""
+    """The new tensors count, not the offloaded ones, as after an optimizer's `load_state_dict`."""
     with running({**PLAN, "offload": EVERYTHING}) as run:
         run.step()
         (state,) = states(run, "second.across")
         run.memory.offload("optimizer_states")
         state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.25)
         run.memory.onload()
-        cycle(run)
+        offload_and_onload(run)
         assert (state["exp_avg"] == 0.25).all()
         assert state["exp_avg_sq"].isfinite().all()

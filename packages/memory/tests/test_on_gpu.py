@@ -1,4 +1,4 @@
-"""On CUDA: the driver gets the memory back, no second copy is made on the device, and bits are those of a run without."""
+"""Tests on CUDA that memory returns to the driver, no second copy is made on the device, and no bit changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parking import three_ways
+from parking import run_three_variants
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -39,7 +39,7 @@ def run():
 
 
 def test_the_driver_gets_the_memory_back(run):
-    """All but 2 MiB of what the parts had; 98 % of it is the driver's."""
+    """All but 2 MiB of the parts' memory is freed, and the driver gets 98 % of it."""
     before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     size = sum(run.memory.bytes.values())
     run.memory.offload().wait()
@@ -52,7 +52,7 @@ def test_the_driver_gets_the_memory_back(run):
 
 
 def test_no_second_copy_is_made_on_the_device(run):
-    """Leaving takes no more than a fingerprint's products; coming back, what was there and a bucket."""
+    """An onload needs at most the memory before the offload and a bucket."""
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
@@ -75,7 +75,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("use", PEAKS)
-def test_less_is_held_at_the_peak(own: Path, use: str) -> None:
+def test_policies_lower_the_peak(own: Path, use: str) -> None:
     peaks = []
     for policy in ({"use": "core.keep"}, PEAKS[use]):
         with World.alone("cuda") as world, assemble(plan_from_dict(changed(PLAN, activations=policy)), world) as run:
@@ -106,7 +106,7 @@ def on_gpu(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("changes", [{"precision__compute": "bf16"}, {"batch__micro_size": 2}], ids=["bf16", "microbatches"])
 def test_one_rank(changes: dict[str, Any], texts: Path) -> None:
-    assert_same(*three_ways(on_gpu(**changes), texts))
+    assert_same(*run_three_variants(on_gpu(**changes), texts))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_rank(changes: dict[str, Any], texts: Path) -> None:
 )
 def test_two_ranks_on_one_device(ranks: Callable[..., Any], changes: dict[str, Any], texts: Path) -> None:
     tables = on_gpu(**changes, precision__compute="bf16")
-    for found in ranks(2, timeout_s=180, init=False)(three_ways, tables, texts):
+    for found in ranks(2, timeout_s=180, init=False)(run_three_variants, tables, texts):
         assert_same(*found)
 
 
@@ -134,7 +134,7 @@ def test_a_policy(policy: dict[str, Any], texts: Path) -> None:
 
 @pytest.mark.parametrize("compute", ["fp64", "fp32", "bf16"])
 def test_an_optimizer_on_the_host_is_as_close_as_its_arithmetic(compute: str, texts: Path) -> None:
-    """The processor rounds other than the device, and nothing else differs."""
+    """Only the rounding of the processor differs from that of the device."""
     tables = on_gpu(precision__compute=compute)
     wanted = record_reference(tables, 5, folder=texts)
     found = record(changed(tables, offload=ON_HOST), 5, folder=texts)

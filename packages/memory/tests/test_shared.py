@@ -1,4 +1,4 @@
-"""Ranks that share the host's copies of what they hold alike: the same bits, fewer bytes, and no rank that goes its own way."""
+"""Tests ranks that share host copies of equal memory: equal bits, fewer bytes, and the refusal of different calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from parking import cycle, running, sha
+from parking import offload_and_onload, running, state_digest
 
 from sley_core.errors import RunError, StateError
 from sley_core.plan.check import check_plan
@@ -21,15 +21,15 @@ from sley_testing.ranks import RankError
 
 pytestmark = pytest.mark.timeout(240)
 
-SHARED = [{"use": "memory.everything", "bucket_mb": 0.002, "shared": True}]
-WHOLE = [{"use": "memory.everything", "bucket_mb": 0.002}]
+SHARED = [{"use": "memory.everything", "bucket_mb": 0.008, "shared": True}]
+WHOLE = [{"use": "memory.everything", "bucket_mb": 0.008}]
 REPLICAS = small_plan(precision__compute="bf16", parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
 PARTS = changed(REPLICAS, gradient_handlers=[{"use": "dp.sharded", "bucket_mb": 0.002}])
 SHARDS = changed(REPLICAS, parallel={"dp": 4, "wp": 2}, weights={"use": "isp.communicator"}, batch__micro_size=1)
 
 
-def both_ways(tables, folder):
-    """The digest, rows and report of three steps with nothing away, all parked whole, and all shared; on the same ranks."""
+def run_plain_full_and_shared(tables, folder):
+    """Returns the digest, rows and report of three steps without offload, with full host copies, and with shared ones."""
     found = []
     for offload in ([], WHOLE, SHARED):
         with running({**tables, "offload": offload}, folder) as run:
@@ -38,8 +38,8 @@ def both_ways(tables, folder):
                 row = run.step()
                 rows.append((row["loss"], row["grad_norm"]))
                 if offload:
-                    cycle(run)
-            found.append((sha(run), rows, {part: vars(moved) for part, moved in run.memory.report.items()}))
+                    offload_and_onload(run)
+            found.append((state_digest(run), rows, {part: vars(moved) for part, moved in run.memory.report.items()}))
     return found
 
 
@@ -53,9 +53,9 @@ def both_ways(tables, folder):
     ],
     ids=["replicas", "sharded optimizer", "sharded weights"],
 )
-def test_each_rank_keeps_its_part_and_has_the_bits_of_one_that_keeps_all(ranks, texts, tables, size, alike):
-    """What each steps a part of is kept whole, as nobody else has it."""
-    for plain, whole, shared in ranks(size, 180)(both_ways, tables, texts):
+def test_shared_copies_have_equal_bits_and_half_the_bytes(ranks, texts, tables, size, alike):
+    """Memory of which each rank updates a part is kept in full, since no other rank has it."""
+    for plain, whole, shared in ranks(size, 180)(run_plain_full_and_shared, tables, texts):
         assert whole[:2] == plain[:2]
         assert shared[:2] == plain[:2]
         for part in ("weights", "masters", "optimizer_states"):
@@ -70,8 +70,8 @@ def test_each_rank_keeps_its_part_and_has_the_bits_of_one_that_keeps_all(ranks, 
             assert other["given_back"] == one["given_back"], part
 
 
-def what_differs(folder):
-    """A buffer and a weight of which each rank has another value; what a second offload copies that found nothing new."""
+def check_distinct_memory(folder):
+    """Asserts that a buffer and a weight with different values on all ranks keep them."""
     with running({**REPLICAS, "offload": SHARED}, folder) as run:
         rank = run.world.rank
         module = run.layers[1].module
@@ -80,23 +80,25 @@ def what_differs(folder):
         weight = run.registry["blocks.1.attention_norm.weight"].parameter
         with torch.no_grad():
             weight.fill_(rank + 1)
-        cycle(run)
+        offload_and_onload(run)
         assert (module.counted == rank).all()
         assert (weight == rank + 1).all()
         return True
 
 
-def test_what_differs_between_ranks_is_kept_whole(ranks, texts):
-    assert ranks(2)(what_differs, texts) == [True, True]
+def test_memory_that_differs_is_kept_in_full(ranks, texts):
+    assert ranks(2)(check_distinct_memory, texts) == [True, True]
 
 
-def goes_its_own_way(folder):
-    """What is refused, and that everything is as it was after it."""
+def make_different_calls(folder):
+    """Returns the errors of calls that differ between ranks, and a weight after the run. Asserts that the errors change no
+    state.
+    """
     found = []
     with running({**REPLICAS, "offload": SHARED}, folder) as run:
         run.step()
         rank = run.world.rank
-        before = sha(run)
+        before = state_digest(run)
         calls = [
             lambda: run.memory.offload("weights" if rank else "masters"),
             lambda: run.memory.onload("weights") if rank else run.memory.offload("weights"),
@@ -106,7 +108,7 @@ def goes_its_own_way(folder):
                 call()
             found.append(str(error.value))
             assert run.memory.bytes["weights"] > 0
-        assert sha(run) == before
+        assert state_digest(run) == before
         run.memory.offload()
         with pytest.raises(StateError, match="reading on the host needs the run's weights, but they are offloaded"):
             list(run.memory.host("weights"))
@@ -115,16 +117,16 @@ def goes_its_own_way(folder):
         run.memory.offload()
         assert run.memory.report["weights"].num_no_ops == 1
         run.memory.onload()
-        assert sha(run) == before
+        assert state_digest(run) == before
         run.step()
         run.memory.offload()
         parameter = run.registry["blocks.1.attention_norm.weight"].parameter
     return found, parameter.float().tolist()
 
 
-def test_a_rank_that_goes_its_own_way_is_named_before_anything_is_freed(ranks, texts):
-    """And a run that closes while its weights are away leaves them to the program, on all ranks."""
-    (found, weight), (others, same) = ranks(2)(goes_its_own_way, texts)
+def test_different_calls_are_refused_before_memory_is_freed(ranks, texts):
+    """A run that closes while its weights are away leaves them to the program, on all ranks."""
+    (found, weight), (others, same) = ranks(2)(make_different_calls, texts)
     assert found == others
     assert "ranks-differ" in found[0]
     assert "rank 1 calls `run.memory.offload` for weights that are on the device" in found[0]
@@ -134,8 +136,8 @@ def test_a_rank_that_goes_its_own_way_is_named_before_anything_is_freed(ranks, t
     assert all(0.5 < value < 1.5 for value in weight)
 
 
-def closes_alone(folder, to):
-    """Rank 1 is killed while everything is away; what rank 0 is told as it closes, what its weights are, and after how long."""
+def close_without_peer(folder, to):
+    """Kills rank 1 while all memory is away, and writes the warnings, the weights and the seconds of the close of rank 0."""
     tables = {**REPLICAS, "offload": SHARED, "limits": {"collective_timeout_s": 10}}
     with ExitStack() as stack:
         run = stack.enter_context(running(tables, folder))
@@ -152,11 +154,11 @@ def closes_alone(folder, to):
     to.write_text(json.dumps(found), "utf-8")
 
 
-def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_numbers_there(ranks, texts, tmp_path, monkeypatch):
-    """Half of what it had was on the host of the rank that was killed: no weight is a number, and nobody waits."""
+def test_closing_without_peers_names_lost_parts(ranks, texts, tmp_path, monkeypatch):
+    """Half of the memory was on the host of the killed rank, so no weight has a value. No rank waits for it."""
     monkeypatch.setattr(testing_ranks, "GRACE_S", 30.0)
     with pytest.raises(RankError, match="SIGKILL"):
-        ranks(2)(closes_alone, texts, tmp_path / "found")
+        ranks(2)(close_without_peer, texts, tmp_path / "found")
     told, is_nan, seconds = json.loads((tmp_path / "found").read_text("utf-8"))
     lost = "the run was closed while its {} were offloaded, but not all ranks answered, so they are lost"
     assert told == [lost.format(part) for part in ("buffers", "weights")], "what a program has after a run"
@@ -164,7 +166,7 @@ def test_a_run_that_closes_without_its_peers_says_what_is_lost_and_has_no_number
     assert seconds < 20
 
 
-def test_states_that_come_and_go_in_every_step_are_not_shared(texts):
+def test_states_that_move_in_every_step_cannot_be_shared(texts):
     between = [{"use": "memory.optimizer_states", "when": "between_steps", "shared": True}]
     codes = {problem.code for problem in check_plan(plan_from_dict({**REPLICAS, "offload": between}, texts), 2)}
     assert "shared-between-steps" in codes

@@ -1,4 +1,4 @@
-"""Where memory is, what may be done then, the errors that say what may not, and what moving has cost."""
+"""Tests where memory is, which calls are refused there, their errors, and the measured cost of moves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from odd_parts import PLAN, Points
-from parking import BETWEEN, EVERYTHING, cycle, running, sha, steps
+from parking import BETWEEN, EVERYTHING, offload_and_onload, run_steps, running, state_digest
 
 from sley_core.comm.copies import CopyStream
 from sley_core.errors import RunError, StateError, UsageError
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
-    """Of a layer and of a module within; and not any more once weights are back, with no hook left behind."""
+    """Tests a layer and a module within it. After an onload no hook is left."""
     with running(AWAY) as run:
         run.step()
         layer = run.layers[0].module
@@ -36,8 +36,8 @@ def test_calls_of_layers_by_hand_are_refused_while_weights_are_away():
         layer(BATCH["x"])
 
 
-def test_weights_alone_are_enough_to_evaluate_and_to_call(texts):
-    """Masters, states and gradients stay on the host, as for another program that wants the weights."""
+def test_evaluations_need_only_weights_and_buffers(texts):
+    """Master weights, states and gradients stay on the host."""
     tables = small_plan(precision__compute="bf16", evaluation={"every": 100, "steps": 1}, offload=EVERYTHING)
     with running(tables, texts) as run:
         run.step()
@@ -75,8 +75,8 @@ def test_gradients_are_freed_and_never_copied():
         assert run.store.gradient(param).isfinite().all()
 
 
-def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
-    """From a hook of a module; what follows is as if it had not been asked."""
+def test_moves_within_a_step_or_an_evaluation_are_refused(texts):
+    """A module's hook asks for moves, and later steps are not changed by it."""
     tables = small_plan(evaluation={"every": 100, "steps": 1}, offload=EVERYTHING)
     with running(tables, texts) as run:
         refused = []
@@ -95,16 +95,16 @@ def test_nothing_leaves_within_a_step_or_an_evaluation(texts):
         hook.remove()
         assert any("a step is still running" in text for text in refused)
         assert any("an evaluation is still running" in text for text in refused)
-        found = sha(run)
+        found = state_digest(run)
     with running(small_plan(), texts) as run:
         run.step()
-        assert sha(run) == found
+        assert state_digest(run) == found
 
 
-def test_a_listener_may_move_memory_but_must_bring_it_back(texts):
-    """`train` looks before each step, not only before its first."""
+def test_a_listener_must_onload_what_it_offloads(texts):
+    """`train` checks this before each step."""
     with running(small_plan(offload=EVERYTHING), texts) as run:
-        run.listeners.append(lambda row: cycle(run))
+        run.listeners.append(lambda row: offload_and_onload(run))
         assert run.train() == "finished"
         assert run.memory.report["weights"].copied_out > 0
     with running(small_plan(offload=EVERYTHING), texts) as run:
@@ -114,7 +114,7 @@ def test_a_listener_may_move_memory_but_must_bring_it_back(texts):
         assert run.num_steps_done == 1
 
 
-def test_parts_that_nobody_moves_are_refused_by_name():
+def test_parts_without_a_manager_are_refused_by_name():
     with running({**PLAN, "offload": [{"use": "memory.weights"}]}) as run:
         with pytest.raises(UsageError, match=r"(?s)no offload manager in the plan moves the run's masters.*memory\.everything"):
             run.memory.offload("masters")
@@ -124,23 +124,23 @@ def test_parts_that_nobody_moves_are_refused_by_name():
         run.memory.offload()
 
 
-def test_memory_that_leaves_before_the_first_step(texts):
+def test_an_offload_before_the_first_step(texts):
     """There are no states and no gradients yet."""
     tables = small_plan(precision__compute="bf16")
     with running({**tables, "offload": EVERYTHING}, texts) as run:
-        cycle(run)
+        offload_and_onload(run)
         assert run.memory.report["optimizer_states"].copied_out == 0
         for _ in range(3):
             run.step()
-        found = sha(run)
-    assert found == steps(tables, texts, 3)[0]
+        found = state_digest(run)
+    assert found == run_steps(tables, texts, 3)[0]
 
 
-def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
-    """The poison works: without copies back, the next step has no number."""
+def test_a_missing_copy_is_detected(texts, monkeypatch):
+    """With poisoned memory, a missing copy makes the next loss NaN."""
     monkeypatch.setattr(CopyStream, "copy", lambda stream, target, source: None)
     with pytest.raises(Exception, match="not-finite"):
-        steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)
+        run_steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)
 
 
 # -- what moving has cost ----------------------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ def test_a_copy_that_is_missing_is_seen(texts, monkeypatch):
     ids=["everything", "between steps", "on the host"],
 )
 def test_a_row_has_bytes_seconds_and_rate_of_each_part(offload, parts):
-    """All parts together are the run's; what is freed and not copied has no numbers."""
+    """The sums over all parts are those of the run. Parts that are freed and not copied have no metrics."""
     with running({**PLAN, "precision": {"compute": "bf16"}, "offload": offload}) as run:
         for _ in range(2):
             run.step()
             if offload is EVERYTHING:
-                cycle(run)
+                offload_and_onload(run)
         row = {name.removeprefix("offload/"): value for name, value in run.step().items() if "offload/" in name}
         moving = {name.removesuffix("_gb_per_s") for name in row if name.endswith("_gb_per_s")} - {"gb_per_s"}
         assert moving == {*parts} | ({"handlers"} if offload is EVERYTHING else set())

@@ -37,20 +37,20 @@ def small(own: Path) -> Callable[..., Tables]:
     return small
 
 
-def records(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[Recorded]:
+def record_plans(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[Recorded]:
     """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
     return [record(tables, num_steps, folder=folder, batches=batches, prepare=prepare) for tables in plans]
 
 
 @pytest.fixture
-def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
-    """`compared(size, plans)` asserts that each plan on `size` ranks equals its one-process run, and returns the records.
+def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
+    """`compare_with_one_process(size, plans)` asserts that `size` ranks equal one process, and returns all records.
 
     Compares loss, norm, gradients, last weights, and the bits of the first weights, and checks that every parameter is on a
     rank. prepare: called with the run of every rank, but not with the one-process run.
     """
 
-    def compared(
+    def compare_with_one_process(
         size: int,
         plans: Sequence[Tables],
         num_steps: int = 3,
@@ -58,7 +58,7 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
         batches: Any = None,
         prepare: Callable[[Run], None] | None = None,
     ) -> list[list[Recorded]]:
-        by_rank = ranks(size, 120)(records, plans, num_steps, folder, batches, prepare)
+        by_rank = ranks(size, 120)(record_plans, plans, num_steps, folder, batches, prepare)
         by_plan = [list(layouts) for layouts in zip(*by_rank, strict=True)]
         known: dict[str, Recorded] = {}
         for tables, layouts in zip(plans, by_plan, strict=True):
@@ -73,4 +73,4 @@ def compared(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[
             assert_parity_of_parts(reference, layouts, tables["precision"]["compute"])
         return by_plan
 
-    return compared
+    return compare_with_one_process

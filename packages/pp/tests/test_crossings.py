@@ -33,7 +33,7 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
     return tables
 
 
-def recorded(plans, own, batches=None):
+def record_with_both_headers(plans, own, batches=None):
     """Records two steps of each plan, and then again with separate headers."""
     results = [record(tables, 2, folder=own, batches=batches) for tables in plans]
     sley_pp.link.has_separate_header = lambda device: True
@@ -65,7 +65,9 @@ def test_outputs_of_layers_cross_unchanged(ranks, own):
     """Outputs are named tuples, dataclasses, types of torch and registered types. A sent output frees its storage."""
     references = [record(plan(factory, **options), 2, folder=own) for factory, _, options in CROSSINGS.values()]
     plans = [plan(factory, 3, schedule, **options) for factory, schedule, options in CROSSINGS.values()]
-    for reference, layouts in zip(2 * references, zip(*ranks(3, 120)(recorded, plans, own), strict=True), strict=True):
+    for reference, layouts in zip(
+        2 * references, zip(*ranks(3, 120)(record_with_both_headers, plans, own), strict=True), strict=True
+    ):
         assert_equal(reference, layouts)
 
 
@@ -74,7 +76,7 @@ def test_micro_batches_of_a_step_may_differ_in_length(ranks, own):
     batches = [[batch_of(length, 1) for length in lengths] for lengths in ((5, 2, 7, 3), (3, 5, 5, 2))]
     reference = record(plan("chain"), 2, folder=own, batches=batches)
     plans = [plan("chain", 2, schedule, dp=2) for schedule in ("one_f_one_b", "zero_bubble_h1")]
-    for layouts in zip(*ranks(4)(recorded, plans, own, batches), strict=True):
+    for layouts in zip(*ranks(4)(record_with_both_headers, plans, own, batches), strict=True):
         assert_equal(reference, layouts)
 
 
@@ -110,7 +112,7 @@ def test_writes_to_overlapping_tensors_are_refused(ranks, own):
 )
 def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
     """The error comes before any computation, with headers before their tensors or on the host."""
-    tables = plan("moody", 2)
+    tables = plan("changing_dtype", 2)
     tables["run"]["device"] = device
     (sender,), (receiver,) = ranks(2, 30)(record_or_error, [tables], own, apart)
     for code, message, seconds in (sender, receiver):
@@ -230,7 +232,7 @@ def test_tensors_use_the_host_until_the_first_walk_of_a_phase_is_complete(ranks:
         assert firsts == [[("pp", channel, 1)], [], [], []], "one byte connects two stages, once"
 
 
-def connected(pairs: dict[int, list[int]]) -> list[int]:
+def connect_stages(pairs: dict[int, list[int]]) -> list[int]:
     """Returns the stages connected to this one, if all stages list their peers in different orders."""
     with World.join("cpu") as world:
         groups = world.groups(plan_from_dict(small_plan(parallel={"pp": world.size})).topology(world.size), 20)
@@ -243,4 +245,4 @@ def connected(pairs: dict[int, list[int]]) -> list[int]:
 @pytest.mark.parametrize("pairs", [{0: [1], 1: [2, 0], 2: [1]}, {0: [2, 1], 1: [0, 2], 2: [1, 0]}])
 def test_stages_connect_for_any_order_of_peers(ranks: Callable[..., Any], pairs: dict[int, list[int]]) -> None:
     """The stages form a line or a loop, and each exchange blocks until the peer starts it."""
-    assert ranks(3, 30)(connected, pairs) == [sorted(pairs[stage]) for stage in range(3)]
+    assert ranks(3, 30)(connect_stages, pairs) == [sorted(pairs[stage]) for stage in range(3)]

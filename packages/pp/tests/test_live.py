@@ -132,7 +132,7 @@ def batch_of(micros):
     return {name: torch.stack([one[name] for one in samples]) for name in ("tokens", "labels")}
 
 
-def peaks(pipelines, stages, numbers, folder):
+def measure_peaks(pipelines, stages, numbers, folder):
     """Returns this rank's measured peaks, {schedule: {microbatches: (pairs, graphs)}}."""
     found = {}
     for name, pipeline in pipelines.items():
@@ -158,7 +158,7 @@ def simulate_peaks(pipeline, stages, micros, folder):
     [(3, MICROS), *(pytest.param(stages, MORE_MICROS, marks=pytest.mark.campaign) for stages in (2, 3, 4))],
 )
 def test_peaks_equal_the_simulation(ranks, own, stages, numbers):
-    everyone = ranks(stages, 180)(peaks, SCHEDULES, stages, numbers, own)
+    everyone = ranks(stages, 180)(measure_peaks, SCHEDULES, stages, numbers, own)
     wrong = []
     for name, pipeline in SCHEDULES.items():
         for micros in numbers:

@@ -30,7 +30,7 @@ def plan(schedule, pp, dp=1, **changes):
     return changed(PLAN, pipeline={"use": schedule}, parallel={"pp": pp, "dp": dp}, **changes)
 
 
-def sizes(small, pp, micros, dp=1, **changes):
+def plans_of_sizes(small, pp, micros, dp=1, **changes):
     """Returns plans of every schedule with 24 samples per step, in `micros` microbatches on each of `dp` replicas."""
     batches = [{"global_size": 24, "micro_size": 24 // (dp * num)} for num in micros]
     return [small(schedule, pp, dp, model=WIDE, batch=batch, **changes) for schedule in SCHEDULES for batch in batches]
@@ -41,30 +41,32 @@ def sizes(small, pp, micros, dp=1, **changes):
     ("pp", "micros", "precision"),
     [*((pp, (1, 2, 3, 4, 6, 8, 12, 24), "fp64") for pp in (2, 3, 4)), (2, (2, 3), "fp32"), (2, (2,), "bf16")],
 )
-def test_any_number_of_micro_batches(compared, small, pp, micros, precision):
+def test_any_number_of_micro_batches(compare_with_one_process, small, pp, micros, precision):
     """They may be fewer than stages, or no multiple. Samples have different numbers of labels, so means of means differ."""
-    compared(pp, sizes(small, pp, micros, precision__compute=precision), 3)
+    compare_with_one_process(pp, plans_of_sizes(small, pp, micros, precision__compute=precision), 3)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("stages", [3, 4])
-def test_more_stages(compared, texts, stages):
-    compared(stages, [plan(schedule, stages) for schedule in ("pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1")], folder=texts)
+def test_more_stages(compare_with_one_process, texts, stages):
+    compare_with_one_process(
+        stages, [plan(schedule, stages) for schedule in ("pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1")], folder=texts
+    )
 
 
-def by_host(_run):
+def send_through_host(_run):
     Group.needs_host_copy = lambda *_: True
 
 
-def test_messages_through_the_host(compared, texts):
+def test_messages_through_the_host(compare_with_one_process, texts):
     """Stages that share a device send messages in this way, since gloo cannot send device tensors."""
-    compared(2, [plan("pp.one_f_one_b", 2)], folder=texts, prepare=by_host)
+    compare_with_one_process(2, [plan("pp.one_f_one_b", 2)], folder=texts, prepare=send_through_host)
 
 
 @pytest.mark.parametrize(
     ("stages", "chunks", "seeds"), [(2, 3, range(1)), pytest.param(3, 2, range(3), marks=pytest.mark.campaign)]
 )
-def test_random_placements_and_orders(compared, texts, stages, chunks, seeds):
+def test_random_placements_and_orders(compare_with_one_process, texts, stages, chunks, seeds):
     """A file places neighbouring parts on the same, adjacent or other stages, and the model's ends anywhere."""
     plans = []
     for seed in seeds:
@@ -75,10 +77,10 @@ def test_random_placements_and_orders(compared, texts, stages, chunks, seeds):
         file.write_text(write_csv(random_action_lists(placement := Placement(tuple(route)), 4, chance), placement))
         pipeline = {"use": "pp.csv", "file": str(file)}
         plans.append(plan("pp.csv", stages) | {"pipeline": pipeline, "partition": {"use": "pp.uniform"}})
-    compared(stages, plans, folder=texts)
+    compare_with_one_process(stages, plans, folder=texts)
 
 
-def test_blocks_of_different_widths(compared, small):
+def test_blocks_of_different_widths(compare_with_one_process, small):
     """Each boundary has a different shape, and the partition has unequal weights."""
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     ways = {
@@ -86,20 +88,20 @@ def test_blocks_of_different_widths(compared, small):
         "pp.gpipe": {"use": "pp.uniform"},
         "pp.zero_bubble_h1": {"use": "pp.explicit", "layers": [1, 5, 1]},
     }
-    compared(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
+    compare_with_one_process(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
 
 
-def test_parametrized_weights(compared, small):
+def test_parametrized_weights(compare_with_one_process, small):
     """A stage does not read the weights of another stage's layers, not even to count them."""
-    compared(2, [small("pp.one_f_one_b", 2, model={"factory": "pp_parts:computed"})])
+    compare_with_one_process(2, [small("pp.one_f_one_b", 2, model={"factory": "pp_parts:computed"})])
 
 
-def test_norm_and_clip_with_a_stage_without_gradients(compared, small):
+def test_norm_and_clip_with_a_stage_without_gradients(compare_with_one_process, small):
     """The second of two stages is frozen, with two replicas."""
     groups = [{"match": name, "freeze": True} for name in ("blocks.3.*", "blocks.4.*", "blocks.5.*", "head.*")]
     changes = {"optimizer__clip_norm": 0.01, "optimizer__groups": groups, "partition": {"use": "pp.uniform"}}
     kinds = [small("pp.one_f_one_b", 2, 2, model=WIDE, optimizer__clip_kind=p, **changes) for p in (3.0, "inf")]
-    for layouts in compared(4, kinds):
+    for layouts in compare_with_one_process(4, kinds):
         assert [bool(layout.gradients[0]) for layout in layouts] == [True, True, False, False]
 
 
@@ -140,7 +142,7 @@ TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 64, "document
 ON_CUDA = small_plan(run__device="cuda", model__num_layers=4, model__hidden=64, model__ffn_hidden=None, data=TEXT)
 
 
-def staged(schedule: str, **changes: Any) -> dict[str, Any]:
+def cuda_plan(schedule: str, **changes: Any) -> dict[str, Any]:
     return changed(ON_CUDA, pipeline={"use": schedule}, parallel={"pp": 2}, **changes)
 
 
@@ -151,7 +153,7 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
     if num_devices == 1 and torch.cuda.device_count() > 1:
         pytest.skip("here each has its own")
     reference = record(changed(ON_CUDA, model__tie_embeddings=True), 3)
-    layouts = ranks(2, timeout_s=180, init=False)(record, staged(schedule, model__tie_embeddings=True), 3)
+    layouts = ranks(2, timeout_s=180, init=False)(record, cuda_plan(schedule, model__tie_embeddings=True), 3)
     assert_parity_of_parts(reference, layouts, ON_CUDA["precision"]["compute"])
 
 
@@ -198,7 +200,7 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habits):
             assert_by_hand(layout, layers_of(Rows.info, habit), batches, by_hand, micro_size=2, first=first)
 
 
-def refused(tables, folder):
+def first_error(tables, folder):
     with pytest.raises(SleyError) as caught:
         record(tables, 1, folder=folder)
     return caught.value.diagnostics[0]
@@ -208,7 +210,7 @@ def test_a_layer_that_writes_a_batch_field_is_refused(ranks, own, small):
     """Other readers of the field may be on another stage, with a separate copy."""
     model = {"factory": "pp_parts:writes_fields"}
     record(small(model=model), 1, folder=own)
-    first, _ = ranks(2)(refused, small("pp.zero_bubble_v", 2, model=model, limits={"collective_timeout_s": 1}), own)
+    first, _ = ranks(2)(first_error, small("pp.zero_bubble_v", 2, model=model, limits={"collective_timeout_s": 1}), own)
     assert first.code == "field-written"
     assert "'labels'" in first.message
     assert "embed" in first.message

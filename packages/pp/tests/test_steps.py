@@ -30,13 +30,13 @@ class RecordedReduction:
         self.pending.wait()
 
 
-def forbidden(*arguments):
+def refuse_synchronisation(*arguments):
     raise AssertionError("a device is synchronised")
 
 
 def sends_and_waits(tables, folder):
     """Returns the sent gradients and awaited reductions of the second step on this rank, in order."""
-    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize = forbidden
+    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize = refuse_synchronisation
     events: list[str] = []
     with running(tables, folder) as run:
         names = {param.name for param in run.registry}
@@ -76,7 +76,7 @@ def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small,
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def forward_only(tables, folder):
+def evaluate_and_step(tables, folder):
     """Returns an evaluation's saved tensors and gradient bytes, its loss, and the first step's loss."""
     saved = []
     with running(tables, folder) as run:
@@ -91,7 +91,7 @@ def forward_only(tables, folder):
 def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own):
     """The loss is that of the batch that the step then trains on."""
     tables = small("pp.zero_bubble_v", 2, evaluation={"every": 9, "steps": 1})
-    for saved, gradients, taken, loss, trained in ranks(2)(forward_only, tables, own):
+    for saved, gradients, taken, loss, trained in ranks(2)(evaluate_and_step, tables, own):
         assert saved == []
         assert gradients == []
         assert taken == 0
@@ -101,7 +101,7 @@ def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, o
 # -- groups, buffers, limits -------------------------------------------------------------------------------------------
 
 
-def issued(tables, folder):
+def record_collectives(tables, folder):
     """Returns every collective of two steps and an evaluation, and the number of the link's buffers after each step."""
     with running(tables, folder) as run:
         link = run.stepper.executor.crossing.link
@@ -122,7 +122,7 @@ def test_collectives_and_messages_use_separate_groups(ranks, small, own, schedul
     """The default group has no collective, and `pp` only messages. Steps reuse buffers."""
     model = {"factory": "pp_parts:tied", "options": {"ends": True}}
     tables = small(schedule, 2, 2, model=model, evaluation={"every": 9, "steps": 1})
-    for rank, (calls, allocated) in enumerate(ranks(4)(issued, tables, own)):
+    for rank, (calls, allocated) in enumerate(ranks(4)(record_collectives, tables, own)):
         assert len(calls) > 40
         for op, group, members in calls:
             axis = group.partition("[")[0].partition(".")[0]

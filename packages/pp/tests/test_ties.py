@@ -55,12 +55,12 @@ def assert_equal_bits(values, layouts):
 @pytest.mark.parametrize(
     ("pp", "dp", "schedule"), [(2, 2, "pp.zero_bubble_h1"), pytest.param(4, 1, "pp.one_f_one_b", marks=pytest.mark.campaign)]
 )
-def test_copies_have_equal_bits(compared, small, pp, dp, schedule):
+def test_copies_have_equal_bits(compare_with_one_process, small, pp, dp, schedule):
     """Gradients and weights of all copies are equal bit for bit, and the norm counts them once.
 
     In the second step no microbatch uses one copy. Its gradient counts as zero, and no rank waits.
     """
-    every = compared(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
+    every = compare_with_one_process(pp * dp, plans(small, schedule, pp, dp), batches=even_then_odd())
     for layouts in every:
         for step in range(3):
             assert_equal_bits(lambda layout, at=step: layout.gradients[at], layouts)
@@ -83,7 +83,7 @@ def sums_of_ties(tables, folder):
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("reducer", ["core.each", pytest.param("dp.sharded", marks=pytest.mark.campaign)])
-def test_ties_of_the_same_stages_share_an_all_reduce(ranks, compared, small, own, reducer, dp):
+def test_ties_of_the_same_stages_share_an_all_reduce(ranks, compare_with_one_process, small, own, reducer, dp):
     """The results equal those of one process for any number of ties."""
     handlers = [{"use": reducer}, {"use": "pp.shared_modules"}]
     model = {"factory": "pp_parts:tied", "options": MANY}
@@ -92,7 +92,7 @@ def test_ties_of_the_same_stages_share_an_all_reduce(ranks, compared, small, own
     for calls, groups in seen:
         assert calls == sorted(groups), "one for each group, in one order"
     assert all(number > 1 for _, groups in seen for number in groups.values())
-    compared(4 * dp, [tables])
+    compare_with_one_process(4 * dp, [tables])
 
 
 def test_a_tie_within_a_rank_has_no_collective(ranks, small, own):

@@ -83,12 +83,8 @@ class Offers:
             raise mark.mismatch_error(members.rank, self._read_mark_text(peer, offer), members.ranks[peer])
         addresses: _Table = (ctypes.c_int64 * offer.num_tensors)()
         local = MemorySpan(ctypes.addressof(addresses), ctypes.sizeof(addresses))
-        self.read(peer, [local], [MemorySpan(offer.table, local.num_bytes)], label)
+        self.connection.read(peer, [local], [MemorySpan(offer.table, local.num_bytes)], label)
         return list(addresses)
-
-    def read(self, peer: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan], label: str) -> None:
-        """Copies the spans `remote` of the peer's memory to `local`. Raises the same errors as `Connection.read`."""
-        self.connection.read(peer, local, remote, label)
 
     def finish_read(self, peer: int, number: int, label: str) -> None:
         """Confirms to the peer that this rank no longer reads the peer's offer `number`, and records it as progress."""

@@ -74,7 +74,7 @@ class Gather(_Exchange):
             addresses = self._offers.wait_table(peer, self._number, self._label)
             local = [span_of(rows[peer]) for rows in self._rows]
             remote = [MemorySpan(address, span.num_bytes) for address, span in zip(addresses, local, strict=True)]
-            self._offers.read(peer, local, remote, self._label)
+            self._offers.connection.read(peer, local, remote, self._label)
             self._offers.finish_read(peer, self._number, self._label)
 
 
@@ -110,7 +110,7 @@ class AllToAll(_Exchange):
             (address,) = offers.wait_table(peer, self._number, self._label)
             local = span_of(self._output[peer])
             remote = MemorySpan(address + offers.coord * local.num_bytes, local.num_bytes)
-            offers.read(peer, [local], [remote], self._label)
+            offers.connection.read(peer, [local], [remote], self._label)
             offers.finish_read(peer, self._number, self._label)
 
 
@@ -135,7 +135,7 @@ class PublishedOffer(Published):
             self._tables[peer] = self.offers.wait_table(peer, self._number, self._label)
         table = self._tables[peer]
         remote = [MemorySpan(table[index], span.num_bytes) for index, span in zip(indices, local, strict=True)]
-        self.offers.read(peer, local, remote, self._label)
+        self.offers.connection.read(peer, local, remote, self._label)
 
     def is_offered(self) -> bool:
         """Returns whether every peer has published its shards. Never blocks."""
@@ -198,19 +198,14 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
     addresses: the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
-    memory = scratch(total)
+    memory = torch.empty(min(length, total.numel()), dtype=total.dtype)
     for start in range(0, total.numel(), length):
         target = total[start : start + length]
         block = memory[: target.numel()]
         for peer, address in zip(offers.peers, addresses, strict=True):
             remote = MemorySpan(address + start * total.element_size(), target.nbytes)
-            offers.read(peer, [span_of(block)], [remote], label)
+            offers.connection.read(peer, [span_of(block)], [remote], label)
             target.add_(block)
-
-
-def scratch(total: Tensor) -> Tensor:
-    """Allocates the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB."""
-    return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 
 def span_of(tensor: Tensor) -> MemorySpan:

@@ -186,7 +186,7 @@ class Sum(Work):
         for peer in slices.peers:
             local = span_of(self._slices[peer])
             (address,) = slices.wait_table(peer, self._number, self._label)
-            slices.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
+            slices.connection.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
             slices.finish_read(peer, self._number, self._label)
         self._is_complete = True
         self._queue.open_sums.remove(self)

@@ -16,7 +16,7 @@ Named = list[tuple[str, nn.Module]]
 HEADS = 4
 
 
-class Unplaced(nn.Module):
+class TokenEmbed(nn.Module):
     """A dataset of tokens without positions."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
@@ -27,7 +27,7 @@ class Unplaced(nn.Module):
         return self.tokens(tokens)
 
 
-class Embed(Unplaced):
+class Embed(TokenEmbed):
     """Embeds tokens with learned positions, which a slice must not count from 0."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
@@ -70,7 +70,7 @@ class Head(nn.Linear):
         return super().forward(hidden)
 
 
-class Torch(nn.Module):
+class TorchAttentionBlock(nn.Module):
     """A block with torch's attention."""
 
     def __init__(self, hidden: int) -> None:
@@ -84,7 +84,7 @@ class Torch(nn.Module):
 def mixed(data: DataInfo) -> Named:
     """Returns a model with a supported and an unsupported attention."""
     embed, block, _, head = layers(data, wrapped=True)
-    return [embed, block, ("torch", Torch(8)), head]
+    return [embed, block, ("torch", TorchAttentionBlock(8)), head]
 
 
 class Mixer(nn.Module):
@@ -123,7 +123,7 @@ SEPARATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Beside(nn.Module):
+class MixingLayer(nn.Module):
     """A layer that may mix positions. within: whether it does so before attention in the same layer."""
 
     def __init__(self, kind: str, within: bool) -> None:
@@ -136,12 +136,12 @@ class Beside(nn.Module):
         return mixed if self.block is None else hidden + self.block(mixed)
 
 
-def asked(data: DataInfo, kind: str, within: bool) -> Named:
+def mixing_model(data: DataInfo, kind: str, within: bool) -> Named:
     *blocks, head = layers(data, wrapped=True)
-    return [*blocks, ("beside", Beside(kind, within)), head]
+    return [*blocks, ("beside", MixingLayer(kind, within)), head]
 
 
-def beside(data: DataInfo, kind: str) -> Named:
+def mixer_model(data: DataInfo, kind: str) -> Named:
     """Returns a model with a module between attention and head."""
     *blocks, head = layers(data, wrapped=True)
     return [*blocks, ("mixer", Mixer(kind, 8)), head]
@@ -151,7 +151,7 @@ def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: in
     """Returns two blocks. wrapped: whether they use `SequenceAttention`. places: whether positions are known."""
     attends: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
     blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
-    embed = Embed(data, hidden) if places else Unplaced(data, hidden)
+    embed = Embed(data, hidden) if places else TokenEmbed(data, hidden)
     return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
 
 

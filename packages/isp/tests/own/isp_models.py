@@ -190,7 +190,7 @@ def autocast() -> Layers:
 # -- weights that are used in other ways than by calling each module once
 
 
-class Holder(nn.Module):
+class SharedTable(nn.Module):
     """Holds a parameter of another module, but is no linear."""
 
     def __init__(self, table: nn.Parameter) -> None:
@@ -203,7 +203,7 @@ class Holder(nn.Module):
 
 def tied_to_no_linear() -> Layers:
     embed = Embed()
-    return [("embed", embed), ("head", Holder(embed.table.weight))]
+    return [("embed", embed), ("head", SharedTable(embed.table.weight))]
 
 
 class Doubled(nn.Embedding):
@@ -252,10 +252,10 @@ def encoder() -> Layers:
     return between("block", Encoder())
 
 
-class Asks(nn.Module):
-    """Multiplies by the result of `asks` for its linear, if that is set."""
+class ReadsWeight(nn.Module):
+    """Multiplies by the result of `reader` for its linear, if that is set."""
 
-    asks: ClassVar[Callable[[nn.Linear], Any] | None] = None
+    reader: ClassVar[Callable[[nn.Linear], Any] | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,12 +263,12 @@ class Asks(nn.Module):
         self.back = nn.Linear(2 * WIDTH + 1, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        asked = 1.0 if Asks.asks is None else Asks.asks(self.linear)
+        asked = 1.0 if ReadsWeight.asks is None else ReadsWeight.asks(self.linear)
         return self.back(self.linear(hidden).tanh()) * asked
 
 
-def asks() -> Layers:
-    return between("asks", Asks())
+def reader() -> Layers:
+    return between("reader", ReadsWeight())
 
 
 class Scaled(nn.Module):
@@ -326,7 +326,7 @@ class Tables(nn.Module):
         return self.tokens(tokens) + 0.5 * self.tokens(tokens.roll(1, 1)).tanh() + self.positions(positions)
 
 
-class Again(nn.Module):
+class SecondLookup(nn.Module):
     """Reads the first layer's table again in another embedding, with gradients of its input."""
 
     def __init__(self, table: nn.Embedding) -> None:
@@ -343,7 +343,7 @@ def tables(frozen: str = "") -> Layers:
     """Returns a model whose layer `frozen` is not trainable."""
     first = Tables()
     norm, head = nn.LayerNorm(COLUMNS), nn.Linear(COLUMNS, WIDTH)
-    layers: Layers = [("embed", first), ("again", Again(first.tokens)), ("norm", norm), ("head", head)]
+    layers: Layers = [("embed", first), ("again", SecondLookup(first.tokens)), ("norm", norm), ("head", head)]
     for name, module in layers:
         module.requires_grad_(name != frozen)
     return layers
@@ -398,6 +398,6 @@ def two_linears() -> Layers:
     return [("embed", Embed(CLASSES)), ("head", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)))]
 
 
-def head_held_elsewhere() -> Layers:
+def shared_head() -> Layers:
     head = nn.Linear(WIDTH, CLASSES)
-    return [("embed", Embed(CLASSES)), ("table", Holder(head.weight)), ("head", head)]
+    return [("embed", Embed(CLASSES)), ("table", SharedTable(head.weight)), ("head", head)]

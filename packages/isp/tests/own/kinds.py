@@ -12,7 +12,7 @@ from sley_testing.habits import Block, init
 CLASSES = 7
 POSITIONS = 4
 REFUSED = {
-    "Penalty": "sharded-weight-read",  # it asks for the gradient of a weight
+    "Penalty": "sharded-weight-read",  # it reads_weight for the gradient of a weight
     "Swapped": "sharded-weight-read",  # it makes another weight of a linear's own
     "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
     "Mapped": "sharded-weight-mapped",

@@ -15,8 +15,8 @@ FAILS = [False]
 """Whether the next forward of a block fails in its middle."""
 
 
-class Trying(nn.Module):
-    """Attends twice, and tries its attention out: in the `when` run of the first call of all, the first or the second."""
+class ExtraAttention(nn.Module):
+    """Attends twice. Attends once more in one of its calls. when: the number of that call."""
 
     def __init__(self, hidden: int, when: int) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Trying(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
 
 
-class Nested(nn.Module):
-    """Ends with an attention within a checkpoint of its own, behind which the layer saves nothing."""
+class NestedCheckpoint(nn.Module):
+    """Ends with an attention in a checkpoint, after which the layer saves no tensor."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + checkpoint(self._attend, hidden, use_reentrant=False)
@@ -90,8 +90,8 @@ def layers(
 # -- tensors of one storage under several version counters -----------------------------------------------------------------
 
 
-class Gates(nn.Module):
-    """Saves tensors that share a storage but no version counter, and writes to it in between."""
+class SharedStorage(nn.Module):
+    """Saves tensors that share a storage but no version counter, and writes to the storage in between."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Gates(nn.Module):
         return self.halves(wide)
 
     def halves(self, wide: Tensor) -> Any:
-        """Gives the next layer a half on which it may write."""
+        """Returns two halves of a tensor, to which the next layer may write."""
         a, b = wide.unsafe_chunk(2, -1)
         return a.sigmoid_(), b
 
@@ -133,12 +133,12 @@ class Take(nn.Module):
 
 
 def sharing(data: DataInfo, kind: str) -> list[nn.Module]:
-    """The factory of a model with a `Gates`."""
-    return [Embed(data.vocab_size, 8), Gates(kind), Take(), nn.Linear(8, data.vocab_size)]
+    """Returns a model with a `SharedStorage`."""
+    return [Embed(data.vocab_size, 8), SharedStorage(kind), Take(), nn.Linear(8, data.vocab_size)]
 
 
-class Late(nn.Module):
-    """Writes to what the layer before it has saved, past its version counter."""
+class WritesInput(nn.Module):
+    """Writes to a tensor that the previous layer has saved, without a change of its version counter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -153,8 +153,13 @@ class Late(nn.Module):
 
 
 def spoiled(data: DataInfo, kind: str) -> list[nn.Module]:
-    """The factory of a model with a `Late`."""
-    return [Embed(data.vocab_size, 8), nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), Late(kind), nn.Linear(8, data.vocab_size)]
+    """Returns a model with a `WritesInput`."""
+    return [
+        Embed(data.vocab_size, 8),
+        nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()),
+        WritesInput(kind),
+        nn.Linear(8, data.vocab_size),
+    ]
 
 
 # -- which storages are alive ------------------------------------------------------------------------------------------------

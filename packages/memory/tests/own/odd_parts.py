@@ -1,4 +1,4 @@
-"""A model whose parameters are everything that parameters can be: `factory = "odd_parts:model"`."""
+"""A model with parameters of all kinds: `factory = "odd_parts:model"`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN = {
 
 
 class Points:
-    """40 samples of random numbers."""
+    """A dataset of 40 random samples."""
 
     info = DataInfo({"x": Field("float32"), "y": Field("float32")})
 
@@ -33,7 +33,7 @@ class Points:
 
 
 class Squares:
-    """The sum of squared errors; every sample weighs one."""
+    """The sum of squared errors. Every sample has the weight 1."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(len(batch["y"]))
@@ -43,7 +43,9 @@ class Squares:
 
 
 class First(nn.Module):
-    """Parameters: contiguous, frozen, without elements, a scalar. Buffers: counts, two that are one, one not saved."""
+    """Has contiguous, frozen, empty and scalar parameters, and buffers of integers, of one shared tensor, and one that is
+    not saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class First(nn.Module):
 
 
 class Second(nn.Module):
-    """A weight whose memory runs the other way, and one that is tied to the first layer's."""
+    """Has a transposed weight, and one that is tied to the first layer's."""
 
     def __init__(self, tied: nn.Parameter) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Caching(nn.Module):
 
 
 class Many(nn.Module):
-    """500 small parameters, and one of more than 1 MiB in fp32."""
+    """Has 500 small parameters, and one of more than 1 MiB in fp32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A plan's run whose memory leaves and comes back, and a digest of what it has come to."""
+"""Runs that offload memory and fill freed memory with NaN, and a digest of their state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def whole(tensor):
 
 
 @contextmanager
-def poisoned():
-    """What was freed comes back as NaN, and is NaN before it is freed: a copy that is missing is seen in the numbers."""
+def poison_freed_memory():
+    """Fills memory with NaN before it is freed and after it is allocated again, so that a missing copy changes the numbers."""
 
     def free(entry):
         whole(entry.memory).fill_(255)
@@ -42,21 +42,21 @@ def poisoned():
 
 @contextmanager
 def running(tables, folder=None, guards=True):
-    """The run of a plan on this rank, poisoned. guards: whether what reads freed memory is an error that names it, and not the
-    process's end.
+    """Yields the run of a plan on this rank, with poisoned memory. guards: whether reads of freed memory raise an error
+    with a name instead of ending the process.
     """
     plan = plan_from_dict(tables, folder)
     with (
         storage_guard() if guards else nullcontext(),
-        poisoned(),
+        poison_freed_memory(),
         World.join(plan.run.device) as world,
         assemble(plan, world) as run,
     ):
         yield run
 
 
-def sha(run):
-    """A digest of everything that this rank keeps between two steps but gradients, wherever it is."""
+def state_digest(run):
+    """Returns a digest of the rank's weights, buffers, master weights and optimizer states, wherever they are."""
     found = hashlib.sha256()
     for part in COPIED:
         for name, tensor in run.memory.host(part):
@@ -65,32 +65,34 @@ def sha(run):
     return found.hexdigest()
 
 
-def cycle(run):
-    """Everything leaves, and comes back."""
+def offload_and_onload(run):
+    """Offloads all memory, and onloads it."""
     run.memory.offload().wait()
     here = {part: size for part, size in run.memory.bytes.items() if size and part not in ("pools", "messages")}
     assert not here, f"still here: {here}"
     run.memory.onload()
 
 
-def steps(tables, folder, num_steps=10, moves=False):
-    """The digest after `num_steps`, each row's loss and norm, and the bytes that were copied to the host."""
+def run_steps(tables, folder, num_steps=10, moves=False):
+    """Returns the digest after `num_steps`, the loss and norm of each step, and the bytes that were copied to the host."""
     with running(tables, folder) as run:
         rows = []
         for _ in range(num_steps):
             row = run.step()
             rows.append((row["loss"], row["grad_norm"]))
             if moves:
-                cycle(run)
+                offload_and_onload(run)
         copied = sum(moved.copied_out for moved in run.memory.report.values())
-        return sha(run), rows, copied
+        return state_digest(run), rows, copied
 
 
-def three_ways(tables, folder):
-    """`steps` of the plan as it is, with everything away between two steps, and with states away but in the update."""
+def run_three_variants(tables, folder):
+    """Returns the results of `run_steps` without offload, with an offload of all memory between steps, and with states that
+    are on the device only in the update.
+    """
     plain = {name: table for name, table in tables.items() if name != "offload"}
     return [
-        steps(plain, folder),
-        steps({**plain, "offload": EVERYTHING}, folder, moves=True),
-        steps({**plain, "offload": BETWEEN}, folder),
+        run_steps(plain, folder),
+        run_steps({**plain, "offload": EVERYTHING}, folder, moves=True),
+        run_steps({**plain, "offload": BETWEEN}, folder),
     ]

@@ -1,4 +1,4 @@
-"""What the tests of races share: a training that moves its memory between all steps, on a device that draws its copies."""
+"""A training that moves its memory between all steps, on a device that reorders its copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from parking import sha
+from parking import state_digest
 
 from sley_core.api.memory import Where
 from sley_core.assemble import assemble
@@ -25,28 +25,28 @@ NUM_STEPS = 3
 Prepare = Callable[[Run], None]
 
 
-def trained(
+def train_digest(
     tables: Tables, folder: Path, order: int | None = None, prepare: Prepare | None = None, *, is_strict: bool = True
 ) -> str:
-    """Returns one number of what this rank's run has after three steps: weights, buffers, masters and optimizer states.
+    """Returns a digest of this rank's weights, buffers, master weights and optimizer states after three steps.
 
-    order: of the copies, and of what moves between the steps; None for a plain CPU, on which nothing moves. prepare: is
+    order: the seed of the order of copies and of the moves between steps, or None for a plain CPU without moves. prepare:
     called with the run before its first step.
     """
     if order is None:
-        return _trained(tables, folder, None, random.Random(), prepare)
+        return _train(tables, folder, None, random.Random(), prepare)
     takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
     must_agree = any(table.get("shared") for table in tables["offload"])
     draw = random.Random(f"{order} {'all' if must_agree else rank}")  # other ranks need not move the same
     device = DrawnDevice(order=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
     with device.watching():
-        found = _trained(tables, folder, device, draw, prepare, takes_more=takes_more)
+        found = _train(tables, folder, device, draw, prepare, takes_more=takes_more)
         gc.collect()  # the run, and with it host memory whose copies nobody may have waited for
     return found
 
 
-def _trained(
+def _train(
     tables: Tables,
     folder: Path,
     device: DrawnDevice | None,
@@ -66,7 +66,7 @@ def _trained(
             if device is not None and number:
                 move(run, draw)
             run.step()
-        found = sha(run)
+        found = state_digest(run)
         if takes_more:
             run.step()
         elif device is not None:
@@ -75,7 +75,7 @@ def _trained(
 
 
 def move(run: Run, draw: random.Random) -> None:
-    """Sends some parts away and brings them back, or all, once or twice; waits for it here and there."""
+    """Offloads some parts or all, and onloads them, once or twice. Sometimes waits for it."""
     parts = [part for manager in run.memory.managers for part in manager.parts]
     for _ in range(draw.choice((1, 1, 2))):
         chosen = draw.sample(parts, draw.randint(1, len(parts))) if draw.random() < 0.5 else []
@@ -89,7 +89,7 @@ def move(run: Run, draw: random.Random) -> None:
 
 
 def read_on_host(run: Run) -> None:
-    """Reads what is parked on the host, as a program may that saves a run while it is away and has waited for it."""
+    """Reads offloaded memory on the host, as a program may after it has waited."""
     for manager in run.memory.managers:
         for part in manager.parts:
             mover = getattr(manager, "_movers", {}).get(part)
@@ -100,18 +100,18 @@ def read_on_host(run: Run) -> None:
                 mover._host.sum()
 
 
-def all_trained(plain: Tables, moving: Tables, folder: Path, orders: range) -> tuple[str, list[str]]:
-    """What one rank's run has without offload, and with it in each of `orders`; on the same ranks."""
-    return trained(plain, folder), [trained(moving, folder, order) for order in orders]
+def train_digests(plain: Tables, moving: Tables, folder: Path, orders: range) -> tuple[str, list[str]]:
+    """Returns the digest without offload, and those with offload in each of `orders`, on the same ranks."""
+    return train_digest(plain, folder), [train_digest(moving, folder, order) for order in orders]
 
 
 @pytest.fixture
 def train() -> Callable[..., str]:
-    """`train(tables, folder, order)`: see `trained`."""
-    return trained
+    """`train(tables, folder, order)` calls `train_digest`."""
+    return train_digest
 
 
 @pytest.fixture
 def train_all() -> Callable[..., tuple[str, list[str]]]:
-    """For `ranks`: see `all_trained`."""
-    return all_trained
+    """Returns `train_digests`, for `ranks`."""
+    return train_digests

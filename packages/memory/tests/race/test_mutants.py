@@ -1,4 +1,4 @@
-"""Without any one of their waits, and with the faults of others, offload managers are caught."""
+"""Tests that offload managers without one of their waits, or with a race of another project, are caught."""
 
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ OTHERS_RACES: dict[str, Named] = {
 Train = Callable[..., str]
 
 
-def both(train: Train, case: str, folder: Path) -> tuple[str, Train]:
-    """What a case's training has where nothing moves, and the training of an order in which it does."""
+def plain_digest_and_training(train: Train, case: str, folder: Path) -> tuple[str, Train]:
+    """Returns the digest of a case without moves, and the training of an order with moves."""
     moves = CASES[case]
     still = {name: table for name, table in moves.items() if name not in ("offload", "activations")}
     return train(changed(PLAN, **still), folder), partial(train, changed(PLAN, **moves), folder)
 
 
-def named(sites: Iterable[Site]) -> dict[Site, Named]:
-    """The sites in this package's sources, by function and number; two classes' `wait` count as one function's."""
+def name_sites(sites: Iterable[Site]) -> dict[Site, Named]:
+    """Returns the sites in this package's sources by function and number. The `wait` of two classes count as those of one
+    function.
+    """
     count: Counter[tuple[str, str]] = Counter()
     found = {}
     for site in sorted(set(sites), key=lambda site: (Path(site.file).name != "movers.py", site.line)):
@@ -77,8 +79,10 @@ def named(sites: Iterable[Site]) -> dict[Site, Named]:
     return found
 
 
-def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tuple[int, str] | None:
-    """In which order the training raised or had other bits, counted from 1, and which of these; None if it never did."""
+def first_failure(training: Train, plain: str, site: Site, num_orders: int) -> tuple[int, str] | None:
+    """Returns the first order, counted from 1, in which the training raised an error or had other bits, and which of both,
+    or None.
+    """
     for order in range(num_orders):
         with skip_wait(site):
             try:
@@ -92,15 +96,15 @@ def first_caught(training: Train, plain: str, site: Site, num_orders: int) -> tu
 
 @pytest.mark.campaign  # every site in turn, over many orders; the races of others below are its fixed sample
 def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
-    """Each wait of the package's sources that a training calls is needed in one of the cases, or implied by another."""
+    """Each wait that a training calls is needed in one of the cases, or implied by another wait."""
     caught: set[Site] = set()
     missed: set[Site] = set()
     for case in CASES:
-        plain, training = both(train, case, texts)
-        for site, name in named(chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))).items():
+        plain, training = plain_digest_and_training(train, case, texts)
+        for site, name in name_sites(chain.from_iterable(wait_sites(partial(training, order)) for order in range(4))).items():
             if name in IMPLIED or site in caught:
                 continue
-            found = first_caught(training, plain, site, NUM_TRIES)
+            found = first_failure(training, plain, site, NUM_TRIES)
             print(f"{case}: {site}: {'never caught' if found is None else 'caught in order {} by {}'.format(*found)}")
             (missed if found is None else caught).add(site)
     assert len(caught) >= 10
@@ -110,8 +114,8 @@ def test_every_missing_wait_is_caught(train: Train, texts: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("race", OTHERS_RACES)
 def test_races_of_others_are_caught(race: str, train: Train, texts: Path) -> None:
-    """In the first order, by what the manager does and not by its bits."""
-    _, training = both(train, "everything", texts)
-    (site,) = (site for site, name in named(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
+    """They are caught in the first order, by the device's checks and not by different bits."""
+    _, training = plain_digest_and_training(train, "everything", texts)
+    (site,) = (site for site, name in name_sites(wait_sites(partial(training, 0))).items() if name == OTHERS_RACES[race])
     with skip_wait(site), pytest.raises(AssertionError, match="is missing"):
         training(0)

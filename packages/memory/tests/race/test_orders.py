@@ -1,4 +1,4 @@
-"""Memory that moves between all steps, with copies in any order that the managers permit, changes no bit of a training."""
+"""Tests that moves between all steps change no bit of a training, with copies in any permitted order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BLOCKS = [pytest.param(range(start, start + 20), marks=pytest.mark.campaign) for
 def test_every_order_gives_the_same_bits_on_two_ranks(
     case: str, orders: range, train_all: Callable[..., Any], ranks: Callable[..., Any], texts: Path
 ) -> None:
-    """Each rank draws an order of its own, and moves what it likes."""
+    """Each rank draws its own order and moves."""
     tables, moves = ON_TWO[case]
     for plain, moved in ranks(2, 60 + 30 * len(orders))(train_all, tables, changed(tables, **moves), texts, orders):
         assert set(moved) == {plain}

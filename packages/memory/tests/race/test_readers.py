@@ -1,4 +1,4 @@
-"""Whoever reads a part of a run's memory waits for it: after moves that nobody awaited, every read gives the right bits."""
+"""Tests that each reader of a run's memory waits for it, after moves that no caller has awaited."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ ORDERS = (0, 2, 19, 20)
 
 @contextmanager
 def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
-    """The run of a plan after one step and a write to a weight, on a drawn device; on a plain CPU without an order."""
+    """Yields the run of a plan after a step and a write to a weight, on a device with a drawn order of copies, or on a
+    plain CPU if `order` is None.
+    """
     device = None if order is None else DrawnDevice(order=order)
     with (
         nullcontext() if device is None else device.watching(),
@@ -98,8 +100,10 @@ def test_a_reader_waits(offload: str, reader: str, orders: tuple[int, ...], text
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_update_that_failed_leaves_no_copy_under_way(order: int, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step writes gradients that were on their way to the host, or has other buckets on other host memory."""
+def test_a_failed_update_leaves_no_copy_in_flight(order: int, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next step would write gradients that are being copied to the host, or use the host memory of other
+    buckets.
+    """
     with one_step(changed(PLAN, offload=OFFLOADS["on the host"]), texts, order) as run:
         optimizer = run.stepper.update.optimizer
         take, calls = optimizer.step, []

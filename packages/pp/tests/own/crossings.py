@@ -109,7 +109,7 @@ def many(data: DataInfo, number: int) -> list[tuple[str, nn.Module]]:
     return [("first", Many(number)), ("middle", Sum()), ("last", Plain())]
 
 
-class Begins(nn.Module):
+class WritesToInput(nn.Module):
     """Writes to its input before it computes."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Plain(nn.Linear):
 
 
 def in_place(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    return [("first", Plain()), *((f"{at}", Begins()) for at in range(4)), ("last", Plain())]
+    return [("first", Plain()), *((f"{at}", WritesToInput()) for at in range(4)), ("last", Plain())]
 
 
 def chain(data: DataInfo) -> list[tuple[str, nn.Module]]:
@@ -184,7 +184,7 @@ def halves(data: DataInfo, writes: bool = True) -> list[nn.Module]:
     return [Halves(), WritesToHalf(writes)]
 
 
-class Moody(Plain):
+class ChangesDtype(Plain):
     """Returns another dtype from its second call on."""
 
     calls = 0
@@ -195,8 +195,8 @@ class Moody(Plain):
         return hidden if self.calls < 2 else hidden.float()
 
 
-def moody(data: DataInfo) -> list[nn.Module]:
-    return [Moody(), Plain()]
+def changing_dtype(data: DataInfo) -> list[nn.Module]:
+    return [ChangesDtype(), Plain()]
 
 
 def frozen(data: DataInfo) -> list[tuple[str, nn.Module]]:
