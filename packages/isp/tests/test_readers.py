@@ -71,12 +71,12 @@ def late_reads(tables: dict[str, Any], folder: Path) -> tuple[dict[str, list[str
         sizes = {name: float(size(linear)) for name, size in SIZES.items()}
         for name, read in READS.items():
             seen[name] = []
-            ReadsWeight.asks = staticmethod(read)
+            ReadsWeight.reader = staticmethod(read)
             for ask in (run.step, run.evaluate, torch.no_grad()(lambda read=read: read(linear))):
                 with pytest.raises(RunError) as caught:
                     ask()
                 seen[name].append(str(caught.value))
-        ReadsWeight.asks = None
+        ReadsWeight.reader = None
         run.step()
         linear.requires_grad_(False)
         return seen, sizes, [param.trainable for param in run.registry if param.name.startswith("reader.linear")]

@@ -263,7 +263,7 @@ class ReadsWeight(nn.Module):
         self.back = nn.Linear(2 * WIDTH + 1, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        asked = 1.0 if ReadsWeight.asks is None else ReadsWeight.asks(self.linear)
+        asked = 1.0 if ReadsWeight.reader is None else ReadsWeight.reader(self.linear)
         return self.back(self.linear(hidden).tanh()) * asked
 
 
