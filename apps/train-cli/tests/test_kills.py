@@ -5,6 +5,7 @@ Each life goes on from the newest checkpoint, in the same layout or in another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -71,10 +72,19 @@ class Ranks:
     def are_done(self) -> bool:
         return all(program.poll() is not None for program in self.programs)
 
+    def abort(self) -> str:
+        """Ends the ranks, and returns what each printed and the stacks in which it was."""
+        for program in self.programs:
+            if program.poll() is None:
+                os.kill(program.pid, signal.SIGABRT)
+        texts = [(program.stdout.read(), program.stderr.read()) for program in self.programs]
+        return "\n".join(f"rank {rank}\n{out}\n{err}" for rank, (out, err) in enumerate(texts))
+
     def kill(self, ranks: Any) -> None:
         for rank in ranks:
             if self.programs[rank].poll() is None:
-                os.kill(self.programs[rank].pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(self.programs[rank].pid, signal.SIGKILL)
 
 
 def start(folder: Path, tables: Tables, number: int) -> Ranks:
@@ -85,6 +95,7 @@ def start(folder: Path, tables: Tables, number: int) -> Ranks:
     shared = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "PYTEST"))},
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "SLEY_STORE": (folder / f"store-{number}").as_uri(),
@@ -133,7 +144,8 @@ def live(life: Ranks, draw: random.Random, is_time: Callable[[float], bool]) -> 
     began = time.monotonic()
     while not life.are_done:
         lived_s = time.monotonic() - began
-        assert lived_s < LIFE_S, "a life without end"
+        if lived_s >= LIFE_S:
+            pytest.fail(f"no end within {LIFE_S:g} s\n{life.abort()}")
         if is_time(lived_s):
             life.kill([draw.randrange(len(life.programs))])
             time.sleep(draw.choice([0.0, 0.02, 0.2]))  # what the others do meanwhile must do no harm

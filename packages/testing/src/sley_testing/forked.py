@@ -195,6 +195,8 @@ def run_module(
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)
     sys.path[:] = [*first_paths, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *last_paths]
     sys.argv = [module, *arguments]
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(2)
 
     import torch
 
