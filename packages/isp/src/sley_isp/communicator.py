@@ -1,4 +1,4 @@
-"""`isp.communicator`: shards the linears and embeddings of any model over `wp`, and all-gathers them just before each use.
+"""`isp.communicator`: shards the parameters of any model over `wp`, and all-gathers them just before each use.
 
 LayerCaller ──> layer ──> ShardedModule.forward ──> unshard ──> PrefetchPolicy decides ──> all-gathers start, buffers are freed
                                                        ^
@@ -8,7 +8,7 @@ Executor ──> begin, wrap_action ──────────────�
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,7 +29,8 @@ from sley_isp.config import ANYWHERE
 from sley_isp.embedding_columns import ColumnEmbeddings, TokenGather, check_embeddings
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
-from sley_isp.reduce_scatter import GradientReducer
+from sley_isp.reduce_scatter import GradientReducer, WriteGradient
+from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
 from sley_isp.sharded_module import ShardedModule, is_shardable
 from sley_isp.vocabulary_head import VocabularyHead, find_head
 
@@ -102,6 +103,7 @@ class Communicator(WeightCommunicator):
         self.prefetch = PrefetchPolicy(config.ahead if config.overlap else 0)
         self.counters = Counters()
         self.modules: list[ShardedModule] = []
+        self.layers: list[ShardedLayer] = []
         self.groups: list[ParamGroup] = []
         self._unsharded: dict[ParamGroup, UnshardedGroup] = {}
         self._action: Action | None = None
@@ -109,6 +111,8 @@ class Communicator(WeightCommunicator):
         self._action_index = self._last_index = -1
         self._drain_indices: set[int] = set()
         self._head_name: tuple[str, str] | None = None
+        self._open_layer: tuple[ShardedLayer, UnshardedGroup] | None = None
+        self._open_stack = ExitStack()
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
@@ -121,9 +125,9 @@ class Communicator(WeightCommunicator):
             check_prefetch_points(layers, self.config.launch)
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """Returns 1 for tables that are sharded by columns, 0 for other plain linears and embeddings, and None otherwise."""
+        """Returns 1 for tables that are sharded by columns, 0 for other sharded parameters, and None for unsharded ones."""
         if not all(is_shardable(module, attribute) for module, attribute in locations):
-            return None
+            return 0 if can_gather_for_layer(locations) else None
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
@@ -137,6 +141,11 @@ class Communicator(WeightCommunicator):
         self.reducer = GradientReducer(max_in_flight, parts, self.pool, self._group, self.counters, per_step=per_step)
         self._token_gather = TokenGather(self._group, parts.world.device, self.counters)
         self.column_embeddings = ColumnEmbeddings(self._token_gather, parts, self._prepare_lookup, self._can_overlap)
+        self._direct_params = {
+            param
+            for param in parts.registry
+            if param.shard is not None and all(is_shardable(holder.module, holder.attribute) for holder in param.holders)
+        }
         try:
             for layer in parts.layers:
                 self._shard_layer(layer)
@@ -151,6 +160,7 @@ class Communicator(WeightCommunicator):
         head: Any = layer.module.get_submodule(head_name) if head_layer == layer.name else None
         layer_group = ParamGroup(layer.name, layer.name)
         modules: list[ShardedModule] = []
+        others: dict[torch.dtype, list[Param]] = {}
         patched: set[nn.Module] = {sharded.module for sharded in self.modules}
         patched |= {embedding.module for embedding in self.column_embeddings.embeddings}
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -159,6 +169,11 @@ class Communicator(WeightCommunicator):
             params = {attribute: param for attribute, param in params.items() if param.shard is not None}
             for param in params.values():
                 self._parts.store.expect_products(param)
+            if not self._direct_params.issuperset(params.values()):
+                for param in params.values():
+                    same_dtype = others.setdefault(self._parts.weights.dtype_of(param), [])
+                    same_dtype += [param] if param not in same_dtype else []
+                continue
             if not params:
                 continue
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
@@ -177,11 +192,28 @@ class Communicator(WeightCommunicator):
             else:
                 modules.append(sharded)
                 self._patch(module, sharded.forward)
+        for dtype, params_of_dtype in others.items():
+            self._gather_for_layer(layer, layer_group, dtype, params_of_dtype)
         points = set(prefetch_points(layer, self.config.launch) if layer_group.params else ())
         for sharded in modules:
             sharded.can_prefetch = not points or sharded.module in points
+        for sharded_layer in self.layers:
+            if sharded_layer.group.layer == layer.name:
+                sharded_layer.can_prefetch = not points
         for point in points - {sharded.module for sharded in modules}:
             self._undo.callback(point.register_forward_pre_hook(partial(self._prefetch_at_point, layer_group)).remove)
+
+    def _gather_for_layer(self, layer: Layer, layer_group: ParamGroup, dtype: torch.dtype, params: list[Param]) -> None:
+        """Assigns `params` of other modules than plain linears and embeddings to a group, and patches the layer's forward."""
+        is_same_dtype = all(self._parts.weights.dtype_of(param) == dtype for param in layer_group.params)
+        group = layer_group if is_same_dtype else ParamGroup(f"{layer.name} in {dtype}", layer.name)
+        group.params += [param for param in params if param not in group.params]
+        group.has_linear = True
+        if group not in self.groups:
+            self.groups.append(group)
+        self.reducer.register(group, params)
+        self.layers.append(ShardedLayer(self, group, layer, params, self._parts))
+        self._undo.callback(self.layers[-1].patch.undo)
 
     def _patch(self, module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
         self._undo.callback(ForwardPatch(module, forward).undo)
@@ -189,11 +221,14 @@ class Communicator(WeightCommunicator):
     def detach(self) -> None:
         """Restores the original forwards of the modules, but keeps the stand-ins."""
         self._published.discard()
+        self._close_layer()
         self._undo.close()
         self.modules.clear()
+        self.layers.clear()
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Begins a step or an evaluation: discards the state of a failed step and publishes the shards over `wp`."""
+        self._close_layer()
         self._action = None
         self._phase = phase
         actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # which run nothing
@@ -223,6 +258,7 @@ class Communicator(WeightCommunicator):
         try:
             yield
         finally:
+            self._close_layer()
             self._action = None
         self.reducer.flush()
         if is_pass:
@@ -278,6 +314,39 @@ class Communicator(WeightCommunicator):
             self._apply(decision)
         yield self._unsharded[group]
 
+    @contextmanager
+    def unshard_layer(self, layer: ShardedLayer) -> Iterator[UnshardedGroup]:
+        """Unshards the group of `layer`, and holds it during the block. Closes another layer that is open for its backward."""
+        if self._open_layer is not None and self._open_layer[0] is not layer:
+            self._close_layer()
+        with self.unshard(layer.group, layer.params, num_holds=1, can_prefetch=layer.can_prefetch) as unsharded:
+            try:
+                yield unsharded
+            finally:
+                self.prefetch.release(layer.group)
+
+    def open_layer(self, layer: ShardedLayer) -> UnshardedGroup:
+        """Returns the full parameters of `layer` for its backward, until another layer is used or the backward ends.
+
+        Modules have the parameters, too, since the layer may recompute parts of itself.
+        """
+        if self._open_layer is None or self._open_layer[0] is not layer:
+            unsharded = self._open_stack.enter_context(self.unshard_layer(layer))
+            self._open_layer = layer, unsharded
+            unsharded.wait()
+            tensors = {param: unsharded.full_tensor(param).detach() for param in layer.params}
+            for param, tensor in tensors.items():
+                tensor.requires_grad_(param.trainable)
+            self._open_stack.enter_context(layer.installed(tensors))
+            if self._action is None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._close_layer)
+        return self._open_layer[1]
+
+    def _close_layer(self) -> None:
+        """Ends the use of the layer that is open for its backward, if any."""
+        self._open_layer = None
+        self._open_stack.close()
+
     def _apply(self, decision: Decision) -> None:
         """Reshards and unshards the groups of `decision`, in this order."""
         for group in decision.reshard:
@@ -321,13 +390,18 @@ class Communicator(WeightCommunicator):
         if self._can_overlap():
             self._apply(self.prefetch.prefetch_first_groups())
 
-    @torch.no_grad()
     def _reduce(self, module: ShardedModule, output_gradient: Tensor, inputs: Tensor) -> None:
         """Adds the gradients of `module`'s weights to their buckets."""
-        for param in module.trainable_params:
+        write = module.write_gradient
+        self.reduce(module.group, {param: partial(write, param, output_gradient, inputs) for param in module.trainable_params})
+
+    @torch.no_grad()
+    def reduce(self, group: ParamGroup, gradients: Mapping[Param, WriteGradient]) -> None:
+        """Adds `gradients` of parameters of `group` to their buckets."""
+        for param in gradients:
             self._parts.store.check_open(param)  # raises before anything is leased or sent
-        for param in module.trainable_params:
-            self.reducer.add(module.group, param, partial(module.write_gradient, param, output_gradient, inputs))
+        for param, write in gradients.items():
+            self.reducer.add(group, param, write)
         if self._action is None:
             self.reducer.flush(all_buckets=True)
             self.reducer.finish()

@@ -13,7 +13,7 @@ ANYWHERE = "*"
 
 
 class CommunicatorConfig(Table):
-    """Shards linears and embeddings along their first dim, and all-gathers them just before each use."""
+    """Shards parameters along their first dim, and all-gathers them just before each use."""
 
     overlap: bool = True
     """Whether to prefetch and reduce in the background. If false, each exchange is awaited at once, with the same bits."""

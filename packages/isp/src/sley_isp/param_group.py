@@ -78,9 +78,9 @@ class UnshardedGroup:
         self._versions = {param: parameter._version for param, parameter in zip(group.params, group.parameters, strict=True)}
         self.num_received_bytes = sum(shard.nbytes for shard in shards) * (size - 1)
         with ExitStack() as lease:
-            flat = lease.enter_context(pool.lease((group.layout.numel,), shards[0].dtype, shards[0].device))
-            views = group.layout.views(flat)
-            self.num_bytes = flat.nbytes
+            self.buffer = lease.enter_context(pool.lease((group.layout.numel,), shards[0].dtype, shards[0].device))
+            views = group.layout.views(self.buffer)
+            self.num_bytes = self.buffer.nbytes
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
             self._work = source.all_gather(views, shards, label=f"the weights of {group.name}")
             self._lease = lease.pop_all()  # not reached if the all-gather could not start
@@ -97,6 +97,14 @@ class UnshardedGroup:
     def full_tensor(self, param: Param) -> Tensor:
         """Returns the full parameter without padding, which is valid from `wait` until `reshard`."""
         return self._full_tensors[param]
+
+    def position(self, tensor: Tensor) -> int | None:
+        """Returns the offset of `tensor` in the buffer, in elements of its dtype, or None if it is elsewhere."""
+        if tensor.untyped_storage()._cdata != self.buffer.untyped_storage()._cdata:
+            return None
+        start = self.buffer.storage_offset() * self.buffer.element_size()
+        offset = tensor.storage_offset() * tensor.element_size() - start
+        return offset // tensor.element_size() if 0 <= offset < self.num_bytes else None
 
     def reshard(self) -> None:
         """Returns the buffer to the pool, after waiting for the receives into it."""

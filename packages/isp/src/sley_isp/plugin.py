@@ -28,7 +28,7 @@ def sley_records() -> list[Record]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             fixed_order=True,
-            summary="Sharded linears and embeddings, gathered ahead, with gradients reduced during the backward.",
+            summary="Sharded parameters, gathered ahead, with gradients reduced during the backward.",
         ),
         SequenceAttentionRecord(
             name="all_to_all",

@@ -93,6 +93,13 @@ class PrefetchPolicy:
             return NO_CHANGE
         return self._decide(group, can_prefetch)
 
+    def release(self, group: Group) -> None:
+        """Ends a hold of `group` that began with a `use`. The next use of another group may reshard it."""
+        if group in self._holds:
+            self._holds[group] -= 1
+            if self._holds[group] <= 0:
+                del self._holds[group]
+
     def prefetch_first_groups(self) -> Decision:
         """Returns the prefetches of a module that gathers no weights, if it runs before the first group of a pass."""
         return NO_CHANGE if self._current is not None or self._has_ended else self._decide(None, True)

@@ -47,6 +47,16 @@ def is_shardable(module: nn.Module, attribute: str) -> bool:
     return type(module) is nn.Linear and attribute in ("weight", "bias")
 
 
+def refuse_transforms(name: str) -> None:
+    """Raises RunError "sharded-weight-mapped" within a torch.func transform or forward-mode AD."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RunError(
+            "sharded-weight-mapped",
+            f"{name!r} is called in a torch.func transform or with forward-mode AD, but its weight is sharded",
+            hint="use the transform within the forward of a layer, on a subclass of nn.Linear or nn.Embedding",
+        )
+
+
 def get_shard(module: nn.Module, attribute: str) -> nn.Parameter | None:
     """Returns the shard of the parameter `attribute` of `module`, or the parameter itself if it is not sharded."""
     parameter = module._parameters[attribute]
@@ -89,12 +99,7 @@ class ShardedModule:
         is_embedding = isinstance(self.module, nn.Embedding)
         if self.has_replaced_weights:
             return (nn.Embedding if is_embedding else nn.Linear).forward(cast(Any, self.module), input)
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            raise RunError(
-                "sharded-weight-mapped",
-                f"{self.name!r} is called in a torch.func transform or with forward-mode AD, but its weight is sharded",
-                hint="use a subclass of nn.Linear or nn.Embedding, which is not sharded",
-            )
+        refuse_transforms(self.name)
         x = input if is_embedding else autocast_input(input)
         if not torch.is_grad_enabled():
             return self.compute(x)

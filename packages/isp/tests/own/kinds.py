@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.layers import Model
@@ -18,6 +19,7 @@ REFUSED = {
     "Mapped": "sharded-weight-mapped",
     "HookedWeights": "model-hook",
     "Assigned": "sharded-weight-read",
+    "Writing": "sharded-weight-written",
 }
 """By habit, the code of its refusal."""
 
@@ -86,6 +88,60 @@ class Looking(Block):
         return hidden + self.one(self.table(tokens).relu_() + self.table(tokens.flip(1)) ** 2).tanh()
 
 
+class Twice(nn.Linear):
+    """A subclass of linears, which reads its weight twice."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + hidden @ self.weight.tanh()
+
+
+class Stacked(Block):
+    """Has the weights of experts in one tensor, norms, a convolution of one position, and a frozen matrix."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.experts = nn.Parameter(torch.randn(3, hidden, hidden) / hidden)
+        self.frozen = nn.Parameter(torch.randn(hidden, hidden) / hidden, requires_grad=False)
+        self.norm = nn.LayerNorm(hidden)
+        self.convolution = nn.Conv1d(hidden, hidden, 1)
+        self.twice = Twice(hidden, hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = self.norm(self.one(hidden) @ self.frozen)
+        chosen = torch.einsum("bsh,ehk->bsek", flat, self.experts).softmax(2).sum(2)
+        return hidden + self.two(self.twice(chosen)) + self.convolution(flat.transpose(1, 2)).transpose(1, 2)
+
+
+class Inner(Stacked):
+    """Recomputes a part of itself, calls a part with a transform, and adds a penalty of gradients of its weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = checkpoint(super().forward, hidden, use_reentrant=False)
+        mapped = torch.func.vmap(self.norm)(self.twice(hidden))
+        (gradient,) = torch.autograd.grad((out * self.frozen.sum()).sum(), self.experts, create_graph=True)
+        return out + 0.1 * mapped + 0.01 * gradient.square().sum()
+
+
+class Recurrent(Block):
+    """Has an LSTM, which keeps its weights in a list, too, so they stay unsharded."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.recurrent = nn.LSTM(hidden, hidden, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.two(self.recurrent(self.one(hidden))[0])
+
+
+class Writing(Stacked):
+    """Writes to a weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.frozen.mul_(0.5)
+        return super().forward(hidden)
+
+
 class Embed(nn.Module):
     """Has a plain embedding, which may be sharded by columns."""
 
@@ -97,7 +153,7 @@ class Embed(nn.Module):
         return self.table(tokens)
 
 
-KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking)}
+KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking, Stacked, Inner, Recurrent, Writing)}
 
 
 def model(kind: str, width: int, tied: bool) -> Model:

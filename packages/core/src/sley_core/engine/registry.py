@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards, StandIn
+from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class Param:
         if type(parameter) is nn.Parameter:  # fast path: read many times in a step, and `Module.__getattr__` is slow
             return parameter
         parameter = getattr(holder.module, holder.attribute, None)
-        if type(parameter) is StandIn:
-            return parameter.shard
+        shard: nn.Parameter | None = getattr(parameter, "shard", None)  # of a stand-in, or of the full tensor during a call
+        if shard is not None:
+            return shard
         if not isinstance(parameter, nn.Parameter):
             label = "is gone" if parameter is None else f"became a {type(parameter).__name__} instead of a parameter"
             raise RunError(

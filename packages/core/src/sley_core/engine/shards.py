@@ -277,9 +277,9 @@ def sharded_read_error(param: Param, label: str) -> RunError:
     return RunError(
         "sharded-weight-read",
         f"{label} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
-        hint="call the linear or embedding that has the parameter; modules that read their own parameters "
-        "are not sharded. Between steps, `sley_core.engine.shards.gather_full_tensors` returns full "
-        "copies of weights, and `run.registry[name].parameter` is this rank's shard",
+        hint="call the linear or embedding that has the parameter, or use a subclass, whose forward may read it. Between "
+        "steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
+        "`run.registry[name].parameter` is this rank's shard",
     )
 
 

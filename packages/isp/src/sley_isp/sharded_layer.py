@@ -1,0 +1,182 @@
+"""Sharded parameters of any module, which are gathered for a whole call of their layer.
+
+    forward    unshard ──> modules get full parameters ──> the layer runs ──> stand-ins again
+               autograd saves a full parameter as its position in the group's buffer, not as a tensor
+    backward   first gradient of an output ──> unshard ──> modules get full parameters
+               gradient of a full parameter ──> `sink` ──> reduce-scatter in the background
+               another such layer is used, or the action ends ──> stand-ins again
+
+FSDP2 treats all parameters in this way. Plain linears and embeddings need less memory and fewer copies in `sharded_module.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_iter
+
+from sley_core.api.model import ForwardPatch
+from sley_core.api.parts import Handover
+from sley_core.api.weights import GradientUse, no_view
+from sley_core.errors import RunError
+from sley_isp.sharded_module import refuse_transforms
+
+if TYPE_CHECKING:
+    from sley_core.api.model import Layer
+    from sley_core.api.parts import Param, Parts
+    from sley_isp.communicator import Communicator
+    from sley_isp.param_group import ParamGroup, UnshardedGroup
+
+MIN_BYTES = 4096
+"""Smaller parameters are not sharded: an exchange of less than a page saves no memory."""
+
+
+def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
+    """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer.
+
+    Not if code may read it at other times: if the module also keeps it elsewhere, as an LSTM does in a list of its weights, or
+    if a parametrization computes a weight from it.
+    """
+    module, attribute = locations[0]
+    parameter = module._parameters[attribute]
+    if parameter is None or parameter.numel() * parameter.element_size() < MIN_BYTES:
+        return False
+    return not any(isinstance(holder, ParametrizationList) or _keeps(holder, parameter) for holder, _ in locations)
+
+
+def _keeps(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Returns whether an attribute of `module`, or a list in one, is `parameter`."""
+    for value in vars(module).values():
+        items = value if isinstance(value, list | tuple) else (value,)
+        if any(item is parameter for item in items):
+            return True
+    return False
+
+
+class _Position(NamedTuple):
+    """The position of a saved tensor in the buffer of its group. offset: in elements of `dtype`, from the buffer's start."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ShardedLayer:
+    """Gathers `params` of one group for each call of `layer`, and again for its backward.
+
+    group: the parameter group of `params`, which may also contain parameters of sharded modules. sinks: the functions that
+    reduce the full gradient of each parameter. can_prefetch: whether a call may start prefetches of later groups.
+    """
+
+    def __init__(
+        self, communicator: Communicator, group: ParamGroup, layer: Layer, params: Sequence[Param], parts: Parts
+    ) -> None:
+        self.communicator = communicator
+        self.group = group
+        self.params = list(params)
+        self.can_prefetch = True
+        self.sinks = {param: Handover(partial(self._reduce, param), parts.queue) for param in self.params}
+        self.patch = ForwardPatch(layer.module, self.forward)
+        self._modules = set(layer.module.modules())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer with full parameters. All ranks of `wp` must call it in the same order."""
+        refuse_transforms(self.params[0].name)
+        with self.communicator.unshard_layer(self) as unsharded:
+            unsharded.wait()
+            tensors = {param: unsharded.full_tensor(param) for param in self.params}
+            if torch.is_grad_enabled():
+                for param, full in tensors.items():
+                    tensors[param] = _FullParameter.apply(param.parameter, self, param, full)  # type: ignore[no-untyped-call]
+            versions = {param: tensor._version for param, tensor in tensors.items()}
+            with self.installed(tensors), self._saved_by_position(unsharded):
+                output = self.patch.__wrapped__(*args, **kwargs)
+            for param, tensor in tensors.items():
+                if tensor._version != versions[param]:
+                    raise self._write_error(param)
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        return output
+
+    @contextmanager
+    def installed(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
+        """Makes the modules of the layer use `tensors` in place of the parameters in the block."""
+        previous = []
+        for param, tensor in tensors.items():
+            for holder in param.holders:
+                if holder.module in self._modules:
+                    attributes: dict[str, Any] = holder.module._parameters
+                    tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
+                    previous.append((attributes, holder.attribute, attributes[holder.attribute]))
+                    attributes[holder.attribute] = tensor
+        try:
+            yield
+        finally:
+            for attributes, name, value in reversed(previous):
+                attributes[name] = value
+
+    @contextmanager
+    def _saved_by_position(self, unsharded: UnshardedGroup) -> Iterator[None]:
+        """Makes autograd save positions in place of tensors in the buffer of `unsharded`, which a later gather may move.
+
+        Other tensors go to the hooks of an activation policy, which surround the layer.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)
+
+        def pack(tensor: Tensor) -> Any:
+            position = unsharded.position(tensor)
+            return outer_pack(tensor) if position is None else _Position(tensor.dtype, tensor.shape, tensor.stride(), position)
+
+        def unpack(value: Any) -> Any:
+            return self._read(value) if isinstance(value, _Position) else outer_unpack(value)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _read(self, saved: _Position) -> Tensor:
+        """Returns the tensor at the position `saved` in the buffer that the running backward has gathered."""
+        buffer = self.communicator.open_layer(self).buffer.view(saved.dtype)
+        return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self.communicator.open_layer(self)
+
+    def _write_error(self, param: Param) -> RunError:
+        return RunError(
+            "sharded-weight-written",
+            f"the forward of the layer {self.group.layer!r} writes to the parameter {param.name!r}, but each rank "
+            "has only a part of it",
+            hint="compute a new tensor from the weight, or write to weights between steps",
+        )
+
+    def _reduce(self, param: Param, gradient: Tensor, _: Tensor) -> None:
+        def write(full: Tensor, accumulate: bool) -> None:
+            full.add_(gradient) if accumulate else full.copy_(gradient)
+
+        self.communicator.reduce(self.group, {param: write})
+
+
+class _FullParameter(torch.autograd.Function):
+    """Returns the full parameter of a shard, and passes the gradient of the full parameter to the layer's sink."""
+
+    @staticmethod
+    def forward(ctx: Any, _shard: Tensor, layer: ShardedLayer, param: Param, full: Tensor) -> Tensor:
+        ctx.layer, ctx.param = layer, param
+        return no_view(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        if ctx.param.trainable and GradientUse.of(ctx, 0) is GradientUse.SUM:
+            sink: Handover = ctx.layer.sinks[ctx.param]
+            sink(gradient, gradient, is_shared=sink.shares(gradient))
+        return None, None, None, None
