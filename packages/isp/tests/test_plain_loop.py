@@ -94,6 +94,18 @@ def test_models_that_use_weights_in_unusual_ways(ranks, own):
     assert_equal_loops(ranks, own, cases)
 
 
+def test_a_layer_with_weights_of_two_dtypes(ranks, own):
+    """The norms of the blocks stay in fp32. Both layouts round equally, except for the order of sums."""
+    options = {"kind": "Stacked", "width": 9, "tied": False}
+    precision = {"compute": "bf16", "keep": ["*.norm.*"]}
+    tables = plan({"factory": "kinds:model", "options": options}, precision=precision)
+    alone = {name: table for name, table in tables.items() if name not in ("parallel", "weights")}
+    (reference,) = ranks(1)(recorded, [alone], own, None)[0]
+    for (sharded,) in ranks(2)(recorded, [tables], own, None):
+        assert [row["loss"] for row in sharded.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=2**-7)
+        assert sharded.weights["block1.norm.weight"].dtype == torch.float32
+
+
 def test_habits_around_a_sharded_linear(ranks, own):
     """Tests user code around a linear. Ranks that call a layer as often as their data require make exchanges in the same
     order, with and without overlap.

@@ -89,7 +89,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             communicator.prepare(model.layers)
         shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
-        notes += describe_dtypes(plan, model, shards)
+        notes += describe_dtypes(plan, model)
         reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
         announced, has_values = None, True
         if simulation is None:
@@ -309,11 +309,11 @@ def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     return working, torch.promote_types(working, torch.float32)
 
 
-def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
+def describe_dtypes(plan: Plan, model: Model) -> list[str]:
     """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else [].
 
     Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for a part that needs
-    all weights in one dtype: sharded weights, a handler whose result is a shard, or master weights on the host.
+    all weights in one dtype: a handler whose result is a shard, or master weights on the host.
     """
     working, stepped = weight_dtypes(plan)
     keep = plan.precision.keep
@@ -323,13 +323,11 @@ def describe_dtypes(plan: Plan, model: Model, shards: Shards) -> list[str]:
         f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in parameters)
     ]
     if wide and working != stepped:
-        if sharded := [name for name in wide if id(parameters[name]) in shards]:
-            faults.append(f"`{sharded[0]}` is sharded by `{plan.weights.name if plan.weights else ''}`, in one dtype")
         flat = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
         flat += [component.name for component in plan.offload if steps_on_host(component.record)]
         faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
     if faults:
-        hint = "use names that `train-cli show` prints, or a layout that does not shard these weights"
+        hint = "use names that `train-cli show` prints, or a handler and a manager that do not need one dtype"
         raise PlanError.from_diagnostics(
             [plan.diagnostic("precision-keep", fault, ("precision", "keep"), hint) for fault in faults]
         )

@@ -103,7 +103,6 @@ class Communicator(WeightCommunicator):
         self.prefetch = PrefetchPolicy(config.ahead if config.overlap else 0)
         self.counters = Counters()
         self.modules: list[ShardedModule] = []
-        self.layers: list[ShardedLayer] = []
         self.groups: list[ParamGroup] = []
         self._unsharded: dict[ParamGroup, UnshardedGroup] = {}
         self._action: Action | None = None
@@ -111,7 +110,7 @@ class Communicator(WeightCommunicator):
         self._action_index = self._last_index = -1
         self._drain_indices: set[int] = set()
         self._head_name: tuple[str, str] | None = None
-        self._open_layer: tuple[ShardedLayer, UnshardedGroup] | None = None
+        self._open_layer: tuple[ShardedLayer, list[UnshardedGroup]] | None = None
         self._open_stack = ExitStack()
         self._undo = ExitStack()
 
@@ -158,9 +157,15 @@ class Communicator(WeightCommunicator):
         """Assigns the sharded parameters of `layer` to groups, and patches the forwards of their modules."""
         head_layer, head_name = self._head_name or ("", "")
         head: Any = layer.module.get_submodule(head_name) if head_layer == layer.name else None
-        layer_group = ParamGroup(layer.name, layer.name)
+        layer_groups: dict[torch.dtype, ParamGroup] = {}
+
+        def layer_group(param: Param) -> ParamGroup:
+            dtype = self._parts.weights.dtype_of(param)
+            name = f"{layer.name} in {dtype}" if layer_groups else layer.name
+            return layer_groups.setdefault(dtype, ParamGroup(name, layer.name))
+
         modules: list[ShardedModule] = []
-        others: dict[torch.dtype, list[Param]] = {}
+        others: dict[ParamGroup, list[Param]] = {}
         patched: set[nn.Module] = {sharded.module for sharded in self.modules}
         patched |= {embedding.module for embedding in self.column_embeddings.embeddings}
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -171,15 +176,18 @@ class Communicator(WeightCommunicator):
                 self._parts.store.expect_products(param)
             if not self._direct_params.issuperset(params.values()):
                 for param in params.values():
-                    same_dtype = others.setdefault(self._parts.weights.dtype_of(param), [])
-                    same_dtype += [param] if param not in same_dtype else []
+                    others.setdefault(layer_group(param), []).append(param)
                 continue
             if not params:
                 continue
             if isinstance(module, nn.Embedding) and self.config.embedding == "hidden":
                 self._patch(module, self.column_embeddings.add(name, layer.name, module, params["weight"]).forward)
                 continue
-            group = ParamGroup(name, layer.name) if self.config.unit == "module" or module is head else layer_group
+            group = (
+                ParamGroup(name, layer.name)
+                if self.config.unit == "module" or module is head
+                else layer_group(next(iter(params.values())))
+            )
             group.params += [param for param in params.values() if param not in group.params]
             if group not in self.groups:
                 self.groups.append(group)
@@ -192,28 +200,26 @@ class Communicator(WeightCommunicator):
             else:
                 modules.append(sharded)
                 self._patch(module, sharded.forward)
-        for dtype, params_of_dtype in others.items():
-            self._gather_for_layer(layer, layer_group, dtype, params_of_dtype)
-        points = set(prefetch_points(layer, self.config.launch) if layer_group.params else ())
+        points = set(prefetch_points(layer, self.config.launch) if layer_groups else ())
+        if others:
+            self._gather_for_layer(layer, others).can_prefetch = not points
         for sharded in modules:
             sharded.can_prefetch = not points or sharded.module in points
-        for sharded_layer in self.layers:
-            if sharded_layer.group.layer == layer.name:
-                sharded_layer.can_prefetch = not points
         for point in points - {sharded.module for sharded in modules}:
-            self._undo.callback(point.register_forward_pre_hook(partial(self._prefetch_at_point, layer_group)).remove)
+            group = next(iter(layer_groups.values()))
+            self._undo.callback(point.register_forward_pre_hook(partial(self._prefetch_at_point, group)).remove)
 
-    def _gather_for_layer(self, layer: Layer, layer_group: ParamGroup, dtype: torch.dtype, params: list[Param]) -> None:
-        """Assigns `params` of other modules than plain linears and embeddings to a group, and patches the layer's forward."""
-        is_same_dtype = all(self._parts.weights.dtype_of(param) == dtype for param in layer_group.params)
-        group = layer_group if is_same_dtype else ParamGroup(f"{layer.name} in {dtype}", layer.name)
-        group.params += [param for param in params if param not in group.params]
-        group.has_linear = True
-        if group not in self.groups:
-            self.groups.append(group)
-        self.reducer.register(group, params)
-        self.layers.append(ShardedLayer(self, group, layer, params, self._parts))
-        self._undo.callback(self.layers[-1].patch.undo)
+    def _gather_for_layer(self, layer: Layer, params: Mapping[ParamGroup, Sequence[Param]]) -> ShardedLayer:
+        """Adds `params` of other modules than plain linears and embeddings to groups, and patches the layer's forward."""
+        for group, params_of_group in params.items():
+            group.params += [param for param in dict.fromkeys(params_of_group) if param not in group.params]
+            group.has_linear = True
+            if group not in self.groups:
+                self.groups.append(group)
+            self.reducer.register(group, params_of_group)
+        sharded_layer = ShardedLayer(self, layer, params, self._parts)
+        self._undo.callback(sharded_layer.patch.undo)
+        return sharded_layer
 
     def _patch(self, module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
         self._undo.callback(ForwardPatch(module, forward).undo)
@@ -224,7 +230,6 @@ class Communicator(WeightCommunicator):
         self._close_layer()
         self._undo.close()
         self.modules.clear()
-        self.layers.clear()
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Begins a step or an evaluation: discards the state of a failed step and publishes the shards over `wp`."""
@@ -315,28 +320,30 @@ class Communicator(WeightCommunicator):
         yield self._unsharded[group]
 
     @contextmanager
-    def unshard_layer(self, layer: ShardedLayer) -> Iterator[UnshardedGroup]:
-        """Unshards the group of `layer`, and holds it during the block. Closes another layer that is open for its backward."""
+    def unshard_layer(self, layer: ShardedLayer) -> Iterator[list[UnshardedGroup]]:
+        """Unshards and holds the groups of `layer` during the block. Closes another layer that is open for its backward."""
         if self._open_layer is not None and self._open_layer[0] is not layer:
             self._close_layer()
-        with self.unshard(layer.group, layer.params, num_holds=1, can_prefetch=layer.can_prefetch) as unsharded:
-            try:
-                yield unsharded
-            finally:
-                self.prefetch.release(layer.group)
+        with ExitStack() as stack:
+            unsharded_groups = []
+            for group, params in layer.params.items():
+                unshard = self.unshard(group, params, num_holds=1, can_prefetch=layer.can_prefetch)
+                unsharded_groups.append(stack.enter_context(unshard))
+                stack.callback(self.prefetch.release, group)
+            for unsharded in unsharded_groups:
+                unsharded.wait()
+            yield unsharded_groups
 
-    def open_layer(self, layer: ShardedLayer) -> UnshardedGroup:
+    def open_layer(self, layer: ShardedLayer) -> list[UnshardedGroup]:
         """Returns the full parameters of `layer` for its backward, until another layer is used or the backward ends.
 
         Modules have the parameters, too, since the layer may recompute parts of itself.
         """
         if self._open_layer is None or self._open_layer[0] is not layer:
-            unsharded = self._open_stack.enter_context(self.unshard_layer(layer))
-            self._open_layer = layer, unsharded
-            unsharded.wait()
-            tensors = {param: unsharded.full_tensor(param).detach() for param in layer.params}
-            for param, tensor in tensors.items():
-                tensor.requires_grad_(param.trainable)
+            unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
+            self._open_layer = layer, unsharded_groups
+            tensors = layer.full_tensors(unsharded_groups)
+            tensors = {param: tensor.detach().requires_grad_(param.trainable) for param, tensor in tensors.items()}
             self._open_stack.enter_context(layer.installed(tensors))
             if self._action is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._close_layer)

@@ -61,8 +61,9 @@ def _keeps(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 class _Position(NamedTuple):
-    """The position of a saved tensor in the buffer of its group. offset: in elements of `dtype`, from the buffer's start."""
+    """The position of a saved tensor in the buffer of a group, the group's index, and the offset in elements of `dtype`."""
 
+    group: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -70,34 +71,37 @@ class _Position(NamedTuple):
 
 
 class ShardedLayer:
-    """Gathers `params` of one group for each call of `layer`, and again for its backward.
+    """Gathers `params` for each call of `layer`, and again for its backward.
 
-    group: the parameter group of `params`, which may also contain parameters of sharded modules. sinks: the functions that
-    reduce the full gradient of each parameter. can_prefetch: whether a call may start prefetches of later groups.
+    params: the parameters by group, one for each dtype. A group may also contain parameters of sharded modules. sinks: the
+    functions that reduce the full gradient of each parameter. can_prefetch: whether a call may start prefetches.
     """
 
     def __init__(
-        self, communicator: Communicator, group: ParamGroup, layer: Layer, params: Sequence[Param], parts: Parts
+        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Sequence[Param]], parts: Parts
     ) -> None:
         self.communicator = communicator
-        self.group = group
-        self.params = list(params)
+        self.name = layer.name
+        self.params = {group: list(dict.fromkeys(params_of_group)) for group, params_of_group in params.items()}
         self.can_prefetch = True
-        self.sinks = {param: Handover(partial(self._reduce, param), parts.queue) for param in self.params}
+        self.sinks = {
+            param: Handover(partial(self._reduce, group, param), parts.queue)
+            for group, params_of_group in self.params.items()
+            for param in params_of_group
+        }
         self.patch = ForwardPatch(layer.module, self.forward)
         self._modules = set(layer.module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer with full parameters. All ranks of `wp` must call it in the same order."""
-        refuse_transforms(self.params[0].name)
-        with self.communicator.unshard_layer(self) as unsharded:
-            unsharded.wait()
-            tensors = {param: unsharded.full_tensor(param) for param in self.params}
+        refuse_transforms(self.name)
+        with self.communicator.unshard_layer(self) as unsharded_groups:
+            tensors = self.full_tensors(unsharded_groups)
             if torch.is_grad_enabled():
                 for param, full in tensors.items():
                     tensors[param] = _FullParameter.apply(param.parameter, self, param, full)  # type: ignore[no-untyped-call]
             versions = {param: tensor._version for param, tensor in tensors.items()}
-            with self.installed(tensors), self._saved_by_position(unsharded):
+            with self.installed(tensors), self._saved_by_position(unsharded_groups):
                 output = self.patch.__wrapped__(*args, **kwargs)
             for param, tensor in tensors.items():
                 if tensor._version != versions[param]:
@@ -106,6 +110,14 @@ class ShardedLayer:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return output
+
+    def full_tensors(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
+        """Returns the full parameters. unsharded_groups: the unsharded group for each group of `params`."""
+        return {
+            param: unsharded.full_tensor(param)
+            for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True)
+            for param in params
+        }
 
     @contextmanager
     def installed(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
@@ -125,8 +137,8 @@ class ShardedLayer:
                 attributes[name] = value
 
     @contextmanager
-    def _saved_by_position(self, unsharded: UnshardedGroup) -> Iterator[None]:
-        """Makes autograd save positions in place of tensors in the buffer of `unsharded`, which a later gather may move.
+    def _saved_by_position(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
+        """Makes autograd save positions in place of tensors in the buffers of groups, which a later gather may move.
 
         Other tensors go to the hooks of an activation policy, which surround the layer.
         """
@@ -134,8 +146,10 @@ class ShardedLayer:
         outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)
 
         def pack(tensor: Tensor) -> Any:
-            position = unsharded.position(tensor)
-            return outer_pack(tensor) if position is None else _Position(tensor.dtype, tensor.shape, tensor.stride(), position)
+            for index, unsharded in enumerate(unsharded_groups):
+                if (offset := unsharded.position(tensor)) is not None:
+                    return _Position(index, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            return outer_pack(tensor)
 
         def unpack(value: Any) -> Any:
             return self._read(value) if isinstance(value, _Position) else outer_unpack(value)
@@ -145,7 +159,7 @@ class ShardedLayer:
 
     def _read(self, saved: _Position) -> Tensor:
         """Returns the tensor at the position `saved` in the buffer that the running backward has gathered."""
-        buffer = self.communicator.open_layer(self).buffer.view(saved.dtype)
+        buffer = self.communicator.open_layer(self)[saved.group].buffer.view(saved.dtype)
         return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)
 
     def _begin_backward(self, _: Tensor) -> None:
@@ -154,16 +168,16 @@ class ShardedLayer:
     def _write_error(self, param: Param) -> RunError:
         return RunError(
             "sharded-weight-written",
-            f"the forward of the layer {self.group.layer!r} writes to the parameter {param.name!r}, but each rank "
+            f"the forward of the layer {self.name!r} writes to the parameter {param.name!r}, but each rank "
             "has only a part of it",
             hint="compute a new tensor from the weight, or write to weights between steps",
         )
 
-    def _reduce(self, param: Param, gradient: Tensor, _: Tensor) -> None:
+    def _reduce(self, group: ParamGroup, param: Param, gradient: Tensor, _: Tensor) -> None:
         def write(full: Tensor, accumulate: bool) -> None:
             full.add_(gradient) if accumulate else full.copy_(gradient)
 
-        self.communicator.reduce(self.group, {param: write})
+        self.communicator.reduce(group, {param: write})
 
 
 class _FullParameter(torch.autograd.Function):
