@@ -363,6 +363,16 @@ def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
     assert "called" not in result.err
 
 
+def test_check_says_how_much_of_a_model_is_sharded(cli: Cli, own_model: Own) -> None:
+    """Also parameters of other modules than linears; those of less than a page are not sharded."""
+    path = own_model(layers('Picks(32, 32), ("head", Picks(32, 256))'))
+    result = cli("check", path, "--model", changes=("parallel.wp=2", 'weights.use="isp.communicator"'))
+    numels = {"embed": 256 * 32, "1.weight": 32 * 32, "1.bias": 32, "head.weight": 32 * 256, "head.bias": 256}
+    share = 1 - (numels["1.bias"] + numels["head.bias"]) / sum(numels.values())
+    assert (result.code, f"shards {share:.2%} of the parameters" in result.err) == (0, True), result.err
+    assert "`head.bias` with 256 elements" in result.err
+
+
 # -- mistakes that only a run finds ------------------------------------------------------------------------------------
 
 OWN_DATA = """

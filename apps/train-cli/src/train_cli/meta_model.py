@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, DataInfo
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
+    from sley_core.run import Run
     from sley_core.topology import Topology
 
 
@@ -49,7 +51,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
-                notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes]
+                notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes, *shard_notes(plan, run)]
                 dataset = run.dataset
             model = build_meta_model(plan, dataset.info)
             dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
@@ -64,6 +66,19 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         except SleyError as error:
             raise plan.add_places(error) from error.__cause__
     return notes
+
+
+def shard_notes(plan: Plan, run: Run) -> list[str]:
+    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest that it does not."""
+    if plan.parallel.wp == 1 or plan.weights is None:
+        return []
+    numels = {param.name: prod(param.shape) for param in run.registry}
+    unsharded = {param.name: numels[param.name] for param in run.registry if param.shard is None}
+    note = f"`{plan.weights.name}` shards {1 - sum(unsharded.values()) / sum(numels.values()):.2%} of the parameters"
+    if unsharded:
+        name = max(unsharded, key=lambda name: unsharded[name])
+        note += f"; the largest unsharded one is `{name}` with {unsharded[name]:,} elements"
+    return [note]
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
