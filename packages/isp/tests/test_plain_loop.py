@@ -100,8 +100,8 @@ def test_a_layer_with_weights_of_two_dtypes(ranks, own):
     precision = {"compute": "bf16", "keep": ["*.norm.*"]}
     tables = plan({"factory": "kinds:model", "options": options}, precision=precision)
     alone = {name: table for name, table in tables.items() if name not in ("parallel", "weights")}
-    (reference,) = ranks(1)(recorded, [alone], own, None)[0]
-    for (sharded,) in ranks(2)(recorded, [tables], own, None):
+    (reference,) = ranks(1)(records_or_codes, [alone], own, None)[0]
+    for (sharded,) in ranks(2)(records_or_codes, [tables], own, None):
         assert [row["loss"] for row in sharded.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=2**-7)
         assert sharded.weights["block1.norm.weight"].dtype == torch.float32
 
