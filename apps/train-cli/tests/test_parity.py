@@ -1,4 +1,4 @@
-"""Every row of the parity table gives the numbers of one process and of a plain PyTorch loop, step after step."""
+"""Every row of the parity table has the numbers of one process and of a plain PyTorch loop in each step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
 
 
-def trained(tables: Tables, folder: Path, step: str) -> Recorded:
-    """Takes three steps on this rank. step: skips the second one if that says so."""
+def train(tables: Tables, folder: Path, step: str) -> Recorded:
+    """Takes three steps on this rank. step: "second skipped" makes the gradients of the second step NaN."""
     recorded = Recorded()
     with running(tables, folder) as run:
         recorded.first = weights(run)
@@ -52,16 +52,16 @@ def trained(tables: Tables, folder: Path, step: str) -> Recorded:
 
 @cache
 def one_process(key: Key, folder: Path) -> Recorded:
-    return trained(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder, key[2])
+    return train(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder, key[2])
 
 
 @cache
 def plain_loop(key: Key, folder: Path) -> Recorded:
-    """Takes the same steps with torch's own autograd, clipping and optimizer."""
+    """Takes the same steps with torch's autograd, clipping and optimizer."""
     plan = plan_from_dict(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder)
     with World.alone("cpu") as world, assemble(plan, world) as run:
         first = weights(run)
-        masters = {one.param.name: one.parameter.detach().clone() for one in run.stepper.update.masters.stepped}
+        masters = {master.param.name: master.parameter.detach().clone() for master in run.stepper.update.masters.stepped}
         batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS)]
         held_out = [run.held_out.next()]
     config: Any = plan.optimizer.config
@@ -76,25 +76,25 @@ def plain_loop(key: Key, folder: Path) -> Recorded:
     recorded = Recorded(first=first)
     for number, micros in enumerate(batches):
         if not (key[2] == "second skipped" and number == 1):
-            taken, tokens = loop.step(micros), sum(micro["tokens"].numel() for micro in micros)
-            recorded.rows.append({"step": number + 1, "loss": taken.loss, "grad_norm": taken.grad_norm, "tokens": tokens})
-            recorded.gradients.append(taken.gradients)
+            result, tokens = loop.step(micros), sum(micro["tokens"].numel() for micro in micros)
+            recorded.rows.append({"step": number + 1, "loss": result.loss, "grad_norm": result.grad_norm, "tokens": tokens})
+            recorded.gradients.append(result.gradients)
     recorded.weights, recorded.held_out = first | loop.weights, loop.evaluate(held_out)
     return recorded
 
 
 def check(ranks: Any, folder: Path, row: Row) -> None:
-    """Compares losses, norms, gradients, weights and the held-out loss of each rank; replicas are equal bit for bit."""
+    """Compares losses, norms, gradients, weights and the held-out loss of each rank. Replicas must have equal bits."""
     size = table.num_ranks(row)
-    found = ranks(size, 120)(trained, table.layout(row), folder, row["step"])
+    recorded = ranks(size, 120)(train, table.layout(row), folder, row["step"])
     precision = BF16_SUMS if row["reducer"] == "dp.bucketed in bf16" else row["compute"]
     key = row["model"], row["compute"], row["step"]
-    assert_parity_of_parts(one_process(key, folder), found, precision)
+    assert_parity_of_parts(one_process(key, folder), recorded, precision)
     if row["compute"] != "fp16":  # a plain loop has no loss scale
-        assert_parity_of_parts(plain_loop(key, folder), found, precision)
+        assert_parity_of_parts(plain_loop(key, folder), recorded, precision)
     stage = size // int(row["pp"])
-    for rank, other in enumerate(found):
-        assert_same_bits(found[rank // stage * stage].weights, other.weights)
+    for rank, replica in enumerate(recorded):
+        assert_same_bits(recorded[rank // stage * stage].weights, replica.weights)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_row_of_the_table(ranks: Any, texts: Path, row: Row) -> None:
 
 
 @pytest.mark.campaign
-def test_rows_drawn_anew(ranks: Any, texts: Path) -> None:
+def test_random_rows(ranks: Any, texts: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -120,7 +120,7 @@ def test_rows_drawn_anew(ranks: Any, texts: Path) -> None:
         check(ranks, texts, row)
 
 
-def test_a_wrong_gradient_is_seen(texts: Path) -> None:
+def test_a_wrong_gradient_is_detected(texts: Path) -> None:
     key = ("untied and cut", "fp32", "all taken")
     assert_parity_of_parts(plain_loop(key, texts), [one_process(key, texts)], "fp32")
     wrong = copy.deepcopy(one_process(key, texts))
@@ -129,5 +129,5 @@ def test_a_wrong_gradient_is_seen(texts: Path) -> None:
         assert_parity_of_parts(plain_loop(key, texts), [wrong], "fp32")
 
 
-def test_the_page_says_what_the_table_covers() -> None:
+def test_the_page_describes_the_table() -> None:
     assert table.PAGE.read_text("utf-8") == table.page(), "run python apps/train-cli/tests/own/parity_table.py"

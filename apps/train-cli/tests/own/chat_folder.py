@@ -51,12 +51,12 @@ def write_chats(folder: Path) -> None:
 
 def documents(micro: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Returns the documents of a packed sample that have a label, each as a batch of its own."""
-    found = []
+    micro_batches = []
     for start, stop in pairwise(micro["cu_seqlens"][0].tolist()):
         if (micro["labels"][0, start:stop] != IGNORE_INDEX).any():
             fields = {name: micro[name][:, start:stop] for name in ("tokens", "labels", "positions")}
-            found.append(fields | {"cu_seqlens": torch.tensor([[0, stop - start]], dtype=torch.int32)})
-    return found
+            micro_batches.append(fields | {"cu_seqlens": torch.tensor([[0, stop - start]], dtype=torch.int32)})
+    return micro_batches
 
 
 def loop_of(layers: Sequence[tuple[str, torch.nn.Module]]) -> PlainLoop:
