@@ -122,7 +122,6 @@ DATA = (
     'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
     'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
     'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
-    'use="data.mixture", sources=[{name="chats", use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer", weight=1}]',
 )
 WITHOUT_TORCH = """
 import sys
