@@ -371,6 +371,7 @@ def test_check_says_how_much_of_a_model_is_sharded(cli: Cli, own_model: Own) -> 
     share = 1 - (numels["1.bias"] + numels["head.bias"]) / sum(numels.values())
     assert (result.code, f"shards {share:.2%} of the parameters" in result.err) == (0, True), result.err
     assert "`head.bias` with 256 elements" in result.err
+    assert "creates all first values on its host before it drops those of other ranks: " in result.err
 
 
 # -- mistakes that only a run finds ------------------------------------------------------------------------------------

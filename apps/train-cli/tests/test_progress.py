@@ -13,6 +13,7 @@ import pytest
 from sley_core.plan.tables import BestTable
 from sley_core.run_state.best import Best
 from train_cli.progress import (
+    CompileNote,
     Reporter,
     RunInfo,
     RunTotals,
@@ -87,6 +88,16 @@ def test_a_long_run_without_checkpoints_has_a_note(seconds: float, first_step: i
     assert all("about 5m 10s" in text or "about 55h 30m" in text for text in notes), notes
 
 
+def test_a_late_compilation_is_noted() -> None:
+    notes: list[str] = []
+    num_graphs = iter([3, 4, 4, 4, 6])
+    note = CompileNote(notes, lambda: next(num_graphs))
+    for step in range(1, 6):
+        note({"step": step, "seconds": 2.0})
+    assert notes == ["step 5 compiled 2 more graphs, which took part of its 2.0 s; TORCH_LOGS=recompiles prints the reasons"]
+
+
+@pytest.mark.parametrize("line", [True, False])
 @pytest.mark.parametrize("line", [True, False])
 def test_a_closed_stream_does_not_end_the_run(line: bool) -> None:
     stream = Terminal()

@@ -6,6 +6,7 @@ one device) are reported as not checked.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -26,7 +27,7 @@ from sley_core.model.buffers import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from sley_core.records import ModelRecord
-from train_cli.progress import parameters
+from train_cli.progress import MIB, memory, parameters
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, DataInfo
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without memory or peers.
 
-    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters, and the parts
-    that were not checked.
+    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters, the host memory
+    of first values, and the parts that were not checked.
 
     Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
     """
@@ -54,6 +55,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 notes = [parameters(run.facts.num_parameters, run.facts.num_trained), *run.notes, *shard_notes(plan, run)]
                 dataset = run.dataset
             model = build_meta_model(plan, dataset.info)
+            on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
+            notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
             dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
             record = plan.model.record
             if calls_layers and isinstance(record, ModelRecord) and record.compare is not None:
@@ -65,6 +68,30 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 close()
         except SleyError as error:
             raise plan.add_places(error) from error.__cause__
+    return notes
+
+
+def host_notes(model: Model, ranks_per_host: int) -> list[str]:
+    """Returns notes on the host memory of the first values of `model`, and on a factory that does not run on meta.
+
+    ranks_per_host: the number of ranks on a host. A rank creates all layers without a builder at the same time.
+    """
+    tensors = {
+        id(tensor): tensor.nbytes
+        for layer in model.layers
+        if layer.builder is None
+        for tensor in (*layer.module.parameters(), *layer.module.buffers())
+    }
+    notes, num_bytes = [], sum(tensors.values())
+    if num_bytes:
+        total, available = num_bytes * ranks_per_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        note = f"each rank creates all first values on its host before it drops those of other ranks: {memory(num_bytes / MIB)}"
+        note += f", {memory(total / MIB)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
+        if total > available:
+            note += f"; this host has {memory(available / MIB)}: return builders (docs/save-resume-load.md)"
+        notes.append(note)
+    if model.recipe is not None and model.recipe.needs_host:
+        notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")
     return notes
 
 

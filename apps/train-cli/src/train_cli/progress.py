@@ -239,6 +239,26 @@ class UnsavedNote:
             )
 
 
+class CompileNote:
+    """Reads the rows of a compiled run, and adds a note to `notes` for each step after the third that compiles again.
+
+    count_graphs: returns the number of graphs compiled so far.
+    """
+
+    def __init__(self, notes: list[str], count_graphs: Callable[[], int]) -> None:
+        self._notes = notes
+        self._count_graphs = count_graphs
+        self._num_steps = self._num_graphs = 0
+
+    def __call__(self, row: Row) -> None:
+        self._num_steps += 1
+        num_graphs = self._count_graphs()
+        if self._num_steps > 3 and num_graphs > self._num_graphs:
+            consequence = f"which took part of its {row['seconds']:.1f} s; TORCH_LOGS=recompiles prints the reasons"
+            self._notes.append(f"step {row['step']:.0f} compiled {num_graphs - self._num_graphs} more graphs, {consequence}")
+        self._num_graphs = num_graphs
+
+
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
 

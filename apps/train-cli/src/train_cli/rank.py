@@ -17,6 +17,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.attempt import WEIGHTS
 from sley_core.comm.world import World
+from sley_core.engine.call import count_graphs
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
@@ -26,7 +27,18 @@ from train_cli.console import say
 from train_cli.environment import num_cores, write_start
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.preflight import RankFaults, meet
-from train_cli.progress import SUMMARY, Reporter, RunInfo, RunTotals, UnsavedNote, closing, opening, repeats, summary
+from train_cli.progress import (
+    SUMMARY,
+    CompileNote,
+    Reporter,
+    RunInfo,
+    RunTotals,
+    UnsavedNote,
+    closing,
+    opening,
+    repeats,
+    summary,
+)
 from train_cli.run_folder import recorder, write_plan
 from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, load, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
@@ -155,6 +167,8 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     say("\n".join((opening(_run_info(run), run.plan, num_bytes), *run.notes)))
     if run.plan.checkpoint is None:
         run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
+    if run.plan.model.config.compile:
+        run.readers.append(CompileNote(run.notes, count_graphs))
     run.readers += [totals.add, reporter]
     return reporter
 
