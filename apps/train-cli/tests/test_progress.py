@@ -98,7 +98,6 @@ def test_a_late_compilation_is_noted() -> None:
 
 
 @pytest.mark.parametrize("line", [True, False])
-@pytest.mark.parametrize("line", [True, False])
 def test_a_closed_stream_does_not_end_the_run(line: bool) -> None:
     stream = Terminal()
     with Reporter(3, 1, line=line, stream=stream) as reporter:
