@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from sley_core.errors import SleyError
 from sley_isp import sharded_layer
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
+from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
 
 STEPS, GLOBAL = 3, 8
@@ -144,3 +146,33 @@ def test_autocast(ranks, sharded, texts):
         assert result.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=2**-7)
         for name, gradient in reference.gradients[0].items():
             assert (result.gradients[0][name] - gradient).norm() <= 2**-7 * gradient.norm() + 1e-6, name
+
+
+COMPILED = [({}, {}), ({"ahead": 0, "reduce": "step"}, {"activations": {"use": "core.recompute"}})]
+
+
+def record_compiled(tables: dict[str, Any], folder: Path) -> tuple[Recorded, int, dict[str, int]]:
+    """Returns the record of a run with compiled layers, and the numbers of graphs and of graph breaks."""
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    sharded_layer.MIN_BYTES = 0
+    warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)  # the compiler hides it, if no error
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        recorded = record(tables, 2, folder=folder)
+        return recorded, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("weights", "changes"), COMPILED)
+def test_compiled_layers_with_sharded_weights(
+    ranks: Any, sharded: Any, texts: Path, weights: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """The gathers are outside of the graphs: there are as many graphs as without sharded weights."""
+    changes = changes | {"model__compile": True}
+    reference = record(sharded(1, 1), 2, folder=texts)
+    ((_, *expected),) = ranks(1)(record_compiled, sharded(1, 1, **changes), texts)
+    for run, *counts in ranks(2)(record_compiled, sharded(2, weights=weights, **changes), texts):
+        assert counts == expected
+        assert [row["loss"] for row in run.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
+        assert_close_gradients(reference.gradients[0], run.gradients[0], 1e-10)

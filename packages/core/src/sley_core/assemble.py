@@ -174,6 +174,7 @@ def make_parts(
         WeightQueue(),
         StepNumbers(groups),
         Pools(plan.pools, lambda name: plan.build_record("memory_pools", name)),
+        is_compiled=bool(plan.model.config.compile),
         foretold=announced,
     )
 

@@ -143,7 +143,9 @@ class Communicator(WeightCommunicator):
         self._direct_params = {
             param
             for param in parts.registry
-            if param.shard is not None and all(is_shardable(holder.module, holder.attribute) for holder in param.holders)
+            if param.shard is not None
+            and not parts.is_compiled  # a graph cannot contain the exchanges of its linears
+            and all(is_shardable(holder.module, holder.attribute) for holder in param.holders)
         }
         try:
             for layer in parts.layers:
@@ -342,9 +344,7 @@ class Communicator(WeightCommunicator):
         if self._open_layer is None or self._open_layer[0] is not layer:
             unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
             self._open_layer = layer, unsharded_groups
-            tensors = layer.full_tensors(unsharded_groups)
-            tensors = {param: tensor.detach().requires_grad_(param.trainable) for param, tensor in tensors.items()}
-            self._open_stack.enter_context(layer.installed(tensors))
+            self._open_stack.enter_context(layer.installed(layer.full_tensors(unsharded_groups)))
             if self._action is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._close_layer)
         return self._open_layer[1]

@@ -62,6 +62,11 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
             f'`launch = "{config.launch}"` has no effect with `unit = "module"`, since each module then starts its own gathers'
         )
         yield Problem(("weights", "launch"), message, 'remove it, or set `unit = "layer"`', "launch-unit")
+    if plan.model.config.compile and plan.parallel.wp > 1:
+        for key in ("head", "embedding"):
+            if (value := getattr(config, key)) != "gather":
+                message = f'compiled layers gather their weights before each call, so `{key} = "{value}"` is not possible'
+                yield Problem(("weights", key), message, "remove it, or remove `[model] compile`", "weights-compiled")
     if plan.parallel.reduction != "canonical" or plan.parallel.wp == 1:
         return
     for key, (canonical_value, reason) in CANONICAL.items():

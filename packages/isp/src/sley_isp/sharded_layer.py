@@ -11,7 +11,7 @@ FSDP2 treats all parameters in this way. Plain linears and embeddings need less 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_iter
 
 from sley_core.api.model import ForwardPatch
 from sley_core.api.parts import Handover
-from sley_core.api.weights import GradientUse, no_view
 from sley_core.errors import RunError
 from sley_isp.sharded_module import refuse_transforms
 
@@ -97,9 +96,6 @@ class ShardedLayer:
         refuse_transforms(self.name)
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.full_tensors(unsharded_groups)
-            if torch.is_grad_enabled():
-                for param, full in tensors.items():
-                    tensors[param] = _FullParameter.apply(param.parameter, self, param, full)  # type: ignore[no-untyped-call]
             versions = {param: tensor._version for param, tensor in tensors.items()}
             with self.installed(tensors), self._saved_by_position(unsharded_groups):
                 output = self.patch.__wrapped__(*args, **kwargs)
@@ -112,12 +108,30 @@ class ShardedLayer:
         return output
 
     def full_tensors(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
-        """Returns the full parameters. unsharded_groups: the unsharded group for each group of `params`."""
-        return {
-            param: unsharded.full_tensor(param)
-            for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True)
-            for param in params
-        }
+        """Returns the full parameters as leaves, whose gradients go to the sinks.
+
+        unsharded_groups: the unsharded group for each group of `params`.
+        """
+        tensors = {}
+        for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
+            for param in params:
+                tensor = unsharded.full_tensor(param).detach().requires_grad_(param.trainable)
+                if param.trainable:
+                    tensor.register_post_accumulate_grad_hook(self._pass_gradient(param))  # type: ignore[no-untyped-call]
+                tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
+                tensors[param] = tensor
+        return tensors
+
+    def _pass_gradient(self, param: Param) -> Callable[[Tensor], None]:
+        """Returns a hook that passes the gradient of a full parameter to the sink of `param`."""
+
+        def hook(tensor: Tensor) -> None:
+            gradient, tensor.grad = tensor.grad, None
+            assert gradient is not None
+            sink = self.sinks[param]
+            sink(gradient, gradient, is_shared=sink.shares(gradient))
+
+        return hook
 
     @contextmanager
     def installed(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
@@ -127,7 +141,6 @@ class ShardedLayer:
             for holder in param.holders:
                 if holder.module in self._modules:
                     attributes: dict[str, Any] = holder.module._parameters
-                    tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
                     previous.append((attributes, holder.attribute, attributes[holder.attribute]))
                     attributes[holder.attribute] = tensor
         try:
@@ -178,19 +191,3 @@ class ShardedLayer:
             full.add_(gradient) if accumulate else full.copy_(gradient)
 
         self.communicator.reduce(group, {param: write})
-
-
-class _FullParameter(torch.autograd.Function):
-    """Returns the full parameter of a shard, and passes the gradient of the full parameter to the layer's sink."""
-
-    @staticmethod
-    def forward(ctx: Any, _shard: Tensor, layer: ShardedLayer, param: Param, full: Tensor) -> Tensor:
-        ctx.layer, ctx.param = layer, param
-        return no_view(full)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        if ctx.param.trainable and GradientUse.of(ctx, 0) is GradientUse.SUM:
-            sink: Handover = ctx.layer.sinks[ctx.param]
-            sink(gradient, gradient, is_shared=sink.shares(gradient))
-        return None, None, None, None

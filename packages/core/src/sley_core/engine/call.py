@@ -22,7 +22,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.comm.progress import ActionProgress
@@ -32,6 +33,7 @@ from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive, module_generators, seed_generators
 from sley_core.model.attention import varlen
+from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy, SchedulerHook
 
@@ -288,15 +290,19 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
 
 
 def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitStack) -> None:
-    """Compiles the calls of `layers` with torch.compile until `undo` closes and restores each module's former call.
+    """Compiles the forwards of `layers` with torch.compile until `undo` closes.
 
     Layers of one class and shape share one graph. A module's own `compile` may compile only some of its submodules.
     """
     varlen()  # imported now: compiled code cannot import it
+    options: dict[str, Any] = {"mode": config.mode, "dynamic": config.dynamic, "options": config.options or None}
     for layer in layers:
+        if type(layer.module).compile is nn.Module.compile:  # only the forward, which a weight communicator surrounds
+            undo.callback(ForwardPatch(layer.module, torch.compile(layer.module.forward, **options)).undo)
+            continue
         key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
         calls = [(vars(module), vars(module).get(key)) for module in layer.module.modules()]
-        layer.module.compile(mode=config.mode, dynamic=config.dynamic, options=config.options or None)
+        layer.module.compile(**options)
         for attributes, call in calls:
             if attributes.get(key) is not call:
                 undo.callback(attributes.pop, key) if call is None else undo.callback(attributes.update, {key: call})

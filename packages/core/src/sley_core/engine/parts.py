@@ -154,8 +154,8 @@ class Parts:
     gradients. weights: the store of the working weights. waits: the callbacks before a layer's weights are used. queue: the
     weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: `pool(name)` returns
     the memory pool of that name, `pool(None)` the run's own pool. events: the callbacks of a step, for plugins other than
-    gradient handlers. foretold: returns the description of the value that a chunk of another stage (stage, chunk) would send to
-    this stage, in a fake world that takes steps; None elsewhere.
+    gradient handlers. is_compiled: whether torch.compile compiles the layers. foretold: returns the description of the value
+    that a chunk of another stage (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
     """
 
     run: RunTable
@@ -173,5 +173,6 @@ class Parts:
     queue: WeightQueue
     numbers: StepNumbers
     pool: Pools
+    is_compiled: bool = False
     events: StepEvents = field(default_factory=StepEvents)
     foretold: Callable[[int, int], Description] | None = None

@@ -80,15 +80,12 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
         if (size := getattr(plan.parallel, axis)) > 1 and getattr(plan, table) is None:
             message = f"`{axis} = {size}` needs a [{table}] table that names {part}"
             yield records.Problem(("parallel", axis), message, f"add a table [{table}] with {example}", f"{table}-missing")
-    config, wp = plan.model.config, plan.parallel.wp
-    if isinstance(config, ModelConfig) and config.compile:
-        if plan.precision.accumulation == "direct":  # it needs hooks that compiled layers lack
-            message = "compiled layers do not support direct accumulation of weight gradients"
-            hint = 'use `accumulation = "autograd"`, or remove `compile`'
-            yield records.Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
-        if wp > 1:
-            message = f"compiled layers do not support sharded weights, but `wp = {wp}`"
-            yield records.Problem(("model", "compile"), message, "remove `compile`, or use `wp = 1`", "weights-compiled")
+    config = plan.model.config
+    is_compiled = isinstance(config, ModelConfig) and config.compile
+    if is_compiled and plan.precision.accumulation == "direct":  # it needs hooks that compiled layers lack
+        message = "compiled layers do not support direct accumulation of weight gradients"
+        hint = 'use `accumulation = "autograd"`, or remove `compile`'
+        yield records.Problem(("precision", "accumulation"), message, hint, "accumulation-compiled")
     partition, sp = plan.partition, plan.parallel.sp
     timer = partition.record.timer if partition and isinstance(partition.record, records.PartitionerRecord) else None
     if partition and timer is not None and not partition.config.layer_costs:
