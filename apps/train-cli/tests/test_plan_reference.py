@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from reference_pages import plan_page, rows
 
+from sley_core.discovery import find_plugins
 from sley_core.plan.loader import Loader
 from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
+from sley_core.records import import_object
 
 
 def test_the_page_in_the_documentation_is_up_to_date() -> None:
@@ -27,3 +30,18 @@ def test_every_key_has_a_type_and_a_meaning() -> None:
         for row in rows(model):
             assert row.meaning.endswith("."), (model, row)
             assert row.takes not in ("a value", ""), (model, row)
+
+
+def test_each_object_that_a_record_names_can_be_imported() -> None:
+    loader = Loader()
+    references = {
+        value: record.name
+        for plugin in find_plugins()
+        for records in loader.load(plugin).records.values()
+        for record in records.values()
+        for value in vars(record).values()
+        if isinstance(value, str) and re.fullmatch(r"sley_[\w.]+:\w+", value)
+    }
+    assert len(references) > 40
+    for reference in references:
+        assert callable(import_object(reference)), reference

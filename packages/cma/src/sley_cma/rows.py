@@ -198,7 +198,7 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
     addresses: the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
-    memory = torch.empty(min(length, total.numel()), dtype=total.dtype)
+    memory = scratch(total)
     for start in range(0, total.numel(), length):
         target = total[start : start + length]
         block = memory[: target.numel()]
@@ -206,6 +206,11 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
             remote = MemorySpan(address + start * total.element_size(), target.nbytes)
             offers.connection.read(peer, [span_of(block)], [remote], label)
             target.add_(block)
+
+
+def scratch(total: Tensor) -> Tensor:
+    """Allocates the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB. Estimates call it, too."""
+    return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 
 def span_of(tensor: Tensor) -> MemorySpan:
