@@ -101,9 +101,12 @@ class ShardedLayer:
                 output = self.patch.__wrapped__(*args, **kwargs)
             for param, tensor in tensors.items():
                 if tensor._version != versions[param]:
-                    raise self._write_error(param)
-        for tensor in tree_iter(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    raise self._error("sharded-weight-written", "writes to", f"the parameter {param.name!r}")
+            outputs = [tensor for tensor in tree_iter(output) if isinstance(tensor, Tensor)]
+            if any(unsharded.position(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
+                raise self._error("sharded-weight-returned", "returns", "a view of a parameter")
+        for tensor in outputs:
+            if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return output
 
@@ -178,13 +181,9 @@ class ShardedLayer:
     def _begin_backward(self, _: Tensor) -> None:
         self.communicator.open_layer(self)
 
-    def _write_error(self, param: Param) -> RunError:
-        return RunError(
-            "sharded-weight-written",
-            f"the forward of the layer {self.name!r} writes to the parameter {param.name!r}, but each rank "
-            "has only a part of it",
-            hint="compute a new tensor from the weight, or write to weights between steps",
-        )
+    def _error(self, code: str, action: str, target: str) -> RunError:
+        message = f"the forward of the layer {self.name!r} {action} {target}, but each rank has only a part of it"
+        return RunError(code, message, hint="compute a new tensor from the parameter, or write to parameters between steps")
 
     def _reduce(self, group: ParamGroup, param: Param, gradient: Tensor, _: Tensor) -> None:
         def write(full: Tensor, accumulate: bool) -> None:

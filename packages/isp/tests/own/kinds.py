@@ -20,6 +20,7 @@ REFUSED = {
     "HookedWeights": "model-hook",
     "Assigned": "sharded-weight-read",
     "Writing": "sharded-weight-written",
+    "Returning": "sharded-weight-returned",
 }
 """By habit, the code of its refusal."""
 
@@ -142,6 +143,13 @@ class Writing(Stacked):
         return super().forward(hidden)
 
 
+class Returning(Stacked):
+    """Returns a view of a weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.frozen[None].expand(len(hidden), -1, -1)
+
+
 class Embed(nn.Module):
     """Has a plain embedding, which may be sharded by columns."""
 
@@ -153,7 +161,7 @@ class Embed(nn.Module):
         return self.table(tokens)
 
 
-KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking, Stacked, Inner, Recurrent, Writing)}
+KINDS = {kind.__name__: kind for kind in (Detached, Experts, Shapes, Looking, Stacked, Inner, Recurrent, Writing, Returning)}
 
 
 def model(kind: str, width: int, tied: bool) -> Model:
