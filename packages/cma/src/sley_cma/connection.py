@@ -107,7 +107,7 @@ class Inbox:
 def _allocate_zeros(num_bytes: int) -> mmap.mmap:
     """Allocates zeros whose pages need memory only after they are written, so that unused rings need none.
 
-    Systems other than Linux cannot attach, but need an inbox until the ranks know it of each other.
+    Systems other than Linux cannot attach, but each rank needs an inbox until all ranks know this.
     """
     if sys.platform == "linux":
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -209,7 +209,7 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
 
 
 def scratch(total: Tensor) -> Tensor:
-    """Allocates the memory for a block of a peer's tensor that is added to `total`, at most 256 KiB. Estimates call it, too."""
+    """Allocates memory for a block of a peer's tensor that is added to `total`, at most 256 KiB. Memory estimates call this."""
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 

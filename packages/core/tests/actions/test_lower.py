@@ -76,7 +76,7 @@ def test_what_passes_between_chunks_of_one_stage_is_not_sent():
         (ALONE, "F0.0 B0.0 W0.0", "W0.0 (number 3 of stage 0's list) comes before its I0.0"),
         (ALONE, "F0.0 F0.1 B0.0", "F0.1 (number 2 of stage 0's list) is outside 1 chunks and 1 microbatches"),
         (ALONE, "F0.0 C0.0 B0.0", "C0.0 (number 2 of stage 0's list) is not a compute action"),
-        (ALONE, "F0.0 I0.0 B0.0", "B0.0 (number 3 of stage 0's list) makes the backward whole and split"),
+        (ALONE, "F0.0 I0.0 B0.0", "B0.0 (number 3 of stage 0's list) repeats a backward, since there is also"),
         (ALONE, "F0.0", "B0.0 is missing from stage 0's list"),
         (ALONE, "F0.0 I0.0", "W0.0 is missing from stage 0's list"),
         (ALONE, "", "F0.0 is missing from stage 0's list"),

@@ -212,8 +212,8 @@ class GradientReducer:
             self.finish(max(0, self.max_in_flight - 1))
         for param in open_bucket.full_gradients.keys() - open_bucket.written_params:
             open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on the data
-        # Over `wp`, in the order of backwards, since all ranks run the same actions on the same layers. If the data decides
-        # which modules run, and a bucket is smaller than a layer, ranks detect a difference by the checksum of names.
+        # Ranks of `wp` start reductions in the order of backwards, since they run the same actions on the same layers. If the
+        # data decides which modules run, and a bucket is smaller than a layer, ranks compare a checksum of names.
         microbatches = self.store.reduction.concurrent_microbatches(self.group)
         reduction = (
             self._start_reduce_scatter(open_bucket)

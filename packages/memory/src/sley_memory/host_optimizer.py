@@ -171,9 +171,9 @@ class HostOptimizer(OffloadManager):
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
         buckets, wide = split_by_bytes(stepped, int(self.config.bucket_mb * MB)), self._store.dtype
-        num_wide = max((_offsets(bucket, wide)[-1] for bucket in buckets), default=0)
-        num_narrow = max((_offsets(bucket, bucket[0].original.dtype)[-1] for bucket in buckets), default=0)
-        self._ring = [self._device.host_memory(size) for size in (num_wide, num_narrow) * RING]
+        wide_size = max((_offsets(bucket, wide)[-1] for bucket in buckets), default=0)
+        narrow_size = max((_offsets(bucket, bucket[0].original.dtype)[-1] for bucket in buckets), default=0)
+        self._ring = [self._device.host_memory(size) for size in (wide_size, narrow_size) * RING]
         self._moved["optimizer_states"].host_bytes = sum(memory.num_bytes for memory in self._ring)
         self._buckets = [
             SteppedBucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))

@@ -46,8 +46,8 @@ class LossContract:
         """Returns a batch of the size of `batch` whose weight is 0, as if all labels are ignored; or None."""
         return None
 
-    def test_weight_is_sum_over_samples(self) -> None:
-        """Expects a host number that equals the sum over microbatches."""
+    def test_weight_is_sum_over_microbatches(self) -> None:
+        """The weight of a batch is a Python number and equals the sum of the weights of its microbatches."""
         loss, (_, batch) = self._loss(), self.batch()
         total = loss.weight(batch)
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"

@@ -88,11 +88,11 @@ def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, tra
     if kind.makes_gradients and not training:
         return "is in a forward-only list"
     needed = NEEDS[kind]
-    # looked up as plain tuples, which equal actions and are made faster: a search makes a million look-ups
+    # plain tuples are equal to actions and faster to create; a search looks up a million
     if needed and (needed, chunk, micro) not in seen:
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
-        return f"makes the backward whole and split: there is {Action(EXCLUDES[kind], chunk, micro)} too"
+        return f"repeats a backward, since there is also {Action(EXCLUDES[kind], chunk, micro)}"
     return ""
 
 

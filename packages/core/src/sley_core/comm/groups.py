@@ -178,9 +178,9 @@ class Simulation:
         self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, cross_memory: bool
     ) -> Groups:
         """Returns this rank's groups without peers, as `make_groups` does with peers."""
-        lines = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
+        entries = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
         channels: dict[str, dict[str, dist.ProcessGroup]] = {}
-        for entry in lines:
+        for entry in entries:
             if len(entry.ranks) > 1:
                 communicator = make_communicator(entry, rank, "fake", timeout)
                 assert communicator is not None, entry.label
@@ -188,7 +188,7 @@ class Simulation:
         axes = axes_with_cma(topology, extra) if cross_memory else ()
         progress = Progress()
         groups = {}
-        for axis, ranks in members_of(lines, extra, rank).items():
+        for axis, ranks in members_of(entries, extra, rank).items():
             members, axis_channels = Members(axis, ranks, rank, progress=progress), channels.get(axis, {})
             transports = self.transports(members, axis_channels, cross_memory=axis in axes)
             imitate = partial(self.imitate, members)

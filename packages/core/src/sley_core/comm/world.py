@@ -126,7 +126,7 @@ class World(AbstractContextManager["World"]):
     def groups(
         self, topology: Topology, timeout_s: float, extra: Sequence[GroupEntry] = (), *, cross_memory: bool = False
     ) -> Groups:
-        """Returns this rank's groups, first the topology's, then `extra`. A collective over the world.
+        """Creates and returns this rank's groups, first the topology's, then `extra`. A collective over the world.
 
         cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """

@@ -176,7 +176,7 @@ def loose(params: list[Param]) -> Layout:
 
 
 def by_reduce_group(params: list[Param]) -> Layout:
-    """Returns a layout with one buffer per parameter family, in the order of `params`."""
+    """Returns a layout with one buffer per `Param.family`, in the order of `params`."""
     families: dict[tuple[object, ...], list[Param]] = {}
     for param in params:
         families.setdefault(param.family, []).append(param)

@@ -187,7 +187,7 @@ class Executor:
             case Kind.INPUT_GRADIENT:
                 with self.queue.collecting(key):
                     self._backward(micro, self._in_flight[key], weight)
-            case Kind.WEIGHT_GRADIENT:  # the products that the I has deferred; no tensor crosses a boundary
+            case Kind.WEIGHT_GRADIENT:  # the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
                 call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(key)

@@ -102,7 +102,10 @@ class Reduction:
 
     @staticmethod
     def check_model(stages: Stages, per_rank_buffers: Sequence[str]) -> None:
-        """Raises PlanError for a model whose gradients cannot be added in that order. stages: the full model, on meta."""
+        """Raises PlanError for a model whose gradients cannot be added in the order of this reduction.
+
+        stages: the full model, on meta. per_rank_buffers: patterns of the buffers that each rank keeps for itself.
+        """
 
     def num_sums(self, param: Param) -> int:
         """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""

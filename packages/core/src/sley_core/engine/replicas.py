@@ -236,5 +236,5 @@ def _weight_written(layer: Layer, name: str, reason: str, module: nn.Module | No
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "remove `max_norm`, and scale the rows after the lookup"
     return RunError(
-        "weight-written", f"the forward of the layer {layer.name!r} writes the weight {name!r}, but {reason}", hint=hint
+        "weight-written", f"the forward of the layer {layer.name!r} modifies the weight {name!r}, but {reason}", hint=hint
     )

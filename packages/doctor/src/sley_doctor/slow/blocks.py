@@ -68,11 +68,11 @@ class Block:
 
     @property
     def step_s(self) -> float:
-        """Returns the seconds of a step, the median over ranks."""
+        """Returns the seconds per step, as the median over ranks."""
         return median(work.seconds.median for work in self.ranks.values())
 
     def has_idle_host(self, rank: int) -> bool:
-        """Returns whether the host of `rank` waits for its device, so that more work on the host makes no step longer."""
+        """Returns whether the host of `rank` waits for its device, so more work on the host would not lengthen a step."""
         return self.ranks[rank].device_s > MAX_DEVICE_SHARE * self.step_s
 
 

@@ -56,7 +56,7 @@ class Weights(nn.Module):
         for number in range(count):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
-    def forward(self, number: Tensor) -> Tensor:
+    def forward(self, _: Tensor) -> Tensor:
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 

@@ -224,8 +224,10 @@ class _Pricing:
     def _exchange(
         self, event: BeginEvent, number: int, stage: int, counts: Counter[str], previous: Exchange | None
     ) -> Exchange:
-        """Returns an exchange or copy. The key of an exchange over several stages is the axis and its count, which is equal on
-        all members.
+        """Returns the exchange of `event`, or its copy if the axis is HOST.
+
+        number: the event's index on its stage. counts: the exchanges so far by axis, updated here. previous: the exchange that
+        must end first. The key of an exchange over several stages is the axis and its count, which is equal on all members.
         """
         record = self.records[stage]
         is_copy = event.axis == HOST
