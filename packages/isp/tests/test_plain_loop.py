@@ -16,7 +16,7 @@ from sley_core.errors import SleyError
 from sley_isp import sharded_layer
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
-from sley_testing.parity import assert_close_gradients
+from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
 
 STEPS, GLOBAL = 3, 8
@@ -106,6 +106,20 @@ def test_a_layer_with_weights_of_two_dtypes(ranks, own):
     for (sharded,) in ranks(2)(records_or_codes, [tables], own, None):
         assert [row["loss"] for row in sharded.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=2**-7)
         assert sharded.weights["block1.norm.weight"].dtype == torch.float32
+
+
+def record_all_sharded(tables: dict[str, Any], folder: Path) -> Recorded:
+    """Returns the record of a run in which norms are sharded, too."""
+    sharded_layer.MIN_BYTES = 0
+    return record(tables, 2, folder=folder)
+
+
+def test_canonical_sums_of_sharded_norms_have_the_bits_of_one_process(ranks: Any, sharded: Any, texts: Path) -> None:
+    canonical = {"parallel": {"reduction": "canonical"}}
+    reference = record(sharded(1, 1, **canonical), 2, folder=texts)
+    for run in ranks(2)(record_all_sharded, sharded(2, **canonical), texts):
+        assert [row["loss"] for row in run.rows] == [row["loss"] for row in reference.rows]
+        assert_same_bits(reference.weights, run.weights)
 
 
 def test_habits_around_a_sharded_linear(ranks, own):
