@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.dataset import DataInfo
+from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
+from sley_models.config import LlamaConfig
+from sley_models.llama import build_llama
 from sley_testing.plans import TOKENS, build_meta_model, build_model_with_values, small_plan
+from sley_testing.ranks import Ranks
 
 
 class Embed(nn.Module):
@@ -192,3 +197,25 @@ def test_the_example_model_has_a_gradient_everywhere(monkeypatch: pytest.MonkeyP
     output.square().sum().backward()
     assert output.shape == (3, 24, 97)
     assert all(parameter.grad is not None for layer in model for parameter in layer.module.parameters())
+
+
+def build_a_billion() -> tuple[int, int, float]:
+    """Builds a Llama on meta; returns its elements, the bytes by which this process grew, and the CPU seconds."""
+    sizes = LlamaConfig(num_layers=16, hidden=2048, heads=32, kv_heads=8, ffn_hidden=8192, vocab_size=32000)
+    data = DataInfo({"tokens": Field("int64")}, 32000)
+    build_meta_model(
+        lambda data: build_llama(sizes.model_copy(update={"num_layers": 1}), data), data
+    )  # the first time of anything
+    size, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    model = build_meta_model(lambda data: build_llama(sizes, data), data)
+    seconds = time.process_time() - start
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size
+    numel = sum(parameter.numel() for layer in model for parameter in layer.module.parameters())
+    return numel, grown * (1 if sys.platform == "darwin" else 1024), seconds
+
+
+def test_a_billion_parameters_take_no_memory(ranks: Callable[..., Ranks]) -> None:
+    ((numel, grown, seconds),) = ranks(1, init=False)(build_a_billion)
+    assert numel > 1e9
+    assert grown < 200e6
+    assert seconds < 5
