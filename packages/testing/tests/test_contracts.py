@@ -183,7 +183,7 @@ BUGS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "loss": [
         ("Mean", "loss_is_sum_over_samples", "a mean is not a sum"),
-        ("Calls", "weight_is_sum_over_samples", "the weight of a batch is 1, but its microbatches of 1 weigh 6"),
+        ("Calls", "weight_is_sum_over_microbatches", "the weight of a batch is 1, but its microbatches of 1 weigh 6"),
         ("Narrow", "sum_is_at_least_fp32", "the loss of a torch.bfloat16 output is torch.bfloat16", torch.bfloat16),
         ("Twice", "gradient_matches_finite_differences", "the gradient is not the derivative of the loss"),
         ("Keeps", "call_keeps_no_state", "the loss keeps the model's output"),

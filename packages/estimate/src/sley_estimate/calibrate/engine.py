@@ -56,7 +56,8 @@ class Weights(nn.Module):
         for number in range(count):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
-    def forward(self, _: Tensor) -> Tensor:
+    def forward(self, number: Tensor) -> Tensor:
+        """Returns zero, with a graph to all parameters. number: the field of the batch, which a first layer must read."""
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
