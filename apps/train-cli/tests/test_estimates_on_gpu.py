@@ -144,8 +144,8 @@ def measured_peak(result: list[int]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds an estimate and a run. states, real_states: the bytes by part between two steps. seconds, real_seconds: the seconds
-    of a step in each turn.
+    """Holds an estimate and a run. states, real_states: the bytes of each part between two steps. seconds, real_seconds: the
+    times of single steps.
     """
 
     name: str

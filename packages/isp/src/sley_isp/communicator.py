@@ -8,7 +8,7 @@ Executor ──> begin, wrap_action ──────────────�
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -167,7 +167,7 @@ class Communicator(WeightCommunicator):
             return layer_groups.setdefault(dtype, ParamGroup(name, layer.name))
 
         modules: list[ShardedModule] = []
-        others: dict[ParamGroup, list[Param]] = {}
+        others: dict[ParamGroup, dict[Param, None]] = {}
         patched: set[nn.Module] = {sharded.module for sharded in self.modules}
         patched |= {embedding.module for embedding in self.column_embeddings.embeddings}
         for name, module in layer.module.named_modules(prefix=layer.name):
@@ -176,9 +176,10 @@ class Communicator(WeightCommunicator):
             params = {attribute: param for attribute, param in params.items() if param.shard is not None}
             for param in params.values():
                 self._parts.store.expect_products(param)
-            if not self._direct_params.issuperset(params.values()):
+            num_dtypes = len({self._parts.weights.dtype_of(param) for param in params.values()})
+            if num_dtypes > 1 or not self._direct_params.issuperset(params.values()):
                 for param in params.values():
-                    others.setdefault(layer_group(param), []).append(param)
+                    others.setdefault(layer_group(param), {})[param] = None
                 continue
             if not params:
                 continue
@@ -211,10 +212,10 @@ class Communicator(WeightCommunicator):
             group = next(iter(layer_groups.values()))
             self._undo.callback(point.register_forward_pre_hook(partial(self._prefetch_at_point, group)).remove)
 
-    def _gather_for_layer(self, layer: Layer, params: Mapping[ParamGroup, Sequence[Param]]) -> ShardedLayer:
+    def _gather_for_layer(self, layer: Layer, params: Mapping[ParamGroup, Collection[Param]]) -> ShardedLayer:
         """Adds `params` of other modules than plain linears and embeddings to groups, and patches the layer's forward."""
         for group, params_of_group in params.items():
-            group.params += [param for param in dict.fromkeys(params_of_group) if param not in group.params]
+            group.params += [param for param in params_of_group if param not in group.params]
             group.has_linear = True
             if group not in self.groups:
                 self.groups.append(group)
@@ -295,7 +296,7 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard(
-        self, group: ParamGroup, params: Sequence[Param], *, num_holds: int = 0, can_prefetch: bool
+        self, group: ParamGroup, params: Collection[Param], *, num_holds: int = 0, can_prefetch: bool
     ) -> Iterator[UnshardedGroup]:
         """Unshards `group` for a use of `params` in the block, which must call `wait` before it reads weights.
 

@@ -80,9 +80,7 @@ class PrefetchPolicy:
         prefetches may start. The all-gather of `group` itself always starts first.
         """
         if num_holds:
-            self._holds[group] = self._holds.get(group, 0) + num_holds
-            if self._holds[group] <= 0:
-                del self._holds[group]
+            self._change_holds(group, num_holds)
         if group != self._current:
             order, index = self._learned_order(), len(self._uses)
             self._current = group
@@ -95,10 +93,12 @@ class PrefetchPolicy:
 
     def release(self, group: Group) -> None:
         """Ends a hold of `group` that began with a `use`. The next use of another group may reshard it."""
-        if group in self._holds:
-            self._holds[group] -= 1
-            if self._holds[group] <= 0:
-                del self._holds[group]
+        self._change_holds(group, -1)
+
+    def _change_holds(self, group: Group, difference: int) -> None:
+        self._holds[group] = self._holds.get(group, 0) + difference
+        if self._holds[group] <= 0:
+            del self._holds[group]
 
     def prefetch_first_groups(self) -> Decision:
         """Returns the prefetches of a module that gathers no weights, if it runs before the first group of a pass."""

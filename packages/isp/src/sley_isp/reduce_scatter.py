@@ -12,7 +12,7 @@ needs memory for all full gradients.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,7 +101,7 @@ class GradientReducer:
         self._current: ParamGroup | None = None
         self._passed_groups: set[ParamGroup] = set()
 
-    def register(self, group: ParamGroup, params: Sequence[Param]) -> None:
+    def register(self, group: ParamGroup, params: Collection[Param]) -> None:
         """Assigns `params` of `group` to buckets. Must be called for all modules before the first `add`."""
         for param in params:
             bucket_group = self._group_of_param.setdefault(param, group) if self.per_step else group

@@ -11,7 +11,7 @@ FSDP2 treats all parameters in this way. Plain linears and embeddings need less 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_iter
 
-from sley_core.api.model import ForwardPatch
+from sley_core.api.model import ForwardPatch, tensors_in
 from sley_core.api.parts import Handover
 from sley_core.errors import RunError
 from sley_isp.sharded_module import refuse_transforms
@@ -77,11 +76,11 @@ class ShardedLayer:
     """
 
     def __init__(
-        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Sequence[Param]], parts: Parts
+        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Collection[Param]], parts: Parts
     ) -> None:
         self.communicator = communicator
         self.name = layer.name
-        self.params = {group: list(dict.fromkeys(params_of_group)) for group, params_of_group in params.items()}
+        self.params = params
         self.can_prefetch = True
         self.sinks = {
             param: Handover(partial(self._reduce, group, param), parts.queue)
@@ -102,7 +101,7 @@ class ShardedLayer:
             for param, tensor in tensors.items():
                 if tensor._version != versions[param]:
                     raise self._error("sharded-weight-written", "writes to", f"the parameter {param.name!r}")
-            outputs = [tensor for tensor in tree_iter(output) if isinstance(tensor, Tensor)]
+            outputs = list(tensors_in((output,)))
             if any(unsharded.position(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
                 raise self._error("sharded-weight-returned", "returns", "a view of a parameter")
         for tensor in outputs:

@@ -118,9 +118,10 @@ class Param:
 
 
 class ParameterRegistry:
-    """Lists the parameters of this rank's layers in model order. chunks: this rank's layers per model chunk. stages: all layers
-    of the model, with other ranks' layers on meta; by default this rank has all layers. shards: the shards of sharded
-    parameters.
+    """Lists the parameters of this rank's layers in model order.
+
+    chunks: this rank's layers per model chunk. stages: all layers of the model; the layers of other ranks are on meta. Without
+    it, this rank has all layers. shards: this rank's shards of sharded parameters.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
