@@ -83,12 +83,7 @@ POOLED = small_plan(
     pipeline={"use": "pp.zero_bubble_h1"},
     weights=ISP,
 )
-SHARED = changed(
-    POOLED,
-    weights={"use": "isp.communicator", "pool": "common"},
-    link={"use": "pp.link", "pool": "common"},
-    pools={"common": {"use": "memory.size_classes", "per_doubling": 2}},
-)
+SHARED = changed(POOLED, pool={"use": "memory.size_classes", "per_doubling": 2})
 
 
 def record_pool(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float]]]:
@@ -96,15 +91,15 @@ def record_pool(tables: Tables, folder: Path) -> tuple[Any, list[dict[str, float
     counts: list[dict[str, float]] = []
 
     def prepare(run: Any) -> None:
-        run.listeners.append(lambda _: counts.append(run.counts.get("pools.common", {})))
+        run.listeners.append(lambda _: counts.append(run.counts.get("memory.size_classes", {})))
 
     return record(tables, 4, folder=folder, prepare=prepare), counts
 
 
-def test_weights_and_messages_share_a_pool(ranks: Any, texts: Path) -> None:
+def test_weights_and_messages_share_a_pool_of_other_sizes(ranks: Any, texts: Path) -> None:
     """The bits do not change, nothing is allocated after the second step, and no buffer is lent after a step."""
-    separate, shared = (ranks(4, 180)(record_pool, tables, texts) for tables in (POOLED, SHARED))
-    for (expected, _), (recorded, counts) in zip(separate, shared, strict=True):
+    default, sized = (ranks(4, 180)(record_pool, tables, texts) for tables in (POOLED, SHARED))
+    for (expected, _), (recorded, counts) in zip(default, sized, strict=True):
         assert_same_bits(expected.weights, recorded.weights)
         assert counts[1]["allocations"] == counts[3]["allocations"] > 0
         assert counts[3]["hit_rate"] > 0.8

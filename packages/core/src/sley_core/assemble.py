@@ -36,7 +36,7 @@ from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, n
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.memory.pool import Pools
+from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.model.buffers import evaluation_notes, train
 from sley_core.model.build import build_on_meta
@@ -173,7 +173,7 @@ def make_parts(
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        Pools(plan.pools, lambda name: plan.build_record("memory_pools", name)),
+        DevicePool() if plan.pool is None else plan.pool.build(),
         is_compiled=bool(plan.model.config.compile),
         foretold=announced,
     )

@@ -36,6 +36,7 @@ from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
 from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
 from sley_core.memory.inventory import MemoryInventory
+from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
 from sley_core.memory.run_memory import ManagerCounts, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
-    from sley_core.memory.pool import Pools
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
 
@@ -192,15 +192,17 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def collect_counts(plan: Plan, stepper: Stepper, pools: Pools, memory: RunMemory) -> dict[str, dict[str, float]]:
-    """Returns the stats of parts with `protocols.Counts` and of offload managers, by unique names from the plan."""
+def collect_counts(plan: Plan, stepper: Stepper, pool: protocols.MemoryPool, memory: RunMemory) -> dict[str, dict[str, float]]:
+    """Returns the stats of the pool, of parts with `protocols.Counts` and of offload managers, by unique names."""
     parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(ManagerCounts, memory.managers), strict=True)]
     counts: dict[str, dict[str, float]] = {}
     for component, part in parts:
         if isinstance(part, protocols.Counts):
             num_same = sum(name.split(" ")[0] == component.name for name in counts)
             counts[f"{component.name} {num_same + 1}" if num_same else component.name] = dict(part.counts())
-    return counts | {name: dict(pool.counts()) for name, pool in pools.labels().items() if isinstance(pool, protocols.Counts)}
+    if isinstance(pool, protocols.Counts):
+        counts[DEFAULT_POOL if plan.pool is None else plan.pool.name] = dict(pool.counts())
+    return counts
 
 
 def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
@@ -426,13 +428,10 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def trim(part: Part) -> int:
         """Frees the memory that the objects of `part` can reallocate; returns the number of bytes."""
-        objects: dict[Part, Iterable[object]] = {
-            "pools": parts.pool.pools.values(),
-            "messages": [crossing.link, *stepper.handlers],
-        }
+        objects: dict[Part, Iterable[object]] = {"pools": [parts.pool], "messages": [crossing.link, *stepper.handlers]}
         return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trims))
 
-    sources: dict[Part, Callable[[], NamedTensors]] = {
+    sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
         "buffers": buffers,
         "masters": update.masters.named_tensors,

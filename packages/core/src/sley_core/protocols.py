@@ -143,7 +143,7 @@ class SequenceCommunicator(Protocol):
 
 
 class MemoryPool(Protocol):
-    """Lends buffers to the parts of a run that name the pool. A buffer is not lent again before its lease ends."""
+    """Lends device buffers to the parts of a run. A buffer is not lent again before its lease ends."""
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
         """Lends a buffer [*shape] of `dtype` on `device` within the block. The contents are undefined."""

@@ -53,9 +53,6 @@ RecordKind = Literal[
     "metrics_writers",
 ]
 
-NAMED_TABLES: dict[RecordKind, str] = {"memory_pools": "pools"}
-"""The kinds whose tables have names, such as `[pools.NAME]`. A reference is such a name or the name of a record."""
-
 
 class Table(BaseModel):
     """The base class of the plan's tables. pydantic builds a model's validators when a plan first uses it."""
@@ -160,17 +157,6 @@ FactoryPath = Annotated[
     str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')
 ]
 """`"package.module:attribute"`, the only way in which a plan can name the user's code."""
-
-
-@dataclass(frozen=True)
-class RecordReference:
-    """Marks a string field as a reference to a record: `Annotated[str, RecordReference("schedules")]`.
-
-    The value is `plugin.record`, and the loader imports the plugin. For a kind in `NAMED_TABLES` the value may also be the name
-    of a table, which has no dot.
-    """
-
-    kind: RecordKind
 
 
 class PartTable(Table):

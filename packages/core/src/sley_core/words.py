@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 
-from sley_core.table import NAMED_TABLES, RecordReference, Table, ValueDescription
+from sley_core.table import Table, ValueDescription
 
 TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
 MAX_SHOWN_LENGTH = 40
@@ -50,9 +50,6 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     for item in reversed(metadata):
         if isinstance(item, ValueDescription):
             return item.text
-        if isinstance(item, RecordReference):
-            table = NAMED_TABLES.get(item.kind)
-            return 'the name of a record, "plugin.record"' + (f", or of a table [{table}.NAME]" if table else "")
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *extra = get_args(annotation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,14 +16,8 @@ from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.reduction import LONG, joined_norm
 from sley_core.engine.shards import Shard
 from sley_core.engine.update import MASTER, states_of
-from sley_core.errors import PlanError
-from sley_core.hookspecs import hookimpl
-from sley_core.memory.pool import Pools
-from sley_core.plan.load import plan_from_dict
-from sley_core.records import MemoryPoolRecord
 from sley_core.sizes import ALIGNMENT_BYTES
-from sley_core.table import Table
-from sley_testing.plans import loader_of, small_plan
+from sley_testing.plans import small_plan
 from sley_testing.runs import running
 
 GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
@@ -101,22 +95,6 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
         assert of_first["factors.both.1.0"] is right
         seen = {f"{one.name}.{one.state}" for one in states_of(update) if one.state != MASTER}
         assert {name for name, _ in run.memory.inventory.everything("optimizer_states")} == {*seen, "optimizer.count"}
-
-
-class Pool:
-    def __init__(self, config):
-        self.named_tensors = lambda: [("all", torch.zeros(8))]
-
-
-def test_one_pool_for_all_who_name_it_and_a_name_that_is_not_there_is_an_error():
-    records = hookimpl(lambda: [MemoryPoolRecord(name="sized", config=Table, build=f"{__name__}:Pool")])
-    plan = plan_from_dict(small_plan(), loader=loader_of({"own": SimpleNamespace(sley_records=records)}))
-    pools = Pools({"large": SimpleNamespace(build=lambda: Pool(None))}, lambda name: plan.build_record("memory_pools", name))
-    assert pools("large") is pools("large")
-    assert pools("own.sized") is pools("own.sized") is not pools("large")
-    assert [name for name, _ in pools.named_tensors()] == ["large.all", "own.sized.all"]
-    with pytest.raises(PlanError, match="did you mean `large`"):
-        pools("larg")
 
 
 class Layer(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import tomli
@@ -13,15 +13,8 @@ from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
-from sley_core.records import (
-    GradientHandlerRecord,
-    MemoryPoolRecord,
-    MetricsWriterRecord,
-    OptimizerRecord,
-    Record,
-    SchedulerHookRecord,
-)
-from sley_core.table import Array, PlanPath, RecordReference, Table
+from sley_core.records import GradientHandlerRecord, MemoryPoolRecord, MetricsWriterRecord, OptimizerRecord, Record
+from sley_core.table import Table
 from sley_testing.plans import loader_of
 
 TEXT = """\
@@ -55,22 +48,6 @@ dp = 2
 """
 
 
-class PoolUser(Table):
-    """Names records of other plugins in its fields."""
-
-    pool: Annotated[str, RecordReference("memory_pools")] | None = None
-    """Where it borrows."""
-
-    more: Array[Annotated[str, RecordReference("memory_pools")]] = ()
-    """Where else."""
-
-    where: PlanPath | None = None
-    """A path."""
-
-    sizes: Array[float] | None = None
-    """No names at all."""
-
-
 class Handlers:
     """A plugin of gradient handlers of every role, and of an optimizer that looks at whole matrices."""
 
@@ -92,13 +69,9 @@ class Handlers:
     def sley_records(self) -> list[OptimizerRecord]:
         return [OptimizerRecord(name="muon", config=OptimizerConfig, build="nowhere:muon", scope="per_matrix")]
 
-    @hookimpl
-    def sley_scheduler_hooks(self) -> list[SchedulerHookRecord]:
-        return [SchedulerHookRecord(name="borrower", config=PoolUser, build="nowhere:Borrower")]
-
 
 class Pools:
-    """A plugin that only the fields of other tables name, and whose check fails for microbatches of four."""
+    """A plugin of a pool and a writer, whose check fails for microbatches of four."""
 
     @hookimpl
     def sley_records(self) -> list[Record]:

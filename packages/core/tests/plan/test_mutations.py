@@ -91,11 +91,6 @@ def test_mistakes_come_in_the_order_of_the_file_and_then_of_overrides(text: str,
     ]
 
 
-def test_references_to_records_that_there_are_not(text: str, loader: Loader) -> None:
-    text += '[[scheduler_hooks]]\nuse = "handlers.borrower"\npool = "pools.arna"\nmore = ["nothing.x", "plain"]\n'
-    assert codes(text, loader) == ["unknown-record 30:8", "plugin-unknown 31:9", "unknown-name 31:22"]
-
-
 def test_a_missing_plugin_is_reported_once_and_decides_the_exit_code(text: str, loader: Loader) -> None:
     text += '[[gradient_handlers]]\nuse = "pp.ties"\n[[gradient_handlers]]\nuse = "pp.more"\n'
     with pytest.raises(PluginError) as caught:

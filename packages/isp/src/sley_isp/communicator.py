@@ -135,7 +135,7 @@ class Communicator(WeightCommunicator):
         self._parts = parts
         self._group = parts.groups["wp"]
         self._published = PublishedShards(self._group, parts.waits.is_due)
-        self.pool = parts.pool(config.pool)
+        self.pool = parts.pool
         max_in_flight, per_step = config.max_reductions if config.overlap else 0, config.reduce == "step"
         self.reducer = GradientReducer(max_in_flight, parts, self.pool, self._group, self.counters, per_step=per_step)
         self._token_gather = TokenGather(self._group, parts.world.device, self.counters)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from sley_core.api.plan import Array, RecordReference, SequenceConfig, Table
+from sley_core.api.plan import Array, SequenceConfig, Table
 
 ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
@@ -52,9 +52,6 @@ class CommunicatorConfig(Table):
     """The treatment of plain embeddings: `gather` shards tables by rows and gathers them, `hidden` shards them by columns, and
     exchanges the tokens and the parts of their vectors.
     """
-
-    pool: Annotated[str, RecordReference("memory_pools")] | None = None
-    """The memory pool of full-size weights and gradients. The default is the run's default pool."""
 
     @property
     def max_reductions(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sley_core.api.plan import Array, PlanPath, RecordReference, Table
+from sley_core.api.plan import Array, PlanPath, Table
 
 
 class GPipeConfig(Table):
@@ -41,9 +41,6 @@ class CsvConfig(Table):
 
 class LinkConfig(Table):
     """Sends point-to-point messages between stages, and posts each receive before its message is sent."""
-
-    pool: Annotated[str, RecordReference("memory_pools")] | None = None
-    """The memory pool of the messages. The default is the run's default pool."""
 
 
 class UniformConfig(Table):

@@ -68,7 +68,7 @@ class Link:
         """Creates the channels and the message pool. Called once, after the process groups exist."""
         self._device = parts.world.device
         self._channels = Channels(parts.groups, separate_header=has_separate_header(self._device))
-        self._pool = parts.pool(self._config.pool)
+        self._pool = parts.pool
         self._message_pool = MessagePool(self._pool, self._device, separate_header=self._channels.separate_header)
         self._stage = self._channels.stage
         self._outbox = Outbox(self._channels, self._message_pool)

@@ -42,7 +42,7 @@ SIZES: tuple[Size, ...] = (
 
 
 class MemoryPoolContract:
-    """Tests a memory pool: inherit and set `pool` to a table of `[pools.NAME]`. num_draws: the number of random calls."""
+    """Tests a memory pool: inherit and set `pool` to a table `[pool]`. num_draws: the number of random calls."""
 
     pool: ClassVar[dict[str, Any]]
     num_draws: ClassVar[int] = 300
@@ -150,10 +150,9 @@ class MemoryPoolContract:
 
     def _pool(self) -> MemoryPool:
         """Returns a new pool."""
-        name, keys = self.pool["use"], {key: value for key, value in self.pool.items() if key != "use"}
-        loader = plan_from_dict(small_plan()).loader  # a plan must not have an unused pool
-        plugin, record = loader.load(name.partition(".")[0]), loader.record("memory_pools", name)
-        pool: MemoryPool = plugin.load_builder(record)(record.config.model_validate(keys))
+        component = plan_from_dict(small_plan(pool=self.pool)).pool
+        assert component is not None
+        pool: MemoryPool = component.build()
         return pool
 
     def _lease_all(self, pool: MemoryPool) -> None:

@@ -11,7 +11,6 @@ from sley_core.table import Array as Array
 from sley_core.table import PartTable as PartTable
 from sley_core.table import PlanPath as PlanPath
 from sley_core.table import PlanPattern as PlanPattern
-from sley_core.table import RecordReference as RecordReference
 from sley_core.table import Table as Table
 from sley_core.table import ValueDescription as ValueDescription
 from sley_core.topology import Topology as Topology

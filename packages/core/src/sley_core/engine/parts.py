@@ -1,4 +1,4 @@
-"""The parts of a run on one rank that plugins receive, and their callbacks, numbers and pools."""
+"""The parts of a run on one rank that plugins receive, and their callbacks and numbers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
-    from sley_core.memory.pool import Pools
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
+    from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
 
 
@@ -152,8 +152,8 @@ class Parts:
     run, batch, precision, limits: the plan's tables. world: this process and its device. topology: the ranks along each axis.
     groups: this rank's groups by axis. layers: this rank's layers. registry: their parameters. store: the accumulated
     gradients. weights: the store of the working weights. waits: the callbacks before a layer's weights are used. queue: the
-    weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: `pool(name)` returns
-    the memory pool of that name, `pool(None)` the run's own pool. events: the callbacks of a step, for plugins other than
+    weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: the memory pool of
+    the run's device buffers. events: the callbacks of a step, for plugins other than
     gradient handlers. is_compiled: whether torch.compile compiles the layers. foretold: returns the description of the value
     that a chunk of another stage (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
     """
@@ -172,7 +172,7 @@ class Parts:
     waits: Waits
     queue: WeightQueue
     numbers: StepNumbers
-    pool: Pools
+    pool: MemoryPool
     is_compiled: bool = False
     events: StepEvents = field(default_factory=StepEvents)
     foretold: Callable[[int, int], Description] | None = None

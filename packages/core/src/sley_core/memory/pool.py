@@ -1,4 +1,4 @@
-"""The device pools of a run: a buffer is lent for a `with` block, and buffers of almost equal sizes share memory.
+"""The device pool of a run: a buffer is lent for a `with` block, and buffers of almost equal sizes share memory.
 
     requested bytes         1 .. 256   .. 512 ..        4096    4608    5120  ..  8192    9216 ..
     bytes of the block         256        512           4096    4608    5120      8192    9216
@@ -10,25 +10,22 @@ sizes. With one size per doubling, as torch's pinned memory has, up to half of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from sley_core.errors import PlanError
 from sley_core.protocols import MemoryPool
 from sley_core.sizes import ALIGNMENT_BYTES, round_up
-from sley_core.words import suggestion
 
 MAX_LINEAR_UNITS = 8
 """Up to this many alignments, every multiple of the alignment is a block size."""
 
 DEFAULT = "core.pool"
-"""The name in reports of the pool that tables without a `pool` share."""
+"""The name in reports of the pool of a plan without `[pool]`."""
 
 
 def block_bytes(num_bytes: int, per_doubling: int = 8) -> int:
@@ -171,43 +168,3 @@ class DevicePool(MemoryPool):
         if not self._free[key]:
             del self._free[key]
         return block
-
-
-class Pools:
-    """Builds each pool at its first use: the default pool, that of a table `[pools.NAME]`, or a record's with its defaults.
-
-    tables: the plan's `[pools]`. build: builds the pool of a record. pools: the pools built so far, by name.
-    """
-
-    def __init__(self, tables: Mapping[str, Any], build: Callable[[str], MemoryPool]) -> None:
-        self._tables = tables
-        self._build = build
-        self.pools: dict[str, MemoryPool] = {}
-
-    def __call__(self, name: str | None) -> MemoryPool:
-        """Returns the pool of the table `[pools.name]` or of the record `name`, such as `memory.size_classes`; for None the
-        default pool.
-
-        Raises PlanError "unknown-name" or "unknown-record", and PluginError for a plugin that cannot be loaded.
-        """
-        key = name or DEFAULT
-        if key not in self.pools:
-            if name is None:
-                self.pools[key] = DevicePool()
-            elif name in self._tables:
-                self.pools[key] = self._tables[name].build()
-            elif "." in name:
-                self.pools[key] = self._build(name)
-            else:
-                hint = suggestion(name, self._tables, 'add the table, or use the name of a record, "plugin.record"')
-                raise PlanError("unknown-name", f"the plan has no table [pools.{name}]", hint=hint)
-        return self.pools[key]
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that the pools report, named `pool.tensor`."""
-        for name, pool in self.pools.items():
-            yield from ((f"{name}.{label}", tensor) for label, tensor in pool.named_tensors())
-
-    def labels(self) -> Mapping[str, MemoryPool]:
-        """Returns the pools by their names in the plan: `pools.NAME`, or the name of a record."""
-        return {name if "." in name else f"pools.{name}": pool for name, pool in self.pools.items()}

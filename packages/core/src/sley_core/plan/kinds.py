@@ -9,7 +9,7 @@ from sley_core import records
 from sley_core.data.dataset import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import CheckpointConfig, Factory, ModelConfig, SequenceConfig
-from sley_core.table import NAMED_TABLES, RecordKind, Table
+from sley_core.table import RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
     "models": records.ModelRecord,
@@ -102,15 +102,8 @@ class ComponentTable:
     schedule_default: str | None = None
 
     @property
-    def has_names(self) -> bool:
-        """Whether the plan's tables have names, `[key.NAME]`."""
-        return NAMED_TABLES.get(self.kind) == self.key
-
-    @property
     def header(self) -> str:
-        """The table's header in a plan: `[key]`, `[[key]]` or `[key.NAME]`."""
-        if self.has_names:
-            return f"[{self.key}.NAME]"
+        """The table's header in a plan: `[key]` or `[[key]]`."""
         return f"[[{self.key}]]" if self.is_list else f"[{self.key}]"
 
 
@@ -186,10 +179,11 @@ COMPONENTS = (
         "offload", "offload_managers", "Which parts of the run's memory are offloaded, and when; by default none.", is_list=True
     ),
     ComponentTable(
-        "pools",
+        "pool",
         "memory_pools",
-        "Pools of buffers with your own names, for the key `pool` of other tables. Tables with the same `pool` share it. A "
-        "record's name in such a key selects a shared pool with the record's defaults.",
+        "The pool of the run's device buffers: full-size weights and gradients, and messages between pipeline stages; by "
+        "default a pool with eight block sizes per power of two.",
+        required_table="pool",
     ),
     ComponentTable(
         "checkpoint",

@@ -7,11 +7,11 @@ All problems are reported together. The default of some tables is the record tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.read import read_file, read_tables, read_text, resolve_folder
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import NAMED_TABLES, BasePath, PartTable, RecordKind, RecordReference, Table, escape_path
+from sley_core.table import BasePath, PartTable, RecordKind, Table, escape_path
 from sley_core.words import describe_value, suggestion
 
 
@@ -75,7 +75,7 @@ def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-"""The name of a table `[key.NAME]`. It has no dot, unlike the name of a record."""
+"""The name of a set, `[evaluation.sets.NAME]`."""
 
 SLEY_RECORDS: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
 """Suggested records of other Sley packages, for the kinds of which core has no record."""
@@ -87,34 +87,6 @@ TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-class Reference(NamedTuple):
-    """A field that names a record. path: its path within the table."""
-
-    path: KeyPath
-    kind: RecordKind
-    name: str
-
-
-def find_references(table: Table) -> Iterator[Reference]:
-    """Yields the record references in the fields of `table`, in their order."""
-    for name, info in type(table).model_fields.items():
-        value = getattr(table, name)
-        for kind in _reference_kinds(info.annotation, info.metadata):
-            if isinstance(value, str):
-                yield Reference((name,), kind, value)
-            elif isinstance(value, tuple):
-                yield from (Reference((name, number), kind, item) for number, item in enumerate(value))
-
-
-def _reference_kinds(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[RecordKind]:
-    """Yields the record types to which a string, or a string of an array, with this type refers."""
-    yield from (
-        item.kind for item in (*metadata, *getattr(annotation, "__metadata__", ())) if isinstance(item, RecordReference)
-    )
-    for inner in get_args(annotation):
-        yield from _reference_kinds(inner)
-
-
 def resolve_plan(document: Document, loader: Loader) -> Plan:
     """Returns the plan of `document`. Raises PlanError or PluginError with all problems, sorted by place."""
     resolver = _Resolver(document, loader)
@@ -123,17 +95,14 @@ def resolve_plan(document: Document, loader: Loader) -> Plan:
         parts[name] = resolver.core_table(name, model) if name in resolver.tables else None
     parts["evaluation_sets"] = resolver.evaluation_sets(parts["evaluation"])
     for spec in COMPONENTS:
-        if spec.has_names:
-            parts[spec.key] = resolver.named_components(spec)
-        else:
-            parts[spec.key] = resolver.components(spec, parts["parallel"]) if spec.is_list else resolver.component(spec)
+        parts[spec.key] = resolver.components(spec, parts["parallel"]) if spec.is_list else resolver.component(spec)
     resolver.check_top_level()
     resolver.raise_problems(parts)
     return Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins)
 
 
 class _Resolver:
-    """Resolves the tables of one document. Collects problems, plugins and the names of referenced tables."""
+    """Resolves the tables of one document. Collects problems and plugins."""
 
     def __init__(self, document: Document, loader: Loader) -> None:
         self.document = document
@@ -143,7 +112,6 @@ class _Resolver:
         self.plugins: dict[str, Plugin] = {}
         self.schedule: Component | None = None
         self._broken_plugins: set[str] = set()
-        self._referenced_tables: set[tuple[str, str]] = set()  # (key, NAME)
         self._apply_source_folder()
         self._load_plugin(CORE, ())
 
@@ -196,22 +164,6 @@ class _Resolver:
             return ()
         components = [self._resolve_component(spec, item, (spec.key, number)) for number, item in enumerate(tables)]
         return tuple(component for component in components if component)
-
-    def named_components(self, spec: ComponentTable) -> dict[str, Component]:
-        """Returns the components of the tables `[key.NAME]` by name."""
-        tables = self.tables.get(spec.key, {})
-        if not isinstance(tables, dict):
-            self._add_problem(
-                "wrong-type", f"`{spec.key}` must be tables {spec.header}, not {describe_value(tables)}", (spec.key,)
-            )
-            return {}
-        if invalid_names := [name for name in tables if not _NAME.fullmatch(name)]:
-            for name in invalid_names:
-                message = f"the name of a table {spec.header} must have only letters, digits, `_` and `-`, but is `{name}`"
-                self._add_problem("wrong-name", message, (spec.key, name), "use a name that begins with a letter", at="key")
-            return {}
-        components = {name: self._resolve_component(spec, table, (spec.key, name)) for name, table in tables.items()}
-        return {name: component for name, component in components.items() if component}
 
     def evaluation_sets(self, evaluation: EvaluationTable | None) -> dict[str, EvaluationSet]:
         """Returns the sets of [evaluation] by name. A set with `split = "all"` gets data without a held-out split."""
@@ -269,18 +221,11 @@ class _Resolver:
             self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", hint))
 
     def raise_problems(self, parts: Mapping[str, Any]) -> None:
-        """Raises PlanError or PluginError if any problem was recorded, or if no key refers to a table `[key.NAME]`.
+        """Raises PlanError or PluginError if any problem was recorded.
 
         parts: the resolved tables by name. If there is a problem, conflicts between valid tables and problems of the data files
         are reported with it.
         """
-        if not self.problems:
-            for key in NAMED_TABLES.values():
-                for name in parts[key]:
-                    if (key, name) not in self._referenced_tables:
-                        message = f"[{key}.{name}] has no effect, because no table of the plan refers to `{name}`"
-                        hint = f'use it, as in `pool = "{name}"`, or remove it'
-                        self._add_problem("table-without-effect", message, (key, name), hint, at="key")
         if self.problems:
             problems = list(check_tables(parts))
             if parts["data"] is not None:
@@ -331,14 +276,19 @@ class _Resolver:
     def _resolve_record(
         self, spec: ComponentTable, table: dict[str, Any], path: KeyPath, shared: Mapping[str, Any] | None
     ) -> Component | None:
-        """Returns the component that `use` names, with a valid config and loaded references; None if it has a problem."""
+        """Returns the component that `use` names, with a valid config; None if it has a problem."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
         if self.schedule and not self.document.origin(use_path):
             is_ties = isinstance(self.schedule.record, ScheduleRecord) and name == self.schedule.record.ties
             if is_ties or spec.schedule_default is not None:
                 use_path, prefix = (*self.schedule.path, "use"), f"`{self.schedule.name}` needs `{name}`: "
-        plugin = self._load_record_plugin(name, use_path, prefix)
+        plugin_name, _, record_name = name.partition(".") if isinstance(name, str) else ("", "", "")
+        if not plugin_name or not record_name:
+            message = f'`{format_path(use_path)}` must be the name of a record, "plugin.record", not {describe_value(name)}'
+            self._add_problem("wrong-value" if isinstance(name, str) else "wrong-type", message, use_path)
+            return None
+        plugin = self._load_plugin(plugin_name, use_path, prefix)
         if plugin is None:
             return None
         try:
@@ -356,8 +306,6 @@ class _Resolver:
         for key, components in parts.items():
             for part, component in zip(getattr(config, key), components, strict=True):
                 part.set_component(component)
-        for reference in find_references(config):
-            self._load_reference(reference, (*path, *reference.path))
         return Component(spec, name, record, config, path, self.document, plugin)
 
     def _resolve_parts(
@@ -378,23 +326,6 @@ class _Resolver:
             components.append(self._resolve_component(inner, record_table, (*path, number), shared=shared))
         return model_tables, components
 
-    def _load_reference(self, reference: Reference, path: KeyPath) -> None:
-        """Loads the record that a field names, or looks up the plan's table; records a problem if it does not exist."""
-        key = NAMED_TABLES.get(reference.kind)
-        if key and "." not in reference.name:
-            tables = self.tables.get(key)
-            names = list(tables) if isinstance(tables, dict) else []
-            self._referenced_tables.add((key, reference.name))
-            if reference.name not in names:
-                hint = f'add it with `use`, or name {kind_with_article(reference.kind)} as "plugin.record"'
-                message = f"the plan has no table [{key}.{reference.name}]"
-                self._add_problem("unknown-name", message, path, suggestion(reference.name, names, hint))
-        elif self._load_record_plugin(reference.name, path):
-            try:
-                self.loader.record(reference.kind, reference.name)
-            except SleyError as error:
-                self._add_error(error, path)
-
     def _suggest_record(self, spec: ComponentTable) -> str | None:
         """Returns a hint with core's records for a table, or with a record of another Sley package; None if there is none."""
         core = self.plugins.get(CORE)
@@ -402,18 +333,6 @@ class _Resolver:
             return "core has " + ", ".join(f'"{CORE}.{name}"' for name in core.records[spec.kind])
         record = SLEY_RECORDS.get(spec.kind)
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
-
-    def _load_record_plugin(self, name: Any, path: KeyPath, prefix: str = "") -> Plugin | None:
-        """Returns the plugin of the record `name`; None, with a problem recorded, if the name is invalid or loading fails.
-
-        prefix: the beginning of the problem's message.
-        """
-        plugin, dot, record = name.partition(".") if isinstance(name, str) else ("", "", "")
-        if dot and plugin and record:
-            return self._load_plugin(plugin, path, prefix)
-        message = f'`{format_path(path)}` must be the name of a record, "plugin.record", not {describe_value(name)}'
-        self._add_problem("wrong-value" if isinstance(name, str) else "wrong-type", message, path)
-        return None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
         """Returns the plugin `name`, which is loaded at most once; None, with a problem recorded, if that fails."""

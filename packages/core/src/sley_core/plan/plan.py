@@ -122,7 +122,7 @@ class Plan:
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
     offload: tuple[Component, ...]
-    pools: Mapping[str, Component]
+    pool: Component | None
     checkpoint: Component | None
     metrics: tuple[Component, ...]
     document: Document = field(compare=False, repr=False)
@@ -136,12 +136,6 @@ class Plan:
         )
         steps = f"{self.run.steps:,} steps of {self.batch.global_size:,} samples"
         return f"Plan({self.run.name!r}: {self.model.name} on {self.data.name}, {steps}, {sizes})"
-
-    def build_record(self, kind: RecordKind, name: str, *args: Any) -> Any:
-        """Builds the record `name` with its default config. Raises PluginError "plugin-import"."""
-        plugin = self.loader.load(name.partition(".")[0])
-        record = self.loader.record(kind, name)
-        return plugin.load_builder(record)(record.config(), *args)
 
     def origin(self, path: KeyPath) -> str:
         """Returns the origin of the value at `path`: file, line and column, a `--set`, or "default"."""

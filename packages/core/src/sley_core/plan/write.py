@@ -12,7 +12,7 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError, format_path
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES
-from sley_core.table import NAMED_TABLES, Table, escape_path
+from sley_core.table import Table, escape_path
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -46,10 +46,8 @@ def to_tables(plan: Plan) -> dict[str, Any]:
             continue
         if spec.is_list:
             tables[spec.key] = [dump_component(component) for component in value]
-        elif not spec.has_names:
+        else:
             tables[spec.key] = dump_component(value)
-        elif value:
-            tables[spec.key] = {name: dump_component(component) for name, component in value.items()}
     return tables
 
 
@@ -81,9 +79,7 @@ def sections(tables: Mapping[str, Any]) -> Iterator[str]:
     yield _format_table(plain_keys)
     for key, value in tables.items():
         if key not in plain_keys:
-            if key in NAMED_TABLES.values():
-                pairs = [(f"[{key}.{_format_key(name)}]", table) for name, table in value.items()]
-            elif key == "evaluation" and "sets" in value:
+            if key == "evaluation" and "sets" in value:
                 pairs = [
                     (f"[{key}]", {inner_key: inner for inner_key, inner in value.items() if inner_key != "sets"}),
                     *((f"[{key}.sets.{_format_key(name)}]", table) for name, table in value["sets"].items()),
