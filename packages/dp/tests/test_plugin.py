@@ -63,8 +63,7 @@ def test_wrong_tables(small, handler, code):
 @pytest.mark.parametrize(
     ("handler", "changes", "world", "codes"),
     [
-        ({}, {"optimizer": MUON}, 2, ["optimizer-layout"]),
-        ({}, {"optimizer": MUON}, 1, []),
+        ({}, {"optimizer": MUON}, 2, []),
         ({}, {"optimizer": ADAMW}, 2, ["optimizer-layout"]),
         ({}, {"optimizer": ADAMW | {"scope": "elementwise"}}, 2, []),
         ({"shards": 3}, {}, 4, ["shards-do-not-divide"]),

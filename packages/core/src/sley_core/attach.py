@@ -23,6 +23,7 @@ from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics
 from sley_core.engine.execute import Crossing, Executor
+from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.positions import PositionAdditivity, PositionProbe, WholeSequences, needs_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
 from sley_core.engine.replicas import CopyComparison, WriteWatch
@@ -41,6 +42,7 @@ from sley_core.memory.run_memory import ManagerCounts, RunMemory
 from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
+from sley_core.optim.config import scope_of
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
@@ -161,7 +163,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     config: Any = plan.optimizer.config
     device = parts.world.device
     home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
-    masters = Masters(parts.weights, parts.store, torch.promote_types(parts.weights.dtype, torch.float32), home)
+    wide = torch.promote_types(parts.weights.dtype, torch.float32)
+    is_elementwise = scope_of(plan.optimizer.record, config) == "elementwise"
+    owners = None if is_elementwise else MatrixOwners(parts.groups, parts.store, wide)
+    masters = Masters(parts.weights, parts.store, wide, home, owners)
     masters.add(parts.registry.trainable)
     for param in parts.registry:
         if not param.trainable:
@@ -176,7 +181,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     return Update(
         parts.store,
         masters,
-        plan.optimizer.build(groups_of(masters.stepped), optimizer_device),
+        plan.optimizer.build(groups_of(masters.optimized), optimizer_device),
         groups_of,
         factor,
         parts.groups,
@@ -405,8 +410,8 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def states() -> NamedTensors:
         """Yields the optimizer's states in the order of the parameters, then states under other keys."""
-        names = {id(stepped.parameter) for stepped in update.masters.stepped}
-        for stepped in update.masters.stepped:
+        names = {id(stepped.parameter) for stepped in update.masters.optimized}
+        for stepped in update.masters.optimized:
             yield from states_of(stepped)
         for key, state in update.optimizer.state.items():
             if id(key) not in names:

@@ -9,11 +9,10 @@ import pytest
 import tomli
 
 from sley_core.hookspecs import hookimpl
-from sley_core.optim.config import OptimizerConfig
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
-from sley_core.records import GradientHandlerRecord, MemoryPoolRecord, MetricsWriterRecord, OptimizerRecord, Record
+from sley_core.records import GradientHandlerRecord, MemoryPoolRecord, MetricsWriterRecord, Record
 from sley_core.table import Table
 from sley_testing.plans import loader_of
 
@@ -49,7 +48,7 @@ dp = 2
 
 
 class Handlers:
-    """A plugin of gradient handlers of every role, and of an optimizer that looks at whole matrices."""
+    """A plugin of gradient handlers of every role."""
 
     @hookimpl
     def sley_gradient_handlers(self) -> list[GradientHandlerRecord]:
@@ -64,10 +63,6 @@ class Handlers:
             record("ties", role="tie"),
             record("more_ties", role="tie"),
         ]
-
-    @hookimpl
-    def sley_records(self) -> list[OptimizerRecord]:
-        return [OptimizerRecord(name="muon", config=OptimizerConfig, build="nowhere:muon", scope="per_matrix")]
 
 
 class Pools:

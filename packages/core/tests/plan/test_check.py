@@ -154,21 +154,6 @@ def test_gradient_handlers(make: Make, names: list[str], code: str | None) -> No
         assert code in [one for one, _, _ in found]
 
 
-def test_an_optimizer_that_needs_whole_matrices(make: Make) -> None:
-    muon = {"use": "handlers.muon", "lr": 0.1}
-    assert codes(make(optimizer=muon)) == []
-    found = problems(make(optimizer=muon, **handlers("shards")))
-    assert found == [
-        (
-            "optimizer-layout",
-            "`handlers.muon` needs whole matrices, but with `handlers.shards` a rank has only shards",
-            "use an elementwise optimizer such as `core.adamw`",
-        )
-    ]
-    assert codes(make(optimizer=muon, parallel={"dp": 2, "wp": 2})) == ["weights-missing", "optimizer-layout"]
-    assert codes(make(**handlers("shards"))) == []
-
-
 WP = {"parallel": {"dp": 2, "wp": 2}}
 PP = {"parallel": {"dp": 1, "pp": 2}}
 
@@ -178,12 +163,12 @@ PP = {"parallel": {"dp": 1, "pp": 2}}
     [
         ("torch.optim:NAdam", None, True, True),
         ("torch.optim.adamw:AdamW", None, True, True),
-        ("torch.optim:Adafactor", None, True, False),
-        ("torch.optim:Muon", None, True, False),
+        ("torch.optim:Adafactor", None, True, True),
+        ("torch.optim:Muon", None, True, True),
         ("torch.optim:NextYears", None, False, False),
         ("mine:Adam", None, False, False),
         ("mine:Adam", "elementwise", True, True),
-        ("mine:Lamb", "matrix", True, False),
+        ("mine:Lamb", "matrix", True, True),
         ("mine:Prodigy", "global", False, False),
         ("torch.optim:AdamW", "global", False, False),
     ],

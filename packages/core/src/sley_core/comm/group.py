@@ -76,11 +76,20 @@ class Group(Members):
         """Starts a broadcast of `tensor` in place from the first rank of the group, and returns its handle."""
         return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, label)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        *,
+        label: str,
+        channel: str = DEFAULT_CHANNEL,
+        splits: tuple[list[int], list[int]] = ([], []),
+    ) -> Work:
         """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th rank, and slice i of `output`
-        comes from it. Both tensors have one size and dtype, and divide along dim 0 into `size` equal slices.
+        comes from it. splits: the sizes of the slices of `output` and `tensor` along dim 0; by default, equal slices.
         """
-        return self._start("all_to_all", partial(dist.all_to_all_single, output, tensor), output, tensor, label, channel)
+        call = partial(dist.all_to_all_single, output, tensor, *splits)
+        return self._start("all_to_all", call, output, tensor, label, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order. Returns its handle."""

@@ -15,7 +15,7 @@ A shard may begin anywhere within a parameter, so only element-wise operations c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -213,10 +213,15 @@ class GradientBuffer(FlatBuffer):
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
         """Returns the range of each parameter's elements in this rank's part, which may be empty."""
+        return self.ranges_of((self.shard or WHOLE).index)
+
+    def ranges_of(self, index: int) -> dict[Param, ElementRange]:
+        """Returns the range of each parameter's elements in part `index` of the buffer."""
+        begin, end = replace(self.shard or WHOLE, index=index).bounds(self.data.numel())
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
-            first = min(max(self._begin - start, 0), param.numel)
-            ranges[param] = ElementRange(first, max(first, min(self._end - start, param.numel)))
+            first = min(max(begin - start, 0), param.numel)
+            ranges[param] = ElementRange(first, max(first, min(end - start, param.numel)))
         return ranges
 
     @cached_property

@@ -138,7 +138,8 @@ class Update:
             if self.events.step_in_buckets is None:
                 run_optimizer_step()
             else:
-                step_buckets(self.optimizer, self.masters.stepped, self.events.step_in_buckets, run_optimizer_step)
+                step_buckets(self.optimizer, self.masters.optimized, self.events.step_in_buckets, run_optimizer_step)
+        self.masters.scatter_owned()
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
@@ -154,12 +155,16 @@ class Update:
         optimizer: Any = self.optimizer
         self.masters.follow()
         before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
+        self.masters.gather_owned()
         optimizer.eval()
+        self.masters.scatter_owned()
         self._publish_weights()
         try:
             yield
         finally:
+            self.masters.gather_owned()
             optimizer.train()
+            self.masters.scatter_owned()
             with torch.no_grad():
                 for stepped, value in zip(self.masters.stepped, before, strict=True):
                     stepped.parameter.copy_(value)
@@ -258,6 +263,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
+    for stepped in update.masters.optimized:
         for state, tensor in optimizer_states(update, stepped):
             yield ParamState(stepped.name, stepped.elements, state, tensor)
 

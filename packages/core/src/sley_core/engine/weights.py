@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sley_core.comm.copies import free, grow, storage_id
 from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.tensors import keeps_fp32, parameter_format
@@ -179,13 +180,15 @@ class Stepped:
     """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
 
     parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
-    range that this rank updates, if other ranks update the rest; `parameter` has the shape of the range then.
+    range that this rank updates, if other ranks update the rest; `parameter` has the shape of the range then. is_owned: whether
+    `parameter` is the full tensor of a split matrix that this rank owns.
     """
 
     param: Param
     parameter: nn.Parameter
     original: nn.Parameter
     elements: ElementRange | None = None
+    is_owned: bool = False
 
     @property
     def name(self) -> str:
@@ -230,14 +233,18 @@ class Masters:
     dtype of the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise
     parameters are narrowed, and their former values become master weights: in one flat buffer for each call of `add`, and one
     for this rank's part of each sharded buffer. home: the device of the masters; None for the device of the parameters. With a
-    home there are always masters, and the code that updates them copies gradients there and weights back.
+    home there are always masters, and the code that updates them copies gradients there and weights back. owners: exchange the
+    matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the weights. optimized:
+    the tensors in the optimizer's groups: `stepped`, but of split matrices the full tensors that this rank owns.
     """
 
     weights: WeightStore
     store: GradientStore
     wide: torch.dtype
     home: torch.device | None = None
+    owners: MatrixOwners | None = None
     stepped: list[Stepped] = field(default_factory=list, init=False)
+    optimized: list[Stepped] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._originals: list[tuple[Param, nn.Parameter]] = []
@@ -262,6 +269,12 @@ class Masters:
                 stepped = parameter if elements is None else nn.Parameter(_elements(parameter.detach(), elements))
             added.append(Stepped(param, stepped, parameter, elements))
         self.stepped += added
+        if self.owners is not None:
+            self.owners.add(params)
+            added = [stepped for stepped in added if stepped.param not in self.owners.params]
+            owned = [(param, self.owners.owned[param]) for param in params if param in self.owners.owned]
+            added += [Stepped(param, parameter, param.parameter, is_owned=True) for param, parameter in owned]
+        self.optimized += added
         return added
 
     @property
@@ -280,13 +293,32 @@ class Masters:
         return id(stepped.original) in self._masters
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and without a `home` sets `grad` of the stepped tensors from the store, None if frozen."""
+        """Calls `follow`, and without a `home` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
+        get values and gradients of their matrices from the other ranks.
+        """
         self.follow()
         if self.home is not None:
             return
-        gradients = self.store.parts([stepped.param for stepped in self.stepped])
-        for stepped, gradient in zip(self.stepped, gradients, strict=True):
+        stepped_here = [stepped for stepped in self.optimized if not stepped.is_owned]
+        gradients = self.store.parts([stepped.param for stepped in stepped_here])
+        for stepped, gradient in zip(stepped_here, gradients, strict=True):
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
+        if self.owners is not None:
+            self.gather_owned()
+            self.owners.gather_gradients()
+
+    def gather_owned(self) -> None:
+        """Copies the values of split matrices to their owners. All ranks of a stage call it."""
+        if self.owners is not None:
+            self.owners.gather_values({stepped.param: stepped.parameter.detach() for stepped in self.stepped})
+
+    def scatter_owned(self) -> None:
+        """Copies the owners' values of split matrices into this rank's parts. All ranks of a stage call it."""
+        if self.owners is not None:
+            values = self.owners.scatter_values()
+            for stepped in self.stepped:
+                if stepped.param in values:
+                    stepped.parameter.detach().copy_(values[stepped.param].view(stepped.parameter.shape))
 
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, and drops references to gradients. Parts of other ranks may be

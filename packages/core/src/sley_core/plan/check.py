@@ -134,18 +134,24 @@ ELEMENTWISE_HINT = ', or set `scope = "elementwise"` if every element is updated
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
-    """Yields a problem if the optimizer needs whole matrices or the whole model but each rank has only a part."""
+    """Yields a problem if the optimizer needs whole matrices or the whole model but no rank has them."""
     scope = scope_of(plan.optimizer.record, plan.optimizer.config)
     sharders = [handler.name for handler in plan.gradient_handlers if getattr(handler.record, "result", None) == "shard"]
+    hosts = [manager.name for manager in plan.offload if records.steps_on_host(manager.record)]
     layout = None
-    if scope != "elementwise" and topology.wp > 1:
+    # The owner of a matrix gets its parts from the other ranks, but only on the device.
+    if scope == "elementwise" or (scope == "per_matrix" and not hosts):
+        return
+    if topology.wp > 1:
         layout = f"with `wp = {topology.wp}` a rank has only shards"
-    elif scope != "elementwise" and sharders and topology.ranks_per_stage > 1:
+    elif sharders and topology.ranks_per_stage > 1:
         layout = f"with `{sharders[0]}` a rank has only shards"
     elif scope in ("global", "unknown") and topology.pp > 1:
         layout = f"with `pp = {topology.pp}` a rank has only a part of the model"
     if layout is None:
         return
+    if scope == "per_matrix":
+        layout += f", and `{hosts[0]}` does not gather them"
     needs = SCOPE_DESCRIPTIONS.get(scope, "may need whole matrices, or all gradients at once")
     hint = "use an elementwise optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if scope == "unknown" else "")
     key = "use" if plan.optimizer.record else "factory"

@@ -99,7 +99,7 @@ class RunTensors:
             if isinstance(leaf.value, Tensor):
                 shape = tuple(leaf.value.shape)
                 is_elementwise = shape == tuple(stepped.parameter.shape)
-                region = region_of(stepped.param, stepped.elements) if is_elementwise else Region(shape)
+                region = state_region(stepped) if is_elementwise else Region(shape)
                 yield state_name(stepped.name, leaf.name), region, leaf.value
         for name, buffer, is_per_rank in self.buffers():
             for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
@@ -116,7 +116,7 @@ class RunTensors:
         return self.parts.registry.base
 
     def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
-        for stepped in self.update.masters.stepped:
+        for stepped in self.update.masters.optimized:
             for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 yield stepped, leaf
 
@@ -126,7 +126,7 @@ class RunTensors:
         for stepped, leaf in self._state_leaves():
             if leaf.path and not isinstance(leaf.value, Tensor):
                 values[state_name(stepped.name, leaf.name)] = _encode_state(leaf.value, stepped.name, leaf.name)
-        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.stepped}
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimized}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
             if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
@@ -157,6 +157,11 @@ class RunTensors:
     def rank_name(self, name: str) -> str:
         """Returns the name in the checkpoint of a tensor that belongs to this rank."""
         return f"ranks/{self.parts.world.rank}/{name}"
+
+
+def state_region(stepped: Stepped) -> Region:
+    """Returns the region of an elementwise state on this rank; an owner has the full state."""
+    return Region(stepped.param.shape) if stepped.is_owned else region_of(stepped.param, stepped.elements)
 
 
 def state_name(parameter: str, state: str) -> str:
@@ -317,7 +322,7 @@ class Restoring:
     def _restore_optimizer(self) -> None:
         """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
         update = self.tensors.update
-        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.stepped}
+        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimized}
         states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
@@ -363,7 +368,7 @@ class Restoring:
         shape = self.saved.kind(name).shape
         if shape != tuple(stepped.param.shape):
             return self._read_local(name, Region(shape))
-        return self._read_local(name, region_of(stepped.param, stepped.elements), stepped.parameter)
+        return self._read_local(name, state_region(stepped), stepped.parameter)
 
     def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
         values = self.saved.description.values
