@@ -113,8 +113,9 @@ def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: 
 
 def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
-    with pytest.raises(RunError, match="exit status 7") as caught:
+    with pytest.raises(RunError, match="exit status 7 when it tokenized 7") as caught:
         list(map_batches(os._exit, [7]))
+    assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
     assert caught.value.diagnostics[0].code == "data-worker"
 
 

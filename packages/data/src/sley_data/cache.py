@@ -160,6 +160,12 @@ class _Batch(NamedTuple):
     num_bytes: int
     documents: list[Any]
 
+    def __str__(self) -> str:
+        """Describes the batch by the name of its first document, which is a (name, content) pair or has an attribute `name`."""
+        first, count = self.documents[0], len(self.documents) - 1
+        name = first[0] if isinstance(first, tuple) else first.name
+        return f"`{name}` and the next {count} documents" if count else f"`{name}`"
+
 
 def _split_batches(documents: Iterable[T], size_of: Callable[[T], int]) -> Iterator[_Batch]:
     """Yields all documents in batches. A part or batch ends once it has PART_BYTES or BATCH_BYTES."""

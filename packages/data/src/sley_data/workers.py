@@ -84,7 +84,7 @@ class _Worker:
             self._send(batch)
             is_error, result = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died within a reply
-            message = f"a worker process that tokenizes text ended with the exit status {self._process.wait()}"
+            message = f"a worker process ended with the exit status {self._process.wait()} when it tokenized {batch}"
             hint = "set `cache` to a path on another disk, or use a host with more memory, if the system killed the process"
             raise RunError("data-worker", message, path=("data",), hint=hint) from None
         if is_error:
