@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS
 
 from sley_core.errors import PlanError, RunError
-from sley_core.hugging_face import write_other_files
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
+from train_cli.hugging_face import write_other_files
 from train_cli.saved import load_run_plan
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Schedule, loop, v
-from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
@@ -147,23 +146,6 @@ def test_receive_buffers_do_not_grow_with_micro_batches(schedule, stages):
 
 
 # -- what the pages show -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("generate", "schedule", "micros"),
-    [
-        (gpipe, "gpipe", 4),
-        (one_f_one_b, "one_f_one_b", 4),
-        (interleaved, "interleaved 2", 4),
-        (zero_bubble_h1, "zero_bubble_h1", 4),
-        (zero_bubble_v, "zero_bubble_v", 8),
-    ],
-)
-def test_the_drawings_in_docstrings_are_right(generate, schedule, micros):
-    shown = [line.strip().removesuffix(" ...") for line in generate.__doc__.splitlines() if line.startswith("        stage ")]
-    drawn = draw_text(simulated(SCHEDULES[schedule], 4, micros).timeline, width=1000).splitlines()
-    assert len(shown) == 4
-    assert all(row.startswith(line) for row, line in zip(drawn, shown, strict=False))
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

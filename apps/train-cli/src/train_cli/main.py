@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -25,7 +26,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from sley_core.discovery import install_hint
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError
-from sley_core.process import disable_gc
 from train_cli import console
 from train_cli.console import Settings
 from train_cli.options import MessageFormat
@@ -98,6 +98,18 @@ Exit codes:
   143  terminated (SIGTERM)
   152  warned by the batch system (SIGXCPU)
 """
+
+
+@contextmanager
+def disable_gc() -> Iterator[None]:
+    """Turns the garbage collector off within the block."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,10 +22,10 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyErr
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
 from sley_core.plan.load import load_plan
-from sley_core.process import disable_gc
 from train_cli.console import say
 from train_cli.environment import num_cores, write_start
 from train_cli.faults import Fault, write_late_report, write_report
+from train_cli.main import disable_gc
 from train_cli.preflight import RankFaults, meet
 from train_cli.progress import (
     SUMMARY,

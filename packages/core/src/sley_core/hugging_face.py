@@ -1,11 +1,9 @@
-"""Describes the model of Hugging Face transformers with a run's weights, and writes its configs and tokenizer."""
+"""Describes the model of Hugging Face transformers with a run's weights, and opens weights of such models and of runs."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.errors import SleyError, UsageError
 from sley_core.records import AdaptersRecord, DatasetRecord, import_object
 from sley_core.run_files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
-from sley_core.weight_files.read import TOKENIZER, TensorReader, WeightFiles, disable_settings
-from sley_core.whole_files import replace_atomically
+from sley_core.weight_files.read import TensorReader, WeightFiles
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -45,24 +42,8 @@ def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Pl
     dtype = _DTYPES[source.kind(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
-        content["eos_token_id"] = _end_token(plan)
+        content["eos_token_id"] = end_token(plan)
     return HuggingFaceModel(content, names)
-
-
-def generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the first weights, which also ends a text as the data do."""
-    content: dict[str, Any] = {}
-    folder = start_folder(plan)
-    if folder is not None and (folder / GENERATION).is_file():
-        content = json.loads((folder / GENERATION).read_text("utf-8"))
-    content = {key: model.config[key] for key in IDS if model.config.get(key) is not None} | content
-    ends: list[int] = []
-    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), _end_token(plan)):
-        values = value if isinstance(value, list) else [value]
-        ends += [token for token in values if token is not None and token not in ends]
-    if ends:
-        content["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    return content
 
 
 def start_folder(plan: Plan) -> Path | None:
@@ -114,7 +95,7 @@ def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
     return reader
 
 
-def _end_token(plan: Plan) -> int | None:
+def end_token(plan: Plan) -> int | None:
     """Returns the id of the token with which a text of the plan's data ends; None if it is not known."""
     record, end = plan.data.record, getattr(plan.data.config, "end_of_document", None)
     if isinstance(record, DatasetRecord) and record.text_ids is not None:
@@ -124,32 +105,3 @@ def _end_token(plan: Plan) -> int | None:
             return None
         return token
     return end if isinstance(end, int) else None
-
-
-def tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yields the files of the data's tokenizer with their names; those of the first weights if the data have no tokenizer."""
-    data = plan.data.config
-    tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
-    if tokenizer is not None and tokenizer.is_file():
-        yield tokenizer, TOKENIZER[0]
-    folder = tokenizer or (None if hasattr(data, "tokenizer") else start_folder(plan))
-    names = [name for name in TOKENIZER if template is None or not name.startswith("chat_template")]
-    yield from ((folder / name, name) for name in names if folder is not None and (folder / name).is_file())
-    if template is not None:
-        yield template, "chat_template.jinja"
-
-
-def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
-    """Writes both configs, and copies the tokenizer, changed so that it makes the tokens of training."""
-    contents = {CONFIG: dict(model.config), GENERATION: generation_config(plan, model)}
-    for name, content in contents.items():
-        if content:
-            with replace_atomically(folder / name) as file:
-                file.write(json.dumps(content, indent=2).encode() + b"\n")
-    for source, name in tokenizer_files(plan):
-        shutil.copyfile(source, folder / name)
-    if (path := folder / TOKENIZER[0]).is_file():
-        text = path.read_text("utf-8")
-        if (changed := disable_settings(text)) != text:
-            with replace_atomically(path) as file:
-                file.write(changed.encode())

@@ -1,25 +1,9 @@
-"""Turns off the garbage collector, and keeps freed memory in the process. Imports no torch."""
+"""Keeps freed memory in the process. Imports no torch."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
-@contextmanager
-def disable_gc() -> Iterator[None]:
-    """Turns the garbage collector off within the block."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3

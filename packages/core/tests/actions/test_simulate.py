@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
-from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Peaks, Timeline, simulate
 from sley_core.errors import PlanError
@@ -127,31 +126,3 @@ def test_the_number_of_receive_buffers_does_not_grow_with_the_number_of_micro_ba
     placement = loop(4)
     simulated = simulate(lower(breadth_first(placement, micros), placement, micros), placement, Costs.even(4))
     assert [held.receives for held in simulated.peaks] == [5, 4, 4, 5]
-
-
-def timeline_of(lists, placement, micros) -> Timeline:
-    return simulate(lower(lists, placement, micros), placement, Costs.even(placement.num_positions)).timeline
-
-
-@pytest.fixture
-def two_stages() -> Timeline:
-    return timeline_of([sequential(2)] * 2, loop(2), 2)
-
-
-def test_text_shows_who_does_what_when(two_stages):
-    assert draw_text(two_stages).splitlines() == [
-        "stage 0  F0-.........B0====F1-.........B1====   50% idle",
-        "stage 1  ...F0-B0====.........F1-B1====......   50% idle",
-        "F forward, B backward",
-    ]
-
-
-@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
-@pytest.mark.parametrize("micros", [1, 7, 40])
-def test_a_row_is_never_wider_than_asked_for(width, micros):
-    placement = loop(3, 2)
-    drawn = draw_text(timeline_of(breadth_first(placement, micros), placement, micros), width)
-    rows = drawn.splitlines()[:3]
-    least = len("stage 0  .   99% idle")
-    assert max(map(len, rows)) <= max(width, least)
-    assert len({len(row) for row in rows}) == 1

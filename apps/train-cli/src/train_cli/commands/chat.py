@@ -16,11 +16,12 @@ import typer
 from sley_core.attempt import PLAN
 from sley_core.discovery import install_hint
 from sley_core.errors import PluginError, UsageError
-from sley_core.hugging_face import CONFIG, merged_weights, write_other_files
+from sley_core.hugging_face import CONFIG, merged_weights
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model
 from train_cli.console import say
+from train_cli.hugging_face import write_other_files
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 from train_cli.saved import open_weights
 

@@ -98,8 +98,8 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
     """
-    from sley_core.hugging_face import write_other_files
     from sley_core.weight_files.write import write_tensors
+    from train_cli.hugging_face import write_other_files
 
     model = hugging_face_model(plan, source)
     if model is None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sley_core.actions.draw import draw_text
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.errors import KeyPath, PlanError, UsageError, format_path
@@ -20,6 +19,7 @@ from sley_core.plan.plan import Plan
 from sley_core.plan.write import iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
+from train_cli.draw import draw_text
 from train_cli.main import module_of
 from train_cli.options import (
     FormatOption,

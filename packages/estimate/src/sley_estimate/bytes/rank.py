@@ -29,13 +29,13 @@ from sley_core.errors import RunError, SleyError
 from sley_core.memory.state import PARTS
 from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.plan import Plan
-from sley_core.process import disable_gc
 from sley_core.run import Run
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, StepSimulation
 from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition, StepProgress
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.step.record import Recording
+from train_cli.main import disable_gc
 from train_cli.meta_model import micro_batch
 
 STEPS = 3

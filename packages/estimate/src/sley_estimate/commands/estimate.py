@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sley_core.actions.action import Delivery, in_words
-from sley_core.actions.draw import draw_text
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import load_machine
 from train_cli.commands.show import WIDTH
+from train_cli.draw import draw_text
 from train_cli.environment import num_cores
 from train_cli.options import (
     FormatOption,

@@ -22,7 +22,6 @@ import numpy as np
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan
-from sley_core.process import disable_gc
 from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.stages import build_first_draft, can_fork, representative_stages, run_forked, take_steps
 from sley_estimate.layers.prices import Source
@@ -30,6 +29,7 @@ from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Layout, Layouts
 from sley_estimate.search.roofline import Roofline, RooflineEstimate
 from sley_estimate.step.estimate import build_records, estimate_from_records, plan_for_machine
+from train_cli.main import disable_gc
 
 T = TypeVar("T")
 
