@@ -88,13 +88,14 @@ def test_a_long_run_without_checkpoints_has_a_note(seconds: float, first_step: i
     assert all("about 5m 10s" in text or "about 55h 30m" in text for text in notes), notes
 
 
-def test_a_late_compilation_is_noted() -> None:
+def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason() -> None:
     notes: list[str] = []
-    num_graphs = iter([3, 4, 4, 4, 6])
-    note = CompileNote(notes, lambda: next(num_graphs))
-    for step in range(1, 6):
+    reasons: dict[str, str] = {}
+    note = CompileNote(notes, lambda: 3, lambda: reasons)
+    for step, compile_id in enumerate(["", "0/1", "", "", "0/2"], start=1):
+        reasons |= {compile_id: f"guard of {compile_id}"} if compile_id else {}
         note({"step": step, "seconds": 2.0})
-    assert notes == ["step 5 compiled 2 more graphs, which took part of its 2.0 s; TORCH_LOGS=recompiles prints the reasons"]
+    assert notes == ["the first step compiled 3 graphs, in 2s", "step 5 compiled again, since a guard failed: guard of 0/2"]
 
 
 @pytest.mark.parametrize("line", [True, False])
@@ -180,6 +181,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "tokens": 40 * 512,
         "trained_tokens": 40 * 500,
         "seconds": 10.0,
+        "first_step_s": 0.25,
         "tokens_per_s": 2048.0,
         "samples": 640,
         "samples_per_s": 64.0,
@@ -223,4 +225,6 @@ def test_summaries_without_tokens_losses_or_steps() -> None:
     none = summary(INFO, "failed", RunTotals())
     unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
     assert [none[key] for key in unknown] == [None] * 7
+    compiled = closing(content | {"counts": {"compile": {"graphs": 3}}}, "x")
+    assert "  first step     0s with compilation (3 graphs in the whole run)\n" in compiled
     assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"

@@ -67,7 +67,7 @@ def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch
     def refused(kernel: str, q: Tensor = q, dropout: float = 0.0) -> str:
         with pytest.raises(RunError) as error:
             SleyAttention(kernel)(q, k, v, dropout=dropout)
-        assert error.value.diagnostics[0].hint == 'set `[model] attention = "sdpa"`'
+        assert error.value.diagnostics[0].hint == 'set `[model] attention = "auto"`'
         return error.value.diagnostics[0].message
 
     assert refused("flex_attention", q.requires_grad_()) == "`flex_attention` has no backward on cpu"

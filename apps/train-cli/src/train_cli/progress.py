@@ -76,6 +76,7 @@ class RunTotals:
         self.tokens = self.trained_tokens = 0
         self.tflop = self.mfu_seconds = 0.0
         self.seconds = 0.0
+        self.first_step_s: float | None = None
         self.held_out_loss: float | None = None
         self.evaluated: dict[str, float] = {}
         self.losses: deque[float] = deque(maxlen=NUM_LAST)
@@ -93,6 +94,7 @@ class RunTotals:
         self.tflop += row.get("tflops", 0.0) * row["seconds"]
         self.mfu_seconds += row.get("mfu", 0.0) * row["seconds"]
         self.seconds += row["seconds"]
+        self.first_step_s = row["seconds"] if self.first_step_s is None else self.first_step_s
         self.skipped += int(row.get("skipped", 0))
         if math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
@@ -139,6 +141,7 @@ def summary(
         "tokens": totals.tokens,
         "trained_tokens": totals.trained_tokens,
         "seconds": totals.seconds,
+        "first_step_s": totals.first_step_s,
         "tokens_per_s": per_s(totals.tokens),
         "samples": samples,
         "samples_per_s": per_s(samples),
@@ -240,23 +243,30 @@ class UnsavedNote:
 
 
 class CompileNote:
-    """Reads the rows of a compiled run, and adds a note to `notes` for each step after the third that compiles again.
+    """Reads the rows of a compiled run. Adds the number of graphs to `notes` after the first step, and a warning after each
+    step after the third that compiles again.
 
-    count_graphs: returns the number of graphs compiled so far.
+    count_graphs: returns the number of graphs so far. recompile_reasons: returns the reasons of recompilations so far, by id.
     """
 
-    def __init__(self, notes: list[str], count_graphs: Callable[[], int]) -> None:
+    def __init__(
+        self, notes: list[str], count_graphs: Callable[[], int], recompile_reasons: Callable[[], Mapping[str, str]]
+    ) -> None:
         self._notes = notes
         self._count_graphs = count_graphs
-        self._num_steps = self._num_graphs = 0
+        self._recompile_reasons = recompile_reasons
+        self._num_steps = 0
+        self._noted: set[str] = set()
 
     def __call__(self, row: Row) -> None:
         self._num_steps += 1
-        num_graphs = self._count_graphs()
-        if self._num_steps > 3 and num_graphs > self._num_graphs:
-            consequence = f"which took part of its {row['seconds']:.1f} s; TORCH_LOGS=recompiles prints the reasons"
-            self._notes.append(f"step {row['step']:.0f} compiled {num_graphs - self._num_graphs} more graphs, {consequence}")
-        self._num_graphs = num_graphs
+        if self._num_steps == 1:
+            self._notes.append(f"the first step compiled {self._count_graphs()} graphs, in {duration(row['seconds'])}")
+        reasons = self._recompile_reasons()
+        new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in self._noted]
+        self._noted |= reasons.keys()
+        if self._num_steps > 3 and new_reasons:
+            self._notes.append(f"step {row['step']:.0f} compiled again, since a guard failed: {'; '.join(new_reasons)}")
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -385,6 +395,9 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
         lines.append(f"  best           {best['value']:.4f} ({best['metric']}), from step {best['step']}")
     if speed := rate(summary):
         lines.append(f"  speed          {speed}")
+    if "compile" in summary["counts"] and (first_s := summary["first_step_s"]) is not None:
+        num_graphs = summary["counts"]["compile"]["graphs"]
+        lines.append(f"  first step     {duration(first_s)} with compilation ({num_graphs} graphs in the whole run)")
     lines.append(f"  run folder     {folder}")
     if weights is not None:
         lines.append(f"  weights        {weights}")

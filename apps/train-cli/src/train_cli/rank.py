@@ -17,7 +17,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.attempt import WEIGHTS
 from sley_core.comm.world import World
-from sley_core.engine.call import count_graphs
+from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import rows
@@ -168,7 +168,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     if run.plan.checkpoint is None:
         run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
     if run.plan.model.config.compile:
-        run.readers.append(CompileNote(run.notes, count_graphs))
+        run.readers.append(CompileNote(run.notes, count_graphs, recompile_reasons))
     run.readers += [totals.add, reporter]
     return reporter
 

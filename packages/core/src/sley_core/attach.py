@@ -149,7 +149,19 @@ def build_stepper(
         keeps_micro_losses=parts.store.reduction.fixed_order,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
-    stepper = Stepper(executor, stage.lists, parts.store, handlers, update, parts.groups, device, undo, compare, parts.events)
+    stepper = Stepper(
+        executor,
+        stage.lists,
+        parts.store,
+        handlers,
+        update,
+        parts.groups,
+        device,
+        undo,
+        compare,
+        parts.events,
+        plan.model.config.attention,
+    )
     undo.callback(patch_layers(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
     parts.store.watch()
     return stepper

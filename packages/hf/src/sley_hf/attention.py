@@ -86,7 +86,7 @@ def _check_call(kernel: str, q: Tensor, dropout: float) -> None:
     elif device != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         problem = f"computes in bf16 and fp16 on CUDA, but not in {q.dtype} on {device}"
     if problem:
-        raise RunError("hf-attention", f"`{kernel}` {problem}", hint='set `[model] attention = "sdpa"`')
+        raise RunError("hf-attention", f"`{kernel}` {problem}", hint='set `[model] attention = "auto"`')
 
 
 def call_flash(
@@ -178,7 +178,7 @@ def check_kernel(kernel: str, family: str, *, has_interface: bool) -> None:
     """Raises PlanError "hf-kernel" for a kernel that the attention of a family, which has its own code, does not have."""
     if not has_interface and kernel not in ("sdpa", "eager"):
         message = f"`{family}` computes attention with its own code, which has no `{kernel}`"
-        raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "sdpa" or "eager"')
+        raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "auto" or "eager"')
 
 
 def attend(

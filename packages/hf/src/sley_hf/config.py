@@ -15,6 +15,10 @@ from sley_core.records import LossRecord, Problem
 
 CONFIG = "config.json"
 
+Kernel = Literal[
+    "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
+]
+
 
 class DecoderConfig(ModelConfig):
     """A causal language model of transformers, cut into its embedding, decoder layers, and head.
@@ -30,11 +34,12 @@ class DecoderConfig(ModelConfig):
     config: PlanPath | None = None
     """A `config.json` of transformers, or its folder. Training starts from random weights."""
 
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """The attention kernel, by its name in transformers: torch's `scaled_dot_product_attention`, plain matrix products, torch's
-    `flex_attention`, or that of the package flash-attn or flash-attn-3. The last three train on CUDA only.
+    attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
+    """The attention kernel. The first five values are those of every model, for torch's `scaled_dot_product_attention`. The
+    others are names in transformers: plain matrix products, torch's `flex_attention`, and the kernels of the packages
+    flash-attn and flash-attn-3. The last three train on CUDA only.
 
-    With `sdpa`, attentions with soft-capped scores use matrix products.
+    Attentions with soft-capped scores use matrix products instead of `scaled_dot_product_attention`.
     """
 
     experts: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
@@ -53,6 +58,11 @@ class DecoderConfig(ModelConfig):
             raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
         read_config(self)
         return self
+
+    @property
+    def kernel(self) -> str:
+        """The name of the attention kernel in transformers."""
+        return "sdpa" if self.attention in ("auto", "cudnn", "flash", "efficient", "math") else self.attention
 
     @property
     def config_file(self) -> Path:

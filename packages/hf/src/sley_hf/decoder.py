@@ -49,7 +49,7 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
     """
     hf_config = read_hf_config(config)
-    causal, structure = build_from_config(hf_config, kernel=config.attention, experts=config.experts)
+    causal, structure = build_from_config(hf_config, kernel=config.kernel, experts=config.experts)
     routers = routers_of(config, causal, structure)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:

@@ -104,7 +104,7 @@ def _as_loaded(value: Tensor) -> Tensor:
 def _outputs_of_layers(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
     plan_config: Any = plan.model.config
-    config = plan_config.without_weights().model_copy(update={"attention": "sdpa"})  # other kernels need CUDA
+    config = plan_config.without_weights().model_copy(update={"attention": "auto"})  # other kernels need CUDA
     record: Any = plan.model.record
     model: Model = record.load(record.build)(config, DataInfo(TOKEN_FIELDS, vocab_size))
     ties = {second: first for first, second in model.ties}

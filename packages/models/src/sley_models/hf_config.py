@@ -75,7 +75,7 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
         raise ValueError(f"cannot read `{plan}`: {error}") from None
     if use != "models.llama":
         raise ValueError(f"the run in `{plan.parent}` has the model {use!r} and not 'models.llama'")
-    keys = {key: value for key, value in table.items() if key not in ("weights", "compile")}
+    keys = {key: value for key, value in table.items() if key not in ("weights", "compile", "attention")}
     if "vocab_size" not in keys:
         try:
             keys["vocab_size"] = open_weights(folder).kind("embed.tokens.weight").shape[0]

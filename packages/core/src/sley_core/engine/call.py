@@ -294,8 +294,14 @@ def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitSta
 
     Layers of one class and shape share one graph. A module's own `compile` may compile only some of its submodules.
     """
+    from torch._dynamo import config as compiler_config  # loads the compiler
+
     varlen()  # imported now: compiled code cannot import it
     options: dict[str, Any] = {"mode": config.mode, "dynamic": config.dynamic, "options": config.options or None}
+    layers = list(layers)
+    # The layers of a class may all differ in shape, and each has a graph for training and one for evaluation. Beyond torch's
+    # limit of 8 graphs, they would run uncompiled.
+    undo.enter_context(compiler_config.patch(recompile_limit=max(compiler_config.recompile_limit, 4 * len(layers))))
     for layer in layers:
         if type(layer.module).compile is nn.Module.compile:  # only the forward, which a weight communicator surrounds
             undo.callback(ForwardPatch(layer.module, torch.compile(layer.module.forward, **options)).undo)
@@ -313,3 +319,14 @@ def count_graphs() -> int:
     from torch._dynamo.utils import counters  # loads the compiler
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def recompile_reasons() -> dict[str, str]:
+    """Returns the failed guard of each of the last recompilations in this process, by its compile id, in order.
+
+    Leaves out the recompilations for an evaluation, which runs without gradients.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = ((str(metrics.compile_id), metrics.recompile_reason) for metrics in get_compilation_metrics())
+    return {compile_id: reason for compile_id, reason in reasons if reason and "grad_mode" not in reason}

@@ -26,6 +26,7 @@ from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import PendingTotals, Votes
 from sley_core.errors import RunError, run_closed_error
+from sley_core.model.attention import attention_kernel
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
@@ -52,8 +53,9 @@ class Stepper:
     the same order on all ranks.
 
     undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares copies of weights
-    and buffers, before the first step and every `COMPARE_EVERY` steps. events: the plugins' callbacks. left_in_flight: whether
-    a step failed before its handlers were done, so that their exchanges may be in flight until the next step.
+    and buffers, before the first step and every `COMPARE_EVERY` steps. events: the plugins' callbacks. attention: the kernel of
+    all attentions. left_in_flight: whether a step failed before its handlers were done, so that their exchanges may be in
+    flight until the next step.
     """
 
     executor: Executor
@@ -66,6 +68,7 @@ class Stepper:
     undo: ExitStack
     compare: Callable[[], None] | None = None
     events: StepEvents = field(default_factory=StepEvents)
+    attention: str = "auto"
     left_in_flight: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
 
@@ -88,7 +91,7 @@ class Stepper:
         """
         if self.is_closed:
             raise run_closed_error("stepper")
-        with self.device.in_use():
+        with self.device.in_use(), attention_kernel(self.attention):
             loss = self._run(step, batch, outputs)
             self.state.step_progress.begin_entry(REDUCTION)
             for handler in self.handlers:
@@ -208,7 +211,7 @@ class Stepper:
         for module in modules:
             module.eval()
         try:
-            with self.device.in_use(), self.device.preserve_random_state():
+            with self.device.in_use(), attention_kernel(self.attention), self.device.preserve_random_state():
                 step_progress = self.groups.progress.step_progress
                 state = StepState(within=step_progress)
                 step_progress.begin_entry(EVALUATION)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sley_core.errors import PlanError
 from sley_core.model.tensors import device_kind
 
 T = TypeVar("T")
@@ -71,7 +74,7 @@ class Attention(nn.Module):
         dropout: the probability with which attention weights are dropped.
         """
         is_cuda = device_kind(q) == "cuda"
-        if cu_seqlens is not None and is_cuda and q.dtype in _HALF and not dropout and varlen() is not None:
+        if cu_seqlens is not None and is_cuda and not dropout and _has_varlen(q.dtype):
             return _attend_with_varlen(q, k, v, cu_seqlens, scale, window)
         has_window = window is not None and window < q.shape[1]
         mask = attention_mask(cu_seqlens, window, q) if has_window or cu_seqlens is not None else None
@@ -124,6 +127,49 @@ def _compute_mask(cu_seqlens: Tensor, window: int | None, x: Tensor) -> Tensor:
     if window is not None:
         is_hidden = is_hidden | (distance >= window)
     return torch.where(is_hidden[:, None], torch.full((), float("-inf"), dtype=x.dtype, device=is_hidden.device), 0.0)
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""The backends of `F.scaled_dot_product_attention`, by their names in `[model] attention`."""
+
+
+def attention_kernel(name: str) -> AbstractContextManager[Any]:
+    """Returns a context in which every attention uses the kernel `name` of `BACKENDS`; any other name leaves torch's choice."""
+    return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
+
+
+def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
+    """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash".
+
+    is_packed: whether `cu_seqlens` bounds documents. Raises PlanError "attention-kernel" if the kernel `name` cannot compute
+    heads of `head_dim` in `dtype` on `device`.
+    """
+    with attention_kernel(name):
+        if is_packed and device.type == "cuda" and _has_varlen(dtype):
+            return "flash"
+        q = torch.empty((1, 1, 128, head_dim), dtype=dtype, device=device, requires_grad=True)
+        mask = torch.zeros((1, 1, 128, 128), dtype=dtype, device=device) if is_packed else None
+        try:
+            backend = SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None))
+        except RuntimeError:  # "No viable backend"
+            backend = SDPBackend.ERROR
+    if backend == SDPBackend.ERROR:  # each call of torch makes a new object
+        dtype_name = str(dtype).removeprefix("torch.")
+        message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of {head_dim} on {device.type}"
+        hint = 'use `attention = "auto"`, or another kernel'
+        raise PlanError("attention-kernel", message, path=("model", "attention"), hint=hint)
+    return next((key for key, value in BACKENDS.items() if value == backend), backend.name.lower())
+
+
+def _has_varlen(dtype: torch.dtype) -> bool:
+    """Returns whether a CUDA device computes packed documents with `varlen_attn`, a flash kernel."""
+    is_flash_enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return dtype in _HALF and is_flash_enabled and varlen() is not None
 
 
 _varlen_cache: list[Any] = []

@@ -108,10 +108,11 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Lowers the schedule's action lists and returns their problems."""
+    """Lowers the schedule's action lists, and returns their problems, also with compiled layers."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.
+    from sley_core.actions.action import Kind
     from sley_core.actions.lower import lower
 
     micros = plan.num_micros(topology)
@@ -123,9 +124,14 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
             message = f"a step must have at most {MAX_FORWARDS:,} forwards, but has {num_forwards}"
             hint = "increase `batch.micro_size`, or reduce `pp`"
             return [plan.diagnostic("schedule-too-long", message, ("batch", "micro_size"), hint)]
-        lower(schedule.lists(topology.pp, micros), placement, micros)
+        lists = schedule.lists(topology.pp, micros)
+        lower(lists, placement, micros)
     except PlanError as error:
         return list(plan.add_places(error).diagnostics)
+    if plan.model.config.compile and any(action.kind is Kind.INPUT_GRADIENT for actions in lists for action in actions):
+        message = f"`{plan.pipeline.name}` splits backwards into input and weight gradients, which a compiled layer cannot do"
+        hint = "use a schedule with whole backwards, such as `pp.one_f_one_b`, or remove `compile`"
+        return [plan.diagnostic("split-compiled", message, ("model", "compile"), hint)]
     return []
 
 

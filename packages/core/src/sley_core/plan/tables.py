@@ -17,6 +17,7 @@ SOURCE_FOLDER = "The folder in which relative paths start and factories are sear
 
 ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientType = Literal["fp32", "bf16", "fp64"]
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 RunName = Annotated[
     str,
@@ -334,6 +335,11 @@ class ModelConfig(Table):
 
     compile: bool | CompileConfig = False
     """Whether to compile the layers with torch.compile, or a table of its arguments: `mode`, `dynamic` and `options`."""
+
+    attention: AttentionKernel = "auto"
+    """The kernel of torch's `scaled_dot_product_attention`. `"auto"` is torch's own order for the device: the fastest kernel
+    that can compute the call. Any other kernel is used for every call, or the run ends with an error.
+    """
 
     def without_weights(self) -> Self:
         """Returns the table of the same model that starts from random weights."""

@@ -114,7 +114,10 @@ def _format_key(key: str) -> str:
 FIXED_KEYS = (("model",), ("adapters",), ("data",), ("loss",), ("run", "seed"), ("optimizer", "use"), ("optimizer", "factory"))
 """Keys that must not change in a resumed run. The layout and the learning rates may change."""
 
-UNREPORTED_KEYS = (("source_folder",), ("run", "name"), ("run", "folder"), ("model", "compile"), ("model", "weights"))
+UNREPORTED_KEYS = (
+    *(("source_folder",), ("run", "name"), ("run", "folder")),
+    *(("model", "compile"), ("model", "attention"), ("model", "weights")),
+)
 """Keys whose changes are not reported, because they do not affect the results of a resumed run."""
 
 _DECIDING_KEYS = (("use",), ("factory",))

@@ -1,0 +1,71 @@
+"""Compiled layers train as uncompiled ones do, in every example plan, precision and kind of data that supports them."""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import load_plan, plan_from_dict
+from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, record
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
+REFUSED = {"zero-bubble": "split-compiled", "isp-pp": "split-compiled", "selective": "selective-compiled"}
+"""The code of the problem of each example plan that cannot be compiled."""
+
+NUM_STEPS = 3
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
+def test_a_plan_that_cannot_be_compiled_is_refused_by_name(name: str) -> None:
+    plan = load_plan(EXAMPLES / f"{name}.toml", ["model.compile=true"])
+    problems = check_plan(plan, 2 if plan.parallel.dp == "auto" else plan.world())
+    assert [problem.code for problem in problems] == ([REFUSED[name]] if name in REFUSED else [])
+
+
+def record_compiled(tables: Tables, folder: Path | None) -> tuple[Recorded, int]:
+    """Returns the record of the plan, with its layers compiled, and the number of graphs."""
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    warnings.simplefilter("ignore")  # of torch's compiler, about itself
+    recorded = record(tables | {"model": tables["model"] | {"compile": True}}, NUM_STEPS, folder=folder)
+    assert not counters["graph_break"] or "sequence" in tables, counters["graph_break"]
+    return recorded, counters["stats"]["unique_graphs"]
+
+
+def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: str, folder: Path | None = None) -> None:
+    """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled one."""
+    plain_runs = ranks(world, 120)(record, tables, NUM_STEPS, folder=folder)
+    compiled_runs = ranks(world, 400)(record_compiled, tables, folder)
+    for plain, (compiled, num_graphs) in zip(plain_runs, compiled_runs, strict=True):
+        assert 0 < num_graphs <= 4, "layers of one class and shape share a graph"
+        assert_close_gradients(plain.gradients[0], compiled.gradients[0], GRADIENTS[precision])
+        assert_close_gradients(plain.weights, compiled.weights, WEIGHTS[precision])
+        losses, compiled_losses = ([row["loss"] for row in run.rows] for run in (plain, compiled))
+        assert compiled_losses == pytest.approx(losses, rel=WEIGHTS[precision])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml") if path.stem not in REFUSED))
+def test_a_compiled_example_equals_an_uncompiled_one(ranks: Any, name: str) -> None:
+    """A larger eps than AdamW's default: its first steps are the signs of gradients, which rounding decides near zero."""
+    tables = changed(tomllib.loads((EXAMPLES / f"{name}.toml").read_text("utf-8")), optimizer__eps=1e-3)
+    plan = plan_from_dict(tables)
+    assert_compiled_parity(ranks, tables, plan.world(), plan.precision.compute)
+
+
+PLAN = small_plan(optimizer__eps=1e-3)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("changes", "precision"), [({"precision__compute": "fp64"}, "fp64")], ids=["fp64"])
+def test_compiled_layers_in_each_precision(ranks: Any, texts: Path, changes: dict[str, Any], precision: str) -> None:
+    assert_compiled_parity(ranks, changed(PLAN, **changes), 1, precision, texts)
