@@ -6,7 +6,7 @@
     nox -s thirdparty       the example plugins from wheels, as an outsider has them
     nox -s floor            the quickstart and all tests, with the oldest torch that the packages allow
     nox -s release          build and check what is not released yet; `nox -s compat` mixes versions
-    nox -s gpu              what needs a CUDA device: its tests, and memory's benchmarks; one table of all figures at the end
+    nox -s gpu              what needs a CUDA device: tests and benchmarks, with one table of figures and targets at the end
     nox -l                  everything else
 
 Packages are found on disk: a new folder under packages/, apps/ or examples/plugins/ gets all sessions.
@@ -376,22 +376,25 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def gpu(session: nox.Session) -> None:
-    """All tests that need CUDA, and the benchmarks of memory on it, then one table of all figures beside their targets.
+    """Run all tests that need CUDA, and benchmarks/memory.py and gpu.py there. Print one table of figures and targets.
 
-    Some six minutes of one device: first the tests that may share it, then those that measure.
-    Fails where a test does, or a target is missed, once everything has run.
+    Takes some fifteen minutes of one device. Tests that may share it run first. The session fails if a test fails or a target
+    is missed, after everything has run.
     """
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.txt")
-        env = {**FOR_TESTS, "SLEY_FIGURES": str(figures)}
-        at_a_time = ("-n", str(max(2, min(8, (os.cpu_count() or 1) // 2))))  # each rank starts CUDA, which is work of the host
-        for which, beside in (("not alone", at_a_time), ("alone", ())):
-            chosen = ("-m", f"gpu and {which}", "-rs", *beside, *session.posargs)
-            in_dev(session, "python", "-m", "pytest", *chosen, success_codes=(0, 1, 5), **env)
+        env = {"SLEY_FIGURES": str(figures)}
+        # Few at a time, since the host is busy when each rank starts CUDA.
+        in_parallel = ("-n", str(max(2, min(8, (os.cpu_count() or 1) // 2))))
+        for selection, options in (("not alone", in_parallel), ("alone", ())):
+            arguments = ("-m", f"gpu and {selection}", "-rs", *options, *session.posargs)
+            in_dev(session, "python", "-m", "pytest", *arguments, success_codes=(0, 1, 5), **FOR_TESTS, **env)
         memory = ("--device", "cuda", "--rounds", "10", "--part", "between", "park")
-        in_dev(session, "python", str(ROOT / "benchmarks" / "memory.py"), *memory, success_codes=(0, 1), **env)
+        in_dev(session, "python", "benchmarks/memory.py", *memory, success_codes=(0, 1), **FOR_TESTS, **env)
+        in_dev(session, "python", "benchmarks/gpu.py", success_codes=(0, 1), **env)
         table = figures.read_text("utf-8") if figures.exists() else ""
-        expected = ("tests", "a step with states away", "offload", "onload", "device memory given back")
+        memory_labels = ("a step with states away", "offload", "onload", "device memory given back")
+        expected = ("tests", *memory_labels, "a, compiled: Sley's MFU", *(f"{part}:" for part in "bcdef"))
         missing = [label for label in expected if not re.search(f"^{label}", table, re.MULTILINE)]
         session.log("\n" + table)
         if missing or "NOT MET" in table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORE_INDEX, DataInfo, Field
 
 
 class Noise:
@@ -24,3 +24,19 @@ class Noise:
         assert vocabulary is not None
         tokens = torch.randint(vocabulary, (sequence + 1,), generator=torch.Generator().manual_seed(index))
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class PackedNoise(Noise):
+    """Rows of four documents of random ids, with boundaries. The first half of each document, its prompt, has no labels."""
+
+    def __init__(self, sequence: int, vocabulary: int = 256) -> None:
+        super().__init__(sequence, vocabulary)
+        self.info = DataInfo({**self.info.fields, **BOUNDARY_FIELDS}, vocab_size=vocabulary, sequence=sequence)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        sequence = len(sample["tokens"])
+        positions = torch.arange(sequence) % (sequence // 4)
+        labels = torch.where(positions < sequence // 8, IGNORE_INDEX, sample["labels"])
+        bounds = torch.arange(5, dtype=torch.int32) * (sequence // 4)
+        return {**sample, "labels": labels, "positions": positions, "cu_seqlens": bounds}

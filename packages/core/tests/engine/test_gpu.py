@@ -43,9 +43,23 @@ def test_bf16_is_near_fp32_and_keeps_masters():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_step_never_waits_for_the_device():
-    """CUDA's own watch raises at any synchronisation between launching a step and reading its row."""
-    with running(plan(precision__compute="bf16")) as run:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__compile": True},
+        {"batch__micro_size": 1},
+        {"activations__use": "core.recompute"},
+        {"offload": [{"use": "memory.optimizer_states", "when": "between_steps"}]},
+        {"activations": {"use": "memory.host", "layers": 1}},
+    ],
+    ids=["eager", "compiled", "microbatches", "recompute", "states offloaded", "activations offloaded"],
+)
+def test_a_step_never_waits_for_the_device(changes):
+    """CUDA raises an error at any synchronisation between the launch of a step and the reading of its row."""
+    if "offload" in changes or "activations" in changes:
+        pytest.importorskip("sley_memory")
+    with running(plan(precision__compute="bf16", **changes)) as run:
         for _ in range(2):
             run.step()
         torch.cuda.set_sync_debug_mode("error")

@@ -96,10 +96,14 @@ class Figure(NamedTuple):
     target: str = ""
     is_met: bool | None = None
 
+    def __str__(self) -> str:
+        """Returns a line of the table of `nox -s gpu`."""
+        verdict = {True: "met", False: "NOT MET", None: ""}[self.is_met]
+        return f"{self.name:<56} {self.figure:<56} {self.target:<24} {verdict}".rstrip()
+
 
 def note(figure: Figure) -> None:
     """Adds a line to the file in the environment variable SLEY_FIGURES, if set; `nox -s gpu` prints that file."""
     if path := os.environ.get("SLEY_FIGURES"):
-        verdict = {True: "met", False: "NOT MET", None: ""}[figure.is_met]
         with Path(path).open("a", encoding="utf-8") as file:
-            file.write(f"{figure.name:<70}{figure.figure:<40}{figure.target:<20} {verdict}\n")
+            file.write(f"{figure}\n")
