@@ -22,7 +22,7 @@ from sley_core.discovery import CORE
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS, kind_with_article
 from sley_core.plan.loader import Loader
-from sley_core.plan.tables import EXTENDS, FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
+from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
 from sley_core.plan.write import format_value
 from sley_core.table import Table
 from sley_core.words import describe_type
@@ -110,12 +110,11 @@ page lists core's tables and records. `train-cli plugins NAME` lists the records
 `--set 'gradient_handlers=[{{use="core.each"}}]'`. To use another record, set the whole table or list; otherwise the keys of
 the previous record remain, and the new record may not have them.
 
-Three keys come before all tables:
+Two keys come before all tables:
 
 | Key | Value | Default | Meaning |
 |---|---|---|---|
 | `plan` | {FORMAT} | {FORMAT} | The format of the plan. |
-| `extends` | a string | none | {EXTENDS} |
 | `source_folder` | a string | the folder of the file | {SOURCE_FOLDER} |
 
 In every path, a leading `~` is the home folder, and `$NAME` and `${{NAME}}` are environment variables. An unset variable raises

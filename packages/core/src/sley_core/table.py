@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -94,13 +94,6 @@ def escape_path(text: str) -> str:
     return ("./" if text.startswith("~") else "") + text.replace("$", "$$")
 
 
-class BasePath(NamedTuple):
-    """A path that is written in a base plan; a relative `text` starts in the base plan's folder."""
-
-    folder: Path
-    text: str
-
-
 _URL = re.compile("[a-z][a-z0-9]+:/")
 
 
@@ -109,8 +102,6 @@ def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str]
     other types.
     """
     folder = (info.context or {}).get("folder")
-    if isinstance(value, BasePath):
-        folder, value = value
     if not isinstance(value, str):
         return value
     text = expand_path(value, quote)

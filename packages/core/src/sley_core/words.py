@@ -35,12 +35,26 @@ SYNONYMS = {
 
 
 _RESUME_HINT = "use `[checkpoint]` to save a run, and `train-cli run PLAN --resume auto` to continue it"
-FOREIGN_KEY_HINTS = dict.fromkeys(
-    ("resume", "resume_from", "checkpoint", "checkpoints", "checkpointing", "from_checkpoint", "load", "save", "save_every"),
-    _RESUME_HINT,
-) | dict.fromkeys(
-    ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
-    "set `run.steps`; the run prints the corresponding number of epochs",
+FOREIGN_KEY_HINTS = (
+    dict.fromkeys(
+        (
+            "resume",
+            "resume_from",
+            "checkpoint",
+            "checkpoints",
+            "checkpointing",
+            "from_checkpoint",
+            "load",
+            "save",
+            "save_every",
+        ),
+        _RESUME_HINT,
+    )
+    | dict.fromkeys(
+        ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
+        "set `run.steps`; the run prints the corresponding number of epochs",
+    )
+    | {"extends": "a plan is one file; change its values by `--set`"}
 )
 """Hints for keys of other frameworks that have no counterpart in a plan."""
 

@@ -69,6 +69,7 @@ def test_a_mistake_has_its_code_and_place(text: str, loader: Loader, old: str, n
     [
         (STEPS, "stepz = 20", "did you mean `steps`?"),
         ("plan = 1", "steps = 20", "did you mean `run.steps`?"),
+        ("plan = 1", 'extends = "base.toml"', "a plan is one file; change its values by `--set`"),
         (STEPS, 'steps = 20\n[precision]\ncompute = "float32"', "did you mean `fp32`?"),
         (STEPS, 'steps = "20"', "write 20 without quotes"),
         ("dp = 2", "dp = 2\nhost_memory = false", "did you mean `cross_memory_attach`?"),

@@ -31,7 +31,7 @@ def read(path: Path, *sets: str) -> set[Path]:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["exp[1]", "exp*", "exp?", "e[!x]p[1]", "exp[[]1]", "exp]", "$exp1", "~exp1"])
-@pytest.mark.parametrize("how", ["plan", "source_folder", "extends", "resolved", "environment"])
+@pytest.mark.parametrize("how", ["plan", "source_folder", "resolved", "environment"])
 def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it lies a folder that the pattern would match."""
     own = tmp_path / name
@@ -42,7 +42,6 @@ def test_a_folder_is_no_pattern(tmp_path: Path, name: str, how: str, text: str, 
     elsewhere = tmp_path / "other" / "plan.toml"
     texts = {
         "source_folder": text.replace("plan = 1", f"plan = 1\nsource_folder = '../{escape_path(name)}'"),
-        "extends": f"extends = '../{escape_path(name)}/plan.toml'",
         "environment": text.replace("corpus/*", "$OWN/corpus/*"),
     }
     if how == "plan":
@@ -106,9 +105,8 @@ def test_a_name_that_is_not_set_is_an_error_with_its_place(
     assert "the environment variable `" in found.message or "has no home folder" in found.message
 
 
-@pytest.mark.parametrize("key", ["extends", "source_folder"])
-def test_paths_to_plans_too(tmp_path: Path, key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_folder_too(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
-    (tmp_path / "plan.toml").write_text(f"{key} = '$NOWHERE/x'\n{text}")
+    (tmp_path / "plan.toml").write_text(f"source_folder = '$NOWHERE/x'\n{text}")
     with pytest.raises(PlanError, match="the environment variable `NOWHERE` is not set"):
         load_plan(tmp_path / "plan.toml")

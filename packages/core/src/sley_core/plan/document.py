@@ -37,7 +37,6 @@ class Document:
     """A plan's tables with the places of their keys.
 
     file: the file name for messages. spans: the positions of keys and values; empty for tables that a program built.
-    bases: the document of the base plan, for each path whose value comes from a base plan.
     """
 
     file: str
@@ -46,15 +45,6 @@ class Document:
     lines: tuple[str, ...] = ()
     spans: Mapping[KeyPath, KeySpan] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
-    bases: Mapping[KeyPath, Document] = field(default_factory=dict, repr=False)
-
-    def owner(self, path: KeyPath) -> Document:
-        """Returns the document of the file that contains `path`: this document, or that of a base plan."""
-        return self.bases.get(path, self)
-
-    def folder_of(self, path: KeyPath) -> Path | None:
-        """Returns the folder in which a relative file path at `path` starts."""
-        return self.folder if self._find_override(path) else self.owner(path).folder
 
     def origin(self, path: KeyPath) -> Place | None:
         """Returns the place of the value at `path`, or None if the document does not contain the path."""
@@ -62,9 +52,8 @@ class Document:
             return None
         if override := self._find_override(path):
             return override.place
-        owner = self.owner(path)
-        key_span = owner.spans.get(path)
-        return Place(owner.file, *key_span.key) if key_span else None if owner.spans else Place(owner.file)
+        key_span = self.spans.get(path)
+        return Place(self.file, *key_span.key) if key_span else None if self.spans else Place(self.file)
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
@@ -81,11 +70,10 @@ class Document:
             override = self._find_override(prefix)
             if override:
                 return override.place, make_printable(override.text)
-            owner = self.owner(prefix)
-            if prefix in owner.spans:
-                key_span = owner.spans[prefix]
-                place = Place(owner.file, *(key_span.key if at == "key" and length == len(path) else key_span.value))
-                return place, owner.line(place.line)
+            if prefix in self.spans:
+                key_span = self.spans[prefix]
+                place = Place(self.file, *(key_span.key if at == "key" and length == len(path) else key_span.value))
+                return place, self.line(place.line)
         return Place(self.file), None
 
     def line(self, number: int) -> str | None:
@@ -99,7 +87,7 @@ class Document:
         for override in reversed(self.overrides):
             if path[: len(override.path)] == override.path:
                 return override
-            if override.path[: len(path)] == path and path not in self.owner(path).spans:
+            if override.path[: len(path)] == path and path not in self.spans:
                 return override
         return None
 

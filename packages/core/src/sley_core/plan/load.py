@@ -26,7 +26,7 @@ from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.read import read_file, read_tables, read_text, resolve_folder
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import BasePath, PartTable, RecordKind, Table, escape_path
+from sley_core.table import PartTable, RecordKind, Table, escape_path
 from sley_core.words import describe_value, suggestion
 
 
@@ -349,13 +349,8 @@ class _Resolver:
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{path[0]}` must be a table, not {describe_value(table)}", path)
             return None
-        keys = dict(table)
-        for key, value in table.items():
-            info = model.model_fields.get(key)
-            if self.document.bases and info is not None and _is_path_type(info.annotation):
-                keys[key] = _attach_folder(value, (*path, key), self.document)
         try:
-            return model.model_validate(keys, context={"folder": self.document.folder})
+            return model.model_validate(table, context={"folder": self.document.folder})
         except ValidationError as error:
             self.problems += validation_diagnostics(error, model, table, path, self.document, owner)
             return None
@@ -391,15 +386,3 @@ def _part_table_fields(model: type[Table]) -> Iterator[tuple[str, type[PartTable
         for item in get_args(info.annotation):
             if isinstance(item, type) and issubclass(item, PartTable):
                 yield key, item
-
-
-def _attach_folder(value: Any, path: KeyPath, document: Document) -> Any:
-    """Converts a path, or each path of a list, to a `BasePath` if its folder is not the plan's."""
-    if isinstance(value, list):
-        return [_attach_folder(item, (*path, number), document) for number, item in enumerate(value)]
-    folder = document.folder_of(path)
-    return BasePath(folder, value) if isinstance(value, str) and folder and folder != document.folder else value
-
-
-def _is_path_type(annotation: Any) -> bool:
-    return annotation is Path or any(map(_is_path_type, get_args(annotation)))

@@ -1,10 +1,9 @@
-"""Reads a plan into a `Document`: its file or text, its base plans, and the overrides of `--set`."""
+"""Reads a plan into a `Document`: its file or text, and the overrides of `--set`."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,8 @@ from sley_core.words import describe_value, is_utf8, make_printable
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of the plan at `path`.
 
-    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax", "set-invalid", or the
-    errors of `merge_bases`.
+    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax" or "set-invalid".
     """
-    return _apply_overrides(merge_bases(_read_single(path), _read_single), overrides)
-
-
-def _read_single(path: str | Path) -> Document:
-    """Returns the document of one file, without its base plans."""
     name = str(path)
     place = Place(name)
     try:
@@ -47,12 +40,12 @@ def _read_single(path: str | Path) -> Document:
     if not is_utf8(str(folder)):
         message = f"the name of the folder `{make_printable(str(folder))}` is not UTF-8"
         raise PlanError("plan-unreadable", message, place=place)
-    return _parse(_decode(content, name), name, folder)
+    return read_text(_decode(content, name), name, folder, overrides)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of a plan's text; `file` is its name in messages. Raises the same errors as `read_file`."""
-    return _apply_overrides(merge_bases(_parse(text, file, folder), _read_single), overrides)
+    return _apply_overrides(_parse(text, file, folder), overrides)
 
 
 def _parse(text: str, file: str, folder: Path | None) -> Document:
@@ -209,60 +202,6 @@ def _parse_value(text: str) -> Any:
     raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE_HINT)
 
 
-EXTENDS_KEY = "extends"
-
-_UNREADABLE = frozenset({"plan-missing", "plan-is-folder", "plan-unreadable"})
-_MAX_CHAIN = 32
-_DECIDING_KEYS = ("use", "factory")
-"""The keys that determine a table's other keys."""
-
-
-def merge_bases(document: Document, read: Callable[[str], Document], chain: tuple[Path, ...] = ()) -> Document:
-    """Merges the document with its base plans and returns the result; returns a document without `extends` unchanged.
-
-    read: returns the document of a file without its base plans. chain: the files that extend this one, the first first. Raises
-    PlanError at the key `extends`: "wrong-type", "extends-missing" if the base plan cannot be read, or "extends-cycle".
-
-        tables                         are merged key by key, including [pools.NAME] and nested tables
-        a table with another `use`     replaces the base's table, since other records have other keys
-        arrays, arrays of tables       replace the base's arrays
-
-    Values from a base plan keep their place: errors name the base's file and line, and relative paths start in the base's
-    folder. A plan can change a base's key but not remove it.
-    """
-    if EXTENDS_KEY not in document.tables:
-        return document
-    path_text = document.tables[EXTENDS_KEY]
-    if not isinstance(path_text, str) or not path_text:
-        message = f"`{EXTENDS_KEY}` must be the path of a plan, not {describe_value(path_text)}"
-        raise _extends_error(document, "wrong-type", message)
-    if document.folder is None:
-        message = f"the plan has no folder in which the path `{path_text}` could start"
-        raise _extends_error(document, "extends-missing", message)
-    chain = chain or (_real_path(Path(document.folder, Path(document.file).name)),)
-    try:
-        path_text = expand_path(path_text)
-    except ValueError as error:
-        raise _extends_error(document, "extends-missing", str(error)) from None
-    path = Path(document.folder, path_text)
-    if _real_path(path) in chain or len(chain) > _MAX_CHAIN:
-        cycle = " extends ".join(f"`{link.name}`" for link in (*chain, path))
-        raise _extends_error(document, "extends-cycle", f"the plan extends itself: {cycle}", "remove one `extends`")
-    # Messages show a name relative to the name of the first file.
-    name = os.path.normpath(Path(document.file).parent / path_text)
-    try:
-        base = read(name if _real_path(Path(name)) == _real_path(path) else str(path))
-    except PlanError as error:
-        first = error.diagnostics[0]
-        if first.code not in _UNREADABLE:
-            raise
-        message = f"the base plan cannot be read: {first.message}"
-        raise _extends_error(document, "extends-missing", message, first.hint) from None
-    tables = {key: value for key, value in base.tables.items() if key != "source_folder"}
-    base = replace(base, tables=tables, folder=resolve_folder(base))
-    return _merge_documents(document, merge_bases(base, read, (*chain, _real_path(path))))
-
-
 def resolve_folder(document: Document) -> Path | None:
     """Returns the folder in which relative paths start: the key `source_folder` of resolved plans, or else the plan's folder.
 
@@ -278,41 +217,3 @@ def resolve_folder(document: Document) -> Path | None:
         except ValueError as error:
             message, code = f"`source_folder`: {error}", "wrong-value"
     raise PlanError.from_diagnostics([document.diagnostic(code, message, ("source_folder",))])
-
-
-def _merge_documents(child: Document, base: Document) -> Document:
-    """Merges `child` with `base`; records the document of each path from the base in `bases`."""
-    base_paths: list[KeyPath] = []
-    child_tables = {key: value for key, value in child.tables.items() if key != EXTENDS_KEY}
-    tables = _merge_tables(child_tables, base.tables, (), base_paths)
-    paths = {*base.spans, *base.bases}
-    bases = {path: base.owner(path) for path in paths if any(path[: len(prefix)] == prefix for prefix in base_paths)}
-    return replace(child, tables=tables, bases=bases)
-
-
-def _merge_tables(child: dict[str, Any], base: dict[str, Any], path: KeyPath, base_paths: list[KeyPath]) -> dict[str, Any]:
-    """Merges both tables in the base's order; appends the paths of values from the base to `base_paths`."""
-    if path and any(key in child and child[key] != base.get(key) for key in _DECIDING_KEYS):
-        return child
-    merged: dict[str, Any] = {}
-    for key in dict.fromkeys([*base, *child]):
-        key_path = (*path, key)
-        if key not in child:
-            merged[key] = base[key]
-            base_paths.append(key_path)
-        elif isinstance(child[key], dict) and isinstance(base.get(key), dict):
-            merged[key] = _merge_tables(child[key], base[key], key_path, base_paths)
-        else:
-            merged[key] = child[key]
-    return merged
-
-
-def _extends_error(document: Document, code: str, message: str, hint: str | None = None) -> PlanError:
-    problem: Diagnostic = document.diagnostic(code, message, (EXTENDS_KEY,), hint)
-    error = PlanError.from_diagnostics([problem])
-    assert isinstance(error, PlanError), error
-    return error
-
-
-def _real_path(path: Path) -> Path:
-    return Path(os.path.realpath(path))

@@ -11,9 +11,8 @@ from sley_core.table import Array, FactoryPath, PlanFolder, Table, ValueDescript
 FORMAT = 1
 """The format of plans that this core reads."""
 
-EXTENDS = "The base plan, from which this plan differs in the keys that it contains; a relative path starts at this file."
 SOURCE_FOLDER = "The folder in which relative paths start and factories are searched; by default the folder of the plan."
-"""The descriptions of the keys `extends` and `source_folder`. The resolved plan of a run has `source_folder`."""
+"""The description of the key `source_folder`, which the resolved plan of a run has."""
 
 ComputeType = Literal["fp32", "bf16", "fp16", "fp64"]
 GradientType = Literal["fp32", "bf16", "fp64"]
