@@ -40,14 +40,6 @@ def counted(run: Run, steps: int) -> tuple[Counter[str], float]:
             counts["on_entry"] += 1
             super().on_entry(entry)
 
-        def on_layer(self, layer: str) -> None:
-            counts["on_layer"] += 1
-            super().on_layer(layer)
-
-        def on_output(self, layer: str, output: Any) -> None:
-            counts["on_output"] += 1
-            super().on_output(layer, output)
-
         def on_wait(self, turn: Any, since: float) -> None:
             counts["on_wait"] += 1
             super().on_wait(turn, since)
@@ -72,7 +64,6 @@ def costs(run: Run) -> dict[str, float]:
     step_progress = run.groups.progress.step_progress
     recorder.attach()
     action, turn = Action(Kind.FORWARD, 0, 0), begin_turn("all-reduce", run.groups["all"], "a tensor")
-    output = torch.zeros(1, requires_grad=True) * 2
     run.step()  # which makes the places that a window has
 
     def end_step() -> None:
@@ -86,12 +77,7 @@ def costs(run: Run) -> dict[str, float]:
         recorder.detach()
         recorder.attach()
 
-    found = {
-        "on_entry": _seconds(lambda: recorder.on_entry(action)),
-        "on_layer": _seconds(lambda: recorder.on_layer("embed")),
-        "on_output": _seconds(lambda: recorder.on_output("embed", output)),
-        "on_wait": _seconds(lambda: recorder.on_wait(turn, 0.0)),
-    }
+    found = {"on_entry": _seconds(lambda: recorder.on_entry(action)), "on_wait": _seconds(lambda: recorder.on_wait(turn, 0.0))}
     found["end of a step"] = _seconds(end_step, 50)
     window = _seconds(fill_and_write, 20)
     recorder.detach()

@@ -33,7 +33,6 @@ BUCKETS = 'gradient_handlers = [{ use = "dp.bucketed" }]\n'
 PIPE = 'pipeline = { use = "pp.one_f_one_b" }\n'
 LAYOUTS = {
     "dp 2": (2, 4, "parallel = { dp = 2 }\n" + BUCKETS),
-    "dp 2, sockets": (2, 4, "parallel = { dp = 2, cross_memory_attach = false }\n" + BUCKETS),
     "pp 2": (2, 2, "parallel = { pp = 2, dp = 1 }\n" + PIPE),
     "pp 2 x dp 2": (4, 4, "parallel = { pp = 2, dp = 2 }\n" + PIPE + BUCKETS),
     "wp 2": (2, 4, 'parallel = { dp = 2, wp = 2 }\nweights = { use = "isp.communicator" }\n'),
@@ -44,7 +43,7 @@ PIPELINES = frozenset({"pp 2", "pp 2 x dp 2"})
 """The layouts with two stages, of two blocks each."""
 
 STEPS = 40
-KINDS = ("data", "forward", "backward", "optimizer", "link")
+KINDS = ("data", "forward", "backward", "optimizer")
 
 LOCATIONS = {"data": "data", "forward": "F0", "backward": "B0", "optimizer": "update"}
 
@@ -60,13 +59,12 @@ class Case(NamedTuple):
 
 
 def draw_case(draw: random.Random, kind: str) -> Case:
-    layout = draw.choice([name for name in LAYOUTS if kind != "link" or name == "dp 2, sockets"])
+    layout = draw.choice(list(LAYOUTS))
     world = LAYOUTS[layout][0]
     rank = draw.randrange(world)
     layer = draw.randrange(2) + 2 * (rank // (world // 2)) if layout in PIPELINES else draw.randrange(4)
-    # A batch is read during the previous step, so ranks wait only for the excess. A step has three exchanges, and
-    # a link is named only if an exchange takes more than 7.5 ms.
-    shortest, longest = {"data": (0.1, 0.2), "link": (0.07, 0.15)}.get(kind, (0.03, 0.1))
+    # A batch is read during the previous step, so ranks wait only for the excess.
+    shortest, longest = (0.1, 0.2) if kind == "data" else (0.03, 0.1)
     return Case(layout, kind, rank, layer, round(draw.uniform(shortest, longest), 3))
 
 
@@ -85,11 +83,7 @@ def is_named(case: Case, causes: tuple[Cause, ...]) -> bool:
     if case.kind == "none" or not causes:
         return case.kind == "none" and not causes
     first = causes[0]
-    if case.kind == "link":
-        return first.kind == "link" and first.ranks == (0, 1)
-    is_location = first.ranks == (case.rank,) and first.location == LOCATIONS[case.kind]
-    has_layer = case.kind in ("data", "optimizer") or first.layer in ("", f"blocks.{case.layer}")
-    return first.kind == "work" and is_location and has_layer
+    return (first.kind, first.ranks, first.location) == ("work", (case.rank,), LOCATIONS[case.kind])
 
 
 JudgeRun = Callable[[Case], Judgement]
@@ -105,7 +99,6 @@ CASES = [
     Case("pp 2", "backward", 0, 1, 0.06),
     Case("dp 2", "data", 1, 0, 0.1),
     Case("dp 2", "optimizer", 1, 0, 0.06),
-    Case("dp 2, sockets", "link", 0, 0, 0.06),
     Case("wp 2", "forward", 0, 2, 0.06),
     Case("dp 2", "none"),
 ]

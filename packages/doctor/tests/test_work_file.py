@@ -10,7 +10,7 @@ import pytest
 
 from sley_doctor.reports import work_file
 from sley_doctor.reports.work_file import WorkFile
-from sley_doctor.reports.work_record import Queue, Spread, Start, Window, format_line, read_records
+from sley_doctor.reports.work_record import Spread, Start, Window, format_line, read_records
 
 START = Start(0, 1, 0, "here", 1, "cpu", 1.0)
 STEPS = 10
@@ -25,9 +25,7 @@ def window(number: int, forward_s: float = 0.5, **changed: Any) -> Window:
         float(number),
         Spread(1.0, 1.0, 1.0),
         work={"F0": Spread(forward_s, forward_s, forward_s)},
-        layers={"F0": {"head": Spread(0.1, 0.2, 0.3)}},
-        waits={"all main": Spread(0.0, 0.1, 0.2)},
-        queues={"all main": Queue((0, 1), None, 1.0, 48.0)},
+        waits=Spread(0.0, 0.1, 0.2),
     )
     return replace(found, **changed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_doctor.reports import work_recorder
 from sley_doctor.reports.work_file import compute_quartiles
-from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, Window, WorkRecord, read_records
-from sley_doctor.reports.work_recorder import DETAILED, record_work
+from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, WorkRecord, read_records
+from sley_doctor.reports.work_recorder import record_work
 from sley_testing.plans import small_plan
 from sley_testing.runs import fail_once
 
@@ -70,14 +70,8 @@ def slow_down(run: Run, layer: str, direction: str, clock: Clock) -> None:
 
 @contextmanager
 def one_step_windows() -> Iterator[None]:
-    with windows_of(1, DETAILED=1):
-        yield
-
-
-@contextmanager
-def windows_of(steps: int, **values: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WINDOW_SHARE": 0.0, "MIN_WINDOW_S": 0.0, "MIN_WINDOW_STEPS": steps, **values}.items():
+        for name, value in {"WINDOW_SHARE": 0.0, "MIN_WINDOW_S": 0.0, "MIN_WINDOW_STEPS": 1}.items():
             patch.setattr(work_recorder, name, value)
         yield
 
@@ -114,32 +108,22 @@ def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
         assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= one.work.keys()
 
 
-def seconds_by_layer(windows: Sequence[Window], place: str) -> list[dict[str, float]]:
-    return [{layer: round(spent.median, 3) for layer, spent in window.layers[place].items()} for window in windows]
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("slow", ["forward", "backward"])
 @pytest.mark.parametrize("layer", ["embed", "blocks.1"])
-def test_what_takes_long_stands_at_its_action_and_layer(
-    slow: str, layer: str, clock: Clock, texts: Path, tmp_path: Path
-) -> None:
-    """Four microbatches, each of which sleeps."""
-    found = alone(small_plan(), texts, tmp_path, slow=(layer, slow, clock), steps=3)
-    place = {"forward": "F0", "backward": "B0"}[slow]
-    for window, seconds in zip(found.windows, seconds_by_layer(found.windows, place), strict=True):
-        assert seconds == {name: 4 * SLOW_S if name == layer else 0.0 for name in seconds}
-        assert layer in seconds
-        assert window.work[place].median >= window.layers[place][layer].median
+def test_slow_work_counts_for_its_action(slow: str, layer: str, clock: Clock, texts: Path, tmp_path: Path) -> None:
+    """Each of four microbatches sleeps."""
+    record = alone(small_plan(), texts, tmp_path, slow=(layer, slow, clock), steps=3)
+    for window in record.windows:
+        for location, direction in {"F0": "forward", "B0": "backward"}.items():
+            assert window.work[location].median == pytest.approx(4 * SLOW_S * (slow == direction), abs=1e-3)
 
 
-def test_recomputed_layers_count_for_the_backward_that_asks_for_them(clock: Clock, texts: Path, tmp_path: Path) -> None:
+def test_recomputation_counts_for_the_backward(clock: Clock, texts: Path, tmp_path: Path) -> None:
     tables = small_plan(activations={"use": "core.recompute"})
-    windows = alone(tables, texts, tmp_path, slow=("blocks.0", "forward", clock), steps=3).windows
-    for place in ("F0", "B0"):
-        for seconds in seconds_by_layer(windows, place):
-            assert seconds["blocks.0"] == 4 * SLOW_S
-            assert seconds["blocks.1"] == 0.0
+    for window in alone(tables, texts, tmp_path, slow=("blocks.0", "forward", clock), steps=3).windows:
+        for location in ("F0", "B0"):
+            assert window.work[location].median == pytest.approx(4 * SLOW_S, abs=1e-3)
 
 
 def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path, tmp_path: Path) -> None:
@@ -149,29 +133,8 @@ def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path
     assert losses_of(small_plan(), texts, tmp_path) == plain
     with World.alone("cpu") as world, assemble(plan, world) as run:
         with recorded(run, tmp_path / "again"):
-            for _ in range(2 * DETAILED):  # the next one would be recorded by layer again
-                run.step()
-        step_progress = run.groups.progress.step_progress
-        assert step_progress.follow is step_progress.follow_layer is step_progress.follow_output is None
-        assert run.groups.progress.follow_wait is None
-
-
-@pytest.mark.parametrize(("long_s", "detailed"), [(1e3, [True, True, True, False]), (0.0, [True] * 4)])
-def test_the_number_of_a_step_says_whether_layers_are_noted(
-    long_s: float, detailed: list[bool], texts: Path, tmp_path: Path
-) -> None:
-    """Steps 1, 5, 9; long ones all."""
-    with (
-        World.alone("cpu") as world,
-        assemble(plan_from_dict(small_plan(), texts), world) as run,
-        windows_of(3, LONG_S=long_s),
-        recorded(run, tmp_path),
-    ):
-        for _ in range(12):
             run.step()
-    (found,) = read_records(tmp_path)
-    assert [(one.first, one.last) for one in found.windows] == [(1, 3), (4, 6), (7, 9), (10, 12)]
-    assert [bool(one.layers) for one in found.windows] == detailed
+        assert run.groups.progress.step_progress.follow is run.groups.progress.follow_wait is None
 
 
 def test_an_evaluation_is_told_apart_from_what_comes_between_steps(clock: Clock, texts: Path, tmp_path: Path) -> None:
@@ -214,8 +177,7 @@ def test_a_rank_that_waits_and_one_that_is_waited_for(ranks: Any, texts: Path, t
     waiting, slow = read_records(tmp_path)
     assert all(one.work["between"].median > SLOW_S for one in slow.windows[:-1])
     assert min(one.work["between"].median for one in waiting.windows) < SLOW_S
-    assert max(sum(spent.median for spent in one.waits.values()) for one in waiting.windows) > 0.8 * SLOW_S
-    assert {queue.ranks for queue in waiting.windows[0].queues.values()} == {(0, 1)}
+    assert max(one.waits.median for one in waiting.windows) > 0.8 * SLOW_S
 
 
 def _with_a_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:

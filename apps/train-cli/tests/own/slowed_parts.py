@@ -1,7 +1,7 @@
 """A model, data and an optimizer of which one is slow on one rank, as the variable SLEY_TEST_SLOW says.
 
 {"kind": "backward", "rank": 1, "layer": 2, "seconds": 0.05}: the backward of the third block takes 50 ms more in each step.
-kind: data, forward, backward, optimizer or link; none where nothing is slow.
+kind: data, forward, backward or optimizer; none where nothing is slow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.transport import GroupWork
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_testing.habits import Embed
 
@@ -30,7 +29,7 @@ class Slow:
     def __init__(self) -> None:
         told = json.loads(os.environ.get(VARIABLE, "{}"))
         is_own = bool(told) and int(os.environ.get("RANK", "0")) == told["rank"]
-        self.kind = told["kind"] if told and (is_own or told["kind"] == "link") else "none"
+        self.kind = told["kind"] if is_own else "none"
         self.layer = told.get("layer", -1)
         self.seconds = told.get("seconds", 0.0)
 
@@ -71,7 +70,6 @@ class Block(nn.Module):
 
 def layers() -> list[tuple[str, nn.Module]]:
     slow = Slow()
-    _prepare_link(slow)
     blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place, slow)) for place in range(NUM_BLOCKS)]
     return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCABULARY))]
 
@@ -104,31 +102,3 @@ class Sgd(torch.optim.SGD):
         if self.slow.kind == "optimizer":
             time.sleep(self.slow.seconds)
         return super().step(closure)
-
-
-class LateResult:
-    """A sum that takes its time."""
-
-    def __init__(self, work: Any, seconds: float) -> None:
-        self.work, self.seconds = work, seconds
-
-    def wait(self) -> None:
-        self.work.wait()
-        time.sleep(self.seconds)
-
-    def is_completed(self) -> bool:
-        return False
-
-
-_PLAIN_INIT = GroupWork.__init__
-
-
-def _prepare_link(slow: Slow) -> None:
-    """Puts itself in front of sums of gradients, or takes itself away."""
-
-    def init(self: GroupWork, received: Any, sent: Any, turn: Any, *args: Any, **options: Any) -> None:
-        if turn.members.axis == "stage":
-            received = [LateResult(one, slow.seconds) for one in received]
-        _PLAIN_INIT(self, received, sent, turn, *args, **options)
-
-    GroupWork.__init__ = init if slow.kind == "link" else _PLAIN_INIT  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -37,9 +37,7 @@ class ActionProgress:
     """Records a rank's position in its action list.
 
     step: the optimizer step, from 1; 0 before the first. finished, pending: the last finished entry, and the running one.
-    layer: the layer that was called last. follow: called with each entry as it begins. follow_layer: called with the name of
-    each layer as its call begins, and with "" after the last layer of a chunk. follow_output: called with a layer's name and
-    its output, except in recomputations.
+    layer: the layer that was called last. follow: called with each entry as it begins.
     """
 
     step: int = 0
@@ -47,8 +45,6 @@ class ActionProgress:
     pending: object = "the start of the run"
     layer: str = ""
     follow: Callable[[object], None] | None = None
-    follow_layer: Callable[[str], None] | None = None
-    follow_output: Callable[[str, Any], None] | None = None
 
     def begin(self, step: int) -> None:
         self.step, self.layer = step, ""
@@ -63,13 +59,6 @@ class ActionProgress:
     def begin_layer(self, layer: str) -> None:
         """Records the start of a call of `layer`."""
         self.layer = layer
-        if self.follow_layer is not None:
-            self.follow_layer(layer)
-
-    def end_layers(self) -> None:
-        """Records the end of a chunk's layer calls; `layer` is unchanged."""
-        if self.follow_layer is not None:
-            self.follow_layer("")
 
 
 class Wait(NamedTuple):

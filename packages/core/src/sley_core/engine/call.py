@@ -175,18 +175,14 @@ class LayerCaller:
         """Returns `layer(*args, **fields)` under the policy. args: the output of the previous layer, () for the first layer."""
         call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
         if self.probe is not None and self.probe.should_probe(layer, micro):
-            output = self.probe.call(
+            return self.probe.call(
                 layer,
                 args,
                 fields,
                 lambda args, fields: call_layer(layer, args, fields, micro),
                 lambda args, fields: self._run_layer(layer, args, fields, micro),
             )
-        else:
-            output = call_layer(layer, args, fields, micro)
-        if (follow := self.step_progress.follow_output) is not None:
-            follow(layer.name, output)
-        return output
+        return call_layer(layer, args, fields, micro)
 
     def seed_loss(self, micro: MicroStep) -> None:
         """Seeds torch's generators for a loss of full sequences, with one seed on all ranks that share the sequences."""

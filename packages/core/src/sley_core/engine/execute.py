@@ -209,7 +209,6 @@ class Executor:
             args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
         if self.crossing.link is not None:
             check_fields(layers, fields, versions)
-        self.caller.step_progress.end_layers()
         (output,) = args
         flight.check_inputs_unwritten(layers[0].name)
         call_hooks(self.hooks, "after_forward", micro, output)

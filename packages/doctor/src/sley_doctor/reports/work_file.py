@@ -6,66 +6,32 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sley_doctor.reports.work_record import ZERO_SPREAD, Queue, Spread, Start, Window, format_line
-
-if TYPE_CHECKING:
-    from sley_core.comm.guard import Turn
-
+from sley_doctor.reports.work_record import ZERO_SPREAD, Spread, Start, Window, format_line
 
 MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
 
 
-class _QueueWaits:
-    """Holds a rank's waits in one queue."""
-
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
-        self.now_s = 0.0
-        self.steps_s: list[float] = []
-        self.number = turn.number - 1
-        self.exchanges = self.num_bytes = 0
-
-
 class WorkSamples:
     """Collects the samples of a window. spent: seconds of the current step by location index, in a new list for each step.
-    num_steps: the number of steps in the window.
+    wait_s: seconds of the current step in which the host waits for other ranks. num_steps: the number of steps in the window.
     """
 
     def __init__(self) -> None:
         self.spent: list[float] = []
+        self.wait_s = 0.0
         self.num_steps = 0
         self._locations: dict[str, int] = {}
-        self._layers: dict[tuple[int, str], int] = {}
         self._steps: list[list[float]] = []
         self._seconds: list[float] = []
-        self._waits: dict[str, _QueueWaits] = {}
+        self._waits: list[float] = []
 
     def location_index(self, name: str) -> int:
         """Returns the index of the location `name`; adds it if it is new."""
         if name not in self._locations:
-            self._locations[name] = self._add_index()
+            self._locations[name] = len(self.spent)
+            self.spent.append(0.0)
         return self._locations[name]
-
-    def layer_index(self, base: int, name: str) -> int:
-        """Returns the index of the work of layer `name` within the location at index `base`."""
-        try:
-            return self._layers[base, name]
-        except KeyError:
-            self._layers[base, name] = self._add_index()
-            return self._layers[base, name]
-
-    def record_wait(self, turn: Turn, seconds: float) -> None:
-        """Adds a wait of `seconds` in the exchange `turn`."""
-        waits = self._waits.get(turn.queue)
-        if waits is None:
-            waits = self._waits[turn.queue] = _QueueWaits(turn)
-        waits.now_s += seconds
-        if turn.number > waits.number:  # a rank may wait for an exchange both at its start and at its end
-            waits.number = turn.number
-            waits.exchanges += 1
-            waits.num_bytes += turn.num_bytes
 
     def end_step(self, seconds: float) -> None:
         """Keeps the current step, which took `seconds`, as a sample."""
@@ -73,61 +39,28 @@ class WorkSamples:
         if self.num_steps <= MAX_STEPS:
             self._steps.append(self.spent)
             self._seconds.append(seconds)
-            for waits in self._waits.values():
-                waits.steps_s.append(waits.now_s)
+            self._waits.append(self.wait_s)
         self.discard_step()
 
     def discard_step(self) -> None:
         """Discards the current step and starts a new one."""
         self.spent = [0.0] * len(self.spent)
-        for waits in self._waits.values():
-            waits.now_s = 0.0
+        self.wait_s = 0.0
 
     def start_window(self) -> None:
         """Starts a new window; locations keep their indices."""
         self.num_steps = 0
-        self._steps, self._seconds = [], []
-        for waits in self._waits.values():
-            waits.steps_s, waits.exchanges, waits.num_bytes = [], 0, 0
+        self._steps, self._seconds, self._waits = [], [], []
 
     def build_window(self, last: int, time_s: float) -> Window:
         """Returns the window of the samples, which end with step `last`. time_s: the time of writing."""
-        num_steps, num_samples = max(1, self.num_steps), len(self._steps)
-        names = {number: name for name, number in self._locations.items()}
-        layer_indices: dict[int, list[int]] = {}
-        layers: dict[str, dict[str, Spread]] = {}
-        for (base, layer), number in self._layers.items():
-            layer_indices.setdefault(base, []).append(number)
-            if seconds := [step[number] for step in self._steps if _seconds_at(step, number)]:
-                layers.setdefault(names[base], {})[layer] = compute_quartiles(seconds)
         work = {
-            name: compute_quartiles(
-                [
-                    sum(_seconds_at(step, number) for number in (location, *layer_indices.get(location, ())))
-                    for step in self._steps
-                ]
-            )
-            for name, location in self._locations.items()
+            # A step is shorter than the list of locations if it is older than the location.
+            name: compute_quartiles(step[index] if index < len(step) else 0.0 for step in self._steps)
+            for name, index in self._locations.items()
         }
-        # 0 in steps before a queue first occurred.
-        waits = {
-            queue: compute_quartiles([0.0] * (num_samples - len(queue_waits.steps_s)) + queue_waits.steps_s)
-            for queue, queue_waits in self._waits.items()
-        }
-        queues = {
-            queue: Queue(
-                queue_waits.turn.members.ranks,
-                queue_waits.turn.peer,
-                queue_waits.exchanges / num_steps,
-                queue_waits.num_bytes / num_steps,
-            )
-            for queue, queue_waits in self._waits.items()
-        }
-        return Window(last - self.num_steps + 1, last, time_s, compute_quartiles(self._seconds), work, layers, waits, queues)
-
-    def _add_index(self) -> int:
-        self.spent.append(0.0)
-        return len(self.spent) - 1
+        seconds, waits = compute_quartiles(self._seconds), compute_quartiles(self._waits)
+        return Window(last - self.num_steps + 1, last, time_s, seconds, work, waits)
 
 
 def compute_quartiles(values: Iterable[float]) -> Spread:
@@ -137,11 +70,6 @@ def compute_quartiles(values: Iterable[float]) -> Spread:
     if last < 0:
         return ZERO_SPREAD
     return Spread(*(round(ordered[round(last * share)], 7) for share in (0.25, 0.5, 0.75)))
-
-
-def _seconds_at(step: list[float], index: int) -> float:
-    """Returns the seconds at location `index`; 0 if the step is older than the location."""
-    return step[index] if index < len(step) else 0.0
 
 
 class WorkFile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
-FORMAT = 1  # version of these files; other versions are not read
+FORMAT = 2  # version of these files; other versions are not read
 
 DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
     "data",
@@ -50,25 +50,12 @@ ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Queue:
-    """Describes a sequence of exchanges that the members `ranks` of a group start in one order. peer: the rank at the other end
-    of messages. exchanges, num_bytes: averages per step over the exchanges in which this rank waited.
-    """
-
-    ranks: tuple[int, ...]
-    peer: int | None = None
-    exchanges: float = 0.0
-    num_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
 class Window:
     """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the
     epoch. seconds: the duration of a step.
 
     work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all microbatches; B0, I0,
-    W0, C0 likewise. layers: the same for `F0` and the like by layer, measured every few steps. waits: seconds per step by
-    queue.
+    W0, C0 likewise. waits: seconds per step in which the host waits for other ranks.
     """
 
     first: int
@@ -76,9 +63,7 @@ class Window:
     time: float
     seconds: Spread
     work: Mapping[str, Spread]
-    layers: Mapping[str, Mapping[str, Spread]]
-    waits: Mapping[str, Spread]
-    queues: Mapping[str, Queue]
+    waits: Spread
 
     @property
     def num_steps(self) -> int:
@@ -89,7 +74,7 @@ class Window:
 @dataclass(frozen=True)
 class Start:
     """Describes the rank that writes the file. time: seconds since the epoch. trained: the number of trainable elements in
-    weights that this rank has at least in part. layers: by layer name, a signature that layers of equal type and sizes share.
+    weights that this rank has at least in part.
     """
 
     rank: int
@@ -100,7 +85,6 @@ class Start:
     device: str
     time: float
     trained: int = 0
-    layers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

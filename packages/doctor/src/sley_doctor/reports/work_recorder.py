@@ -1,10 +1,10 @@
 """Records the work and the waits of this rank while it trains, in its file of the run's folder.
 
-    entered F0.0 ──> waited ──> called layer ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
+    entered F0.0 ──> waited ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
     samples ──> after a while a line of the file, see `work_record`
 
 Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
-one of the clock; so does a wait. Layers are recorded in one of `DETAILED` steps, and after every long step.
+one of the clock; so does a wait.
 Nothing is computed from samples until a window ends. A window lasts a twentieth of the time so far, but at least half a second
 and eight steps, and at most a quarter of an hour, so a month of training has about 3,000 windows.
 """
@@ -14,14 +14,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sley_core.actions.action import Action, Transfer
 from sley_core.comm import progress as entry_names
@@ -44,11 +40,7 @@ if TYPE_CHECKING:
     from sley_core.comm.guard import Turn
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
-    from sley_core.model.layers import Layer
 
-
-DETAILED, LONG_S = 4, 1.0
-"""Layers are recorded in one of DETAILED steps, and after each step longer than LONG_S seconds."""
 
 WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 900.0)  # length of a window: its share of the time so far, and limits
 MIN_WINDOW_STEPS = 8  # quartiles of fewer steps mean little; a window of MAX_WINDOW_S may have fewer
@@ -79,7 +71,6 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
         parts.world.device.type,
         time.time(),
         sum(entry.numel for entry in parts.registry.trainable),
-        {layer.name: _layer_signature(layer) for layer in parts.layers},
     )
     file = WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes)
     recorder = WorkRecorder(parts, feed, file.add)
@@ -107,7 +98,7 @@ class WorkRecorder:
         self._samples = WorkSamples()
         self._entries: dict[object, int] = {}
         self._spent = self._samples.spent
-        self._location = self._base = self._between = self._samples.location_index(BETWEEN)
+        self._location = self._between = self._samples.location_index(BETWEEN)
         self._data, self._beginning = self._samples.location_index(DATA), self._samples.location_index(BEGINNING)
         self._entry_start = self._start = self._window_start = self._step_start = time.perf_counter()
         self._to_epoch = time.time() - time.perf_counter()
@@ -127,40 +118,26 @@ class WorkRecorder:
 
     def unhook(self) -> None:
         """Removes the callbacks without writing the last window."""
-        step_progress = self._progress.step_progress
-        step_progress.follow = step_progress.follow_layer = step_progress.follow_output = self._progress.follow_wait = None
+        self._progress.step_progress.follow = self._progress.follow_wait = None
 
     def on_entry(self, entry: object) -> None:
         """Records the end of the previous entry and the start of `entry`."""
         time_s = time.perf_counter()
         self._spent[self._location] += time_s - self._entry_start
         self._entry_start = time_s
-        previous_base = self._base
+        previous_location = self._location
         try:
-            self._location = self._base = self._entries[entry]
+            self._location = self._entries[entry]
         except KeyError:
-            self._location = self._base = self._entries[entry] = self._samples.location_index(_location_name(entry))
+            self._location = self._entries[entry] = self._samples.location_index(_location_name(entry))
         if self._location == self._beginning:
-            self._end_step(time_s, was_taken=previous_base in self._ends)
-
-    def on_layer(self, layer: str) -> None:
-        """Records the start of `layer` in a forward or a recomputation; "" means the end of the last layer."""
-        time_s = time.perf_counter()
-        self._spent[self._location] += time_s - self._entry_start
-        self._entry_start = time_s
-        self._location = self._samples.layer_index(self._base, layer) if layer else self._base
-
-    def on_output(self, layer: str, output: Any) -> None:
-        """Hooks `output`, the output of `layer`, to record the start of that layer's backward."""
-        tensor = next((item for item in _output_tensors(output) if item.requires_grad and not item.is_leaf), None)
-        if tensor is not None:
-            tensor.register_hook(lambda _: self.on_layer(layer))  # type: ignore[no-untyped-call]
+            self._end_step(time_s, was_taken=previous_location in self._ends)
 
     def on_wait(self, turn: Turn, since: float) -> None:
-        """Records the end of a wait in the exchange `turn` that began at time `since`."""
-        time_s = time.perf_counter()
-        self._entry_start += time_s - since
-        self._samples.record_wait(turn, time_s - since)
+        """Records the end of a wait in an exchange that began at time `since`."""
+        seconds = time.perf_counter() - since
+        self._entry_start += seconds
+        self._samples.wait_s += seconds
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
         """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
@@ -177,12 +154,8 @@ class WorkRecorder:
         if steps > 0 and (is_long or seconds >= MAX_WINDOW_S):
             self._write()
         self._spent = self._samples.spent
-        step_progress = self._progress.step_progress
-        self._step = step_progress.step
-        is_detailed = self._step % DETAILED == 1 % DETAILED or time_s - self._step_start >= LONG_S
+        self._step = self._progress.step_progress.step
         self._step_start = time_s
-        step_progress.follow_layer = self.on_layer if is_detailed else None
-        step_progress.follow_output = self.on_output if is_detailed else None
 
     def _write(self) -> None:
         """Writes the samples so far as a window; does nothing without samples."""
@@ -200,19 +173,3 @@ def _location_name(entry: object) -> str:
     if isinstance(entry, Transfer):
         return MESSAGES
     return _LOCATIONS.get(str(entry), EVALUATION)
-
-
-def _layer_signature(layer: Layer) -> str:
-    """Returns a string that layers with the same work share: the types and sizes of their modules."""
-    type_counts = Counter(type(module).__name__ for module in layer.module.modules())
-    elements = sum(prod(parameter.shape) for parameter in layer.module.parameters())
-    types = " ".join(f"{name}x{count}" if count > 1 else name for name, count in type_counts.items())
-    return f"{types} {elements}"
-
-
-def _output_tensors(output: Any) -> Sequence[Tensor]:
-    """Returns the tensors of a layer's output: the output itself, or the direct items of a dict, list or tuple."""
-    if isinstance(output, Tensor):
-        return (output,)
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [value for value in values if isinstance(value, Tensor)]

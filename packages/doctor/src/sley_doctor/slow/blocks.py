@@ -8,8 +8,8 @@ blocks   |------- block ---------|-- block --|     the windows of the rank with 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sley_doctor.reports.work_record import (
@@ -20,7 +20,6 @@ from sley_doctor.reports.work_record import (
     MESSAGES,
     UPDATE,
     ZERO_SPREAD,
-    Queue,
     Spread,
     Start,
     Window,
@@ -45,7 +44,7 @@ class RankWork(Window):
     @property
     def waiting_s(self) -> float:
         """Returns the seconds per step in which the host waits for other ranks."""
-        return sum(spread.median for spread in self.waits.values())
+        return self.waits.median
 
     @property
     def device_s(self) -> float:
@@ -98,22 +97,13 @@ def _rank_work(record: WorkRecord, first: int, last: int) -> RankWork:
     """Returns the means of a rank's work over its windows in steps `first` to `last`, each by its number of these steps."""
     windows = record.windows_between(first, last)
     num_steps = [min(window.last, last) - max(window.first, first) + 1 for window in windows]
-    layers: dict[str, list[tuple[Mapping[str, Spread], int]]] = {}
-    queues: dict[str, list[tuple[Queue, int]]] = {}
-    for window, num in zip(windows, num_steps, strict=True):
-        for location, spreads in window.layers.items():
-            layers.setdefault(location, []).append((spreads, num))
-        for name, queue in window.queues.items():
-            queues.setdefault(name, []).append((queue, num))
     return RankWork(
         first,
         last,
         windows[-1].time,
         _mean_spread(list(zip((window.seconds for window in windows), num_steps, strict=True))),
         _means_by_name(list(zip((window.work for window in windows), num_steps, strict=True))),
-        {location: _means_by_name(values) for location, values in layers.items()},
-        _means_by_name(list(zip((window.waits for window in windows), num_steps, strict=True))),
-        {name: _mean_queue(values) for name, values in queues.items()},
+        _mean_spread(list(zip((window.waits for window in windows), num_steps, strict=True))),
         record.start,
     )
 
@@ -129,14 +119,6 @@ def _mean_spread(spreads: Sequence[tuple[Spread, int]]) -> Spread:
     return Spread(*(sum(spread[index] * num_steps for spread, num_steps in spreads) / total for index in range(3)))
 
 
-def _mean_queue(queues: Sequence[tuple[Queue, int]]) -> Queue:
-    """Returns the newest queue, with the means of exchanges and bytes per step."""
-    total = sum(num_steps for _, num_steps in queues)
-    exchanges = sum(queue.exchanges * num_steps for queue, num_steps in queues) / total
-    num_bytes = sum(queue.num_bytes * num_steps for queue, num_steps in queues) / total
-    return replace(queues[-1][0], exchanges=exchanges, num_bytes=num_bytes)
-
-
 def median(values: Iterable[float]) -> float:
     """Returns the median of `values`, the lower of two middle values; 0 without values."""
     ordered = sorted(values)
@@ -146,86 +128,58 @@ def median(values: Iterable[float]) -> float:
 MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
 
 MAX_FAR_RATIO = 3.0
-"""The same for ranks or layers that are only roughly comparable: other neighbours, or weights of other shapes."""
+"""The same for ranks of other stages, which have other layers and neighbours."""
 
 _COMMON_LOCATIONS = frozenset({DATA, BETWEEN, EVALUATION})  # locations where all ranks do comparable work
 _CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
 
 
 class Excess(NamedTuple):
-    """Excess work: `seconds` per step more than comparable work, which takes usual_s. layer: "" if no single
-    layer stands out.
-    """
+    """Excess work: `seconds` per step more than comparable work, which takes usual_s."""
 
     location: str
-    layer: str
     seconds: float
     usual_s: float
 
 
 def find_excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns the locations where `rank` works longer than comparable ranks or layers, the largest excess first.
+    """Returns the locations where `rank` works longer than comparable ranks, the largest excess first.
 
     The comparison depends on the location:
 
-    * a chunk, the update, a reduction: with ranks of the same stage, which do the same work on other samples or shards
-    * the same in a stage of one rank: with layers of the same type and sizes on any rank; the update is scaled by elements
+    * a chunk, the update, messages: with ranks of the same stage, which do the same work on other samples or shards
+    * the same in a stage of one rank: with the other stages, by a larger ratio; the update is scaled by elements
     * data, work between steps, evaluations: with all other ranks
     """
     work, works = block.ranks[rank], [candidate for number, candidate in block.ranks.items() if number != rank]
     peers = [candidate for candidate in works if candidate.start.stage == work.start.stage]
-    excesses = (_find_excess(work, peers, works, location, block) for location in work.work if location != DEVICE)
+    excesses = (_find_excess(work, peers, works, location) for location in work.work if location != DEVICE)
     return sorted((excess for excess in excesses if excess is not None), key=lambda excess: -excess.seconds)
 
 
-def _find_excess(work: RankWork, peers: list[RankWork], works: list[RankWork], location: str, block: Block) -> Excess | None:
-    """Returns the excess of a rank's time at `location` over comparable ranks or chunks; None if there is no excess."""
-    spent = work.work[location]
-    if peers or location in _COMMON_LOCATIONS:
+def _find_excess(work: RankWork, peers: list[RankWork], works: list[RankWork], location: str) -> Excess | None:
+    """Returns the excess of a rank's time at `location` over comparable ranks; None if there is no excess."""
+    spent, ratio = work.work[location], MAX_RATIO
+    if location in _COMMON_LOCATIONS or peers:
         comparable = works if location in _COMMON_LOCATIONS else peers
-        usual = _median_spread(candidate.work.get(location, ZERO_SPREAD) for candidate in comparable)
-        if not comparable or not _exceeds(spent, usual, MAX_RATIO):
-            return None
-        seconds = spent.median - usual.median
-        layer_excesses = {
-            layer: spread.median
-            - _median_spread(peer.layers.get(location, {}).get(layer, ZERO_SPREAD) for peer in peers).median
-            for layer, spread in work.layers.get(location, {}).items()
-        }
-        top_layer = max(layer_excesses, key=lambda layer: layer_excesses[layer], default="")
-        has_top_layer = bool(peers) and bool(top_layer) and layer_excesses[top_layer] >= seconds / 2
-        return Excess(location, top_layer if has_top_layer else "", seconds, usual.median)
-    if location[0] in _CHUNK_PREFIXES and location in work.layers:
-        return max(_layer_excesses(work, location, block), key=lambda excess: excess.seconds, default=None)
-    if location in (UPDATE, MESSAGES) and works:
-        # A rank that steps more elements than a peer needs proportionally longer for its update.
+        times = [candidate.work.get(location, ZERO_SPREAD) for candidate in comparable]
+    elif location[0] in _CHUNK_PREFIXES or location in (UPDATE, MESSAGES):
+        ratio = MAX_FAR_RATIO
+        # A rank that steps more elements than another needs proportionally longer for its update.
         factors = [
             max(1.0, work.start.trained / max(1, candidate.start.trained)) if location == UPDATE else 1.0 for candidate in works
         ]
-        times = [candidate.work.get(location, ZERO_SPREAD) for candidate in works]
-        usual = _median_spread(
-            Spread(*(value * factor for value in spread)) for spread, factor in zip(times, factors, strict=True)
-        )
-        if _exceeds(spent, usual, MAX_FAR_RATIO):
-            return Excess(location, "", spent.median - usual.median, usual.median)
-    return None
-
-
-def _layer_excesses(work: RankWork, location: str, block: Block) -> Iterator[Excess]:
-    """Yields layers that take longer than layers of the same type, sizes and direction on any rank."""
-    for layer, spent in work.layers[location].items():
-        signature = work.start.layers.get(layer)
-        comparable = [
-            spread
-            for rank in block.ranks.values()
-            for candidate_location, layers in rank.layers.items()
-            if candidate_location[0] == location[0] and signature is not None
-            for other_layer, spread in layers.items()
-            if other_layer != layer and rank.start.layers.get(other_layer) == signature
+        times = [
+            Spread(*(value * factor for value in candidate.work[location]))
+            for candidate, factor in zip(works, factors, strict=True)
+            if location in candidate.work
         ]
-        usual = _median_spread(comparable)
-        if comparable and _exceeds(spent, usual, MAX_FAR_RATIO):
-            yield Excess(location, layer, spent.median - usual.median, usual.median)
+    else:
+        return None
+    usual = _median_spread(times)
+    if not times or not _exceeds(spent, usual, ratio):
+        return None
+    return Excess(location, spent.median - usual.median, usual.median)
 
 
 def _median_spread(spreads: Iterable[Spread]) -> Spread:

@@ -1,7 +1,6 @@
 """Decides which rank makes other ranks wait, from the work records of all ranks.
 
-    work of a rank longer than its peers' ───────┐
-    slow exchanges without a late rank ──────────┴──> in most of the run, or of its last part ──> a cause, or none
+    work of a rank longer than its peers', or a wait of all for data ──> in most of the run, or of its last part ──> a cause
 
 Victims wait and causes work: a rank is named for work that takes longer than on other ranks, never for its waits. A cause must
 cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise of a busy machine.
@@ -10,9 +9,8 @@ cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from sley_doctor.reports.work_record import DATA, ZERO_SPREAD, WorkRecord
 from sley_doctor.slow.blocks import Block, Excess, build_blocks, find_excesses, median
@@ -35,16 +33,14 @@ NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
 class Cause:
     """Describes one reason for longer steps.
 
-    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data, "link" for slow exchanges. ranks: the
-    slow ranks, or the members of a slow group. location: a location of `work_record`, or a queue name. layer: "" if no layer
-    stands out. seconds: the cost per step; step_s: the duration of a step. usual_s: the time of comparable work. first, last:
-    the steps with this cause.
+    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data. location: a location of
+    `work_record`. seconds: the cost per step; step_s: the duration of a step. usual_s: the time of comparable work. first,
+    last: the steps with this cause.
     """
 
     kind: str
     ranks: tuple[int, ...]
     location: str
-    layer: str
     seconds: float
     usual_s: float
     step_s: float
@@ -64,7 +60,7 @@ class Judgement:
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
-    """Returns the ranks, links or data that make other ranks wait. records: the records of all ranks of a run."""
+    """Returns the ranks or data that make other ranks wait. records: the records of all ranks of a run."""
     if not records:
         return Judgement((), (), "no rank has recorded a step")
     if missing := sorted(set(range(records[0].start.world)) - {record.start.rank for record in records}):
@@ -87,7 +83,7 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
 
 def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
     """Returns the causes that most of `blocks` show, the worst first."""
-    causes = [*_slow_ranks(blocks), *_slow_data(blocks), *_slow_links(blocks)]
+    causes = [*_slow_ranks(blocks), *_slow_data(blocks)]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
@@ -112,23 +108,18 @@ def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank`, with the location and the layer of its largest excess. slow_blocks: blocks with their
-    excesses.
-    """
+    """Returns the cause for `rank`, with the location of its largest excess. slow_blocks: blocks with their excesses."""
     steps = sum(block.num_steps for block, _ in slow_blocks)
-    locations, usual, layers = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[Any, float](float)
+    locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:
         for excess in excesses:
             locations[excess.location] += excess.seconds * block.num_steps / steps
             usual[excess.location] += excess.usual_s * block.num_steps / steps
-            layers[excess.location, excess.layer] += excess.seconds * block.num_steps
     location = max(locations, key=lambda name: locations[name])
-    layer = max((key for key in layers if key[0] == location), key=lambda key: layers[key])[1]
     return Cause(
         "work",
         (rank,),
         location,
-        layer,
         locations[location],
         usual[location],
         median(block.step_s for block, _ in slow_blocks),
@@ -151,33 +142,7 @@ def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
         return []
     seconds = median(min(work.work[DATA].median for work in block.ranks.values()) for block in slow_blocks)
     step_s = median(block.step_s for block in slow_blocks)
-    return [
-        Cause("data", tuple(slow_blocks[0].ranks), DATA, "", seconds, 0.0, step_s, slow_blocks[0].first, slow_blocks[-1].last)
-    ]
-
-
-def _slow_links(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for each queue that is slow in most of the blocks."""
-    slow_by_queue: dict[tuple[str, tuple[int, ...]], list[tuple[Block, SlowExchange]]] = {}
-    for block in blocks:
-        for exchange in find_slow_exchanges(block):
-            if exchange.seconds >= MIN_SHARE * block.step_s:
-                slow_by_queue.setdefault((exchange.queue, exchange.ranks), []).append((block, exchange))
-    return [
-        Cause(
-            "link",
-            ranks,
-            queue,
-            "",
-            median(exchange.seconds for _, exchange in slow_blocks),
-            median(exchange.usual_s for _, exchange in slow_blocks),
-            median(block.step_s for block, _ in slow_blocks),
-            slow_blocks[0][0].first,
-            slow_blocks[-1][0].last,
-        )
-        for (queue, ranks), slow_blocks in slow_by_queue.items()
-        if _covers_most([block for block, _ in slow_blocks], blocks)
-    ]
+    return [Cause("data", tuple(slow_blocks[0].ranks), DATA, seconds, 0.0, step_s, slow_blocks[0].first, slow_blocks[-1].last)]
 
 
 def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
@@ -185,37 +150,3 @@ def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
     return bool(subset) and sum(block.num_steps for block in subset) >= MIN_BLOCK_SHARE * sum(
         block.num_steps for block in blocks
     )
-
-
-LATENCY_S, BYTES_PER_S = 2.5e-3, 50e6
-"""The slowest acceptable link: an exchange over TCP on a busy machine, and half of a gigabit network."""
-
-MAX_LINK_RATIO = 3.0  # factor by which exchanges may take longer than over that link
-
-
-class SlowExchange(NamedTuple):
-    """The duration of a group's exchanges. seconds: per step; usual_s: per step over the slowest acceptable link."""
-
-    queue: str
-    ranks: tuple[int, ...]
-    seconds: float
-    usual_s: float
-
-
-def find_slow_exchanges(block: Block) -> Iterator[SlowExchange]:
-    """Yields the collectives that take longer than an acceptable link explains. The last rank of a collective waits for no
-    other rank, so the shortest wait of its members is the duration of the exchange.
-    """
-    known_keys: set[tuple[str, tuple[int, ...]]] = set()
-    for rank in block.ranks.values():
-        for name, queue in rank.queues.items():
-            key = name, queue.ranks
-            members = [block.ranks.get(number) for number in queue.ranks]
-            if queue.peer is not None or key in known_keys:
-                continue
-            known_keys.add(key)
-            waits = [member.waits[name].low for member in members if member is not None and name in member.waits]
-            usual_s = queue.exchanges * LATENCY_S + queue.num_bytes / BYTES_PER_S
-            # A member without a record may not have waited.
-            if len(waits) == len(members) and min(waits) > MAX_LINK_RATIO * usual_s:
-                yield SlowExchange(name, queue.ranks, min(waits), usual_s)
