@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import drawn_model
 import pytest
 import torch
 from drawn_model import BODIES, BY_DATA, BY_POSITION, FORMS, MAY_BE_CHANGED, MIXES_POSITIONS, NEEDS_TOKENS, batch
+from matrix_optimizers import Orthogonal
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -86,6 +87,21 @@ def draw(seed: int, world: int | None = None) -> Case:
     model, loss = _draw_model(r, num_stages, tables)
     training = {"loss": loss, "optimizer": _draw_optimizer(r, model), "learning_rate": {"warmup_steps": r.choice([0, 0, 2])}}
     return Case(seed, world, model, training, tables, _draw_steps(r, tables["parallel"], num_micro_batches))
+
+
+def draw_matrix_case(seed: int, world: int | None = None) -> Case:
+    """Returns the case of a number with a matrix optimizer, mostly in a layout in which matrices are split."""
+    case = draw(seed, world)
+    r = random.Random(f"matrix {seed} {world}")
+    config = {**case.training["optimizer"], "factory": "matrix_optimizers:Orthogonal", "scope": "matrix", "lr": 0.02}
+    for key in ("use", "momentum", "nesterov", "eps", "options"):
+        config.pop(key, None)
+    tables = {**case.tables}
+    if tables["parallel"]["dp"] * tables["parallel"]["sp"] > 1 and r.random() < 0.7:
+        reducer = {"use": "dp.sharded", "bucket_mb": r.choice([1e-4, 5e-4, 25.0])}
+        ties = [{"use": "pp.shared_modules"}] if tables["parallel"]["pp"] > 1 else []
+        tables["gradient_handlers"] = [reducer, *ties]
+    return replace(case, training={**case.training, "optimizer": config}, tables=tables)
 
 
 def _draw_layout(r: random.Random, world: int, num_micro_batches: int) -> tuple[Tables, int]:
@@ -241,10 +257,10 @@ def plan_of(case: Case, folder: Path) -> Any:
     return plan_from_dict({**fixed, **case.training, **case.tables}, folder)
 
 
-def draw_valid(seed: int, folder: Path, world: int | None = None) -> Case:
+def draw_valid(seed: int, folder: Path, world: int | None = None, drawer: Callable[..., Case] = draw) -> Case:
     """Returns the case of a number, or the next one that the check of plans accepts."""
     for attempt in range(50):
-        case = draw(seed + attempt * 10**9, world)
+        case = drawer(seed + attempt * 10**9, world)
         world = case.world
         try:
             if not check_plan(plan_of(case, folder), world):
@@ -308,7 +324,9 @@ def optimizer_of(config: Mapping[str, Any], named: Any) -> torch.optim.Optimizer
     """Returns torch's optimizer with a group for each parameter. Matrices decay, unless a group of the plan changes that."""
     options: dict[str, Any] = {"eps": 1e-3}
     optimizer_type: Any = torch.optim.NAdam
-    if config.get("use") == "core.sgd":
+    if config.get("scope") == "matrix":
+        optimizer_type, options = Orthogonal, {}
+    elif config.get("use") == "core.sgd":
         optimizer_type = torch.optim.SGD
         options = {"momentum": config["momentum"], "nesterov": config.get("nesterov", False)}
     elif config.get("use") == "core.adamw":
@@ -343,10 +361,12 @@ def compare(case: Case, ranks: Sequence[Results]) -> None:
         assert not missing, f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
 
 
-def check(ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = None) -> None:
+def check(
+    ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = None, drawer: Callable[..., Case] = draw
+) -> None:
     """Runs these cases. Fails with all differences."""
     failures = []
-    for case in (draw_valid(number, folder, world) for number in numbers):
+    for case in (draw_valid(number, folder, world, drawer) for number in numbers):
         try:
             compare(case, ranks(case.world, 60)(train, case, folder))
         except Exception as error:
@@ -365,6 +385,15 @@ def test_two_thousand_cases_equal_a_plain_loop(ranks: Any, tmp_path: Path, part:
     first = random.SystemRandom().randrange(10**6) * 1000
     print(f"numbers {first} to {first + 99}")
     check(ranks, tmp_path, range(first, first + 100))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("part", range(11))
+def test_matrix_optimizers_equal_a_plain_loop(ranks: Any, tmp_path: Path, part: int) -> None:
+    """The first part is small and fixed. The others are a campaign of 200 new cases."""
+    first = random.SystemRandom().randrange(10**6) * 1000 if part else 0
+    print(f"numbers {first} on")
+    check(ranks, tmp_path, range(first, first + (20 if part else 3)), None if part else 4, draw_matrix_case)
 
 
 def test_all_features_are_drawn() -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from layouts import LAYOUTS, layout_of, num_ranks
 
-from sley_testing.plans import small_plan
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_core.engine.owners import update_work
+from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
+from sley_testing.parity import assert_close_gradients, differing_names, train_bits
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Tensors, assert_parity_of_parts, record, record_reference, running, weights
 
 ORTHOGONAL = {"factory": "matrix_optimizers:Orthogonal", "scope": "matrix", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
 PLAN = small_plan(
@@ -24,10 +28,88 @@ PLAN = small_plan(
 """257 tokens and 27 channels are no multiples of a number of ranks, so shards are padded."""
 
 
+MUON = {"factory": "torch.optim:Muon", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
+ONLY_MATRICES = changed(PLAN, model={"factory": "matrix_optimizers:perceptron"}, optimizer=MUON)
+NAMES = ["wp2 wdp2 sharded", "pp2 dp2 sharded", "dp2 sharded", "wp2", *LAYOUTS]
+
+
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("layout", ["dp2 sharded", "wp2", "pp2 dp2 sharded", "wp2 wdp2 sharded", *LAYOUTS])
+@pytest.mark.parametrize("layout", dict.fromkeys(NAMES))
 def test_layouts_have_the_update_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
     tables = layout_of(layout, PLAN)
-    assert_parity_of_parts(
-        record_reference(PLAN, 3, folder=texts), ranks(num_ranks(tables))(record, tables, 3, folder=texts), "fp64"
-    )
+    results = ranks(num_ranks(tables))(record, tables, 3, folder=texts)
+    assert_parity_of_parts(record_reference(PLAN, 3, folder=texts), results, "fp64")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", [name for name in dict.fromkeys(NAMES) if "sp2" not in name])
+def test_canonical_muon_has_the_bits_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
+    """torch's Muon rounds to bfloat16, where a last bit of a gradient may change many; with canonical sums there is none."""
+    plan = changed(ONLY_MATRICES, precision__compute="bf16", parallel__reduction="canonical")
+    tables = layout_of(layout, plan)
+    bits = ranks(num_ranks(tables), 120)(train_bits, tables, 2, folder=texts)
+    assert differing_names([train_bits(plan, 2, folder=texts)], bits) == []
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("layout", "resumed"),
+    [
+        ("dp2 sharded", "wp2"),
+        ("wp2", "dp2 sharded"),
+        ("wp2 wdp2 sharded", "pp2 dp2 sharded"),
+        ("zero bubble", "wp2 wdp2 sharded"),
+    ],
+)
+def test_other_layouts_resume_a_checkpoint(ranks: Any, texts: Path, tmp_path: Path, layout: str, resumed: str) -> None:
+    (uninterrupted,) = ranks(1).once(stretch, PLAN, 4, folder=texts)
+    tables, target = layout_of(layout, PLAN), layout_of(resumed, PLAN)
+    ranks(num_ranks(tables), 120)(stretch, tables, 2, folder=texts, save=tmp_path / "saved")
+    results = ranks(num_ranks(target), 120)(stretch, target, 2, folder=texts, load=tmp_path / "saved")
+    assert any("momentum" in name for result in results for name in result.states)
+    assert_resumed_parity(uninterrupted, results, "fp64")
+
+
+def write_and_offload(tables: Tables, folder: Path) -> Tensors:
+    """Returns the weights after a program has loaded and written some between steps, and moved states and masters."""
+    with running(tables, folder) as run:
+        run.step()
+        run.load_weights({name: value.double() * 0.75 for name, value in weights(run).items()})
+        run.step()
+        with torch.no_grad():
+            for param in run.registry:
+                param.parameter.mul_(1.25)
+        if tables.get("offload"):
+            run.memory.offload().wait()
+            run.memory.onload().wait()
+        run.step()
+        return weights(run)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["wp2 wdp2 sharded", "dp2 sharded", "wp2"])
+@pytest.mark.parametrize("when", ["between_steps", "idle"])
+def test_owners_follow_writes_and_offloads(ranks: Any, texts: Path, layout: str, when: str) -> None:
+    offload = [{"use": "memory.optimizer_states", "when": when}] if when == "between_steps" else [{"use": "memory.everything"}]
+    expected = write_and_offload(PLAN, texts)
+    tables = layout_of(layout, PLAN, offload=offload)
+    for values in ranks(num_ranks(tables))(write_and_offload, tables, texts):
+        assert_close_gradients(expected, values, 1e-10)
+
+
+def test_owners_are_balanced_and_equal_on_all_ranks(ranks: Any, texts: Path) -> None:
+    tables = layout_of("wp2 wdp2 sharded", PLAN)
+    owned_by_rank = ranks(4)(owned_shapes, tables, texts)
+    names = [name for owned in owned_by_rank for name in owned]
+    assert len(names) == len(set(names)), "a matrix has two owners"
+    assert set(names) == set(record_reference(PLAN, 3, folder=texts).gradients[0]), "a matrix has no owner"
+    works = [sum(map(update_work, owned.values())) for owned in owned_by_rank]
+    largest = max(update_work(shape) for owned in owned_by_rank for shape in owned.values())
+    assert max(works) - min(works) <= largest
+
+
+def owned_shapes(tables: Tables, folder: Path) -> dict[str, tuple[int, ...]]:
+    with running(tables, folder) as run:
+        owners = run.stepper.update.masters.owners
+        assert owners is not None
+        return {param.name: param.shape for param in owners.owned}

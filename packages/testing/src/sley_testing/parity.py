@@ -19,7 +19,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS
-from sley_core.engine.update import states_of
+from sley_core.engine.update import MASTER, states_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.topology import DEFAULT_CHANNEL
@@ -141,8 +141,10 @@ def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yields names and full tensors of weights, master weights and optimizer states. Gathers in registry order."""
     run.parts.weights.settle()
     states = {(state_tensor.name, state_tensor.state): state_tensor for state_tensor in states_of(run.stepper.update)}
-    # A rank that steps no element of a weight has no state, but must join the collective.
-    state_names = sorted({state for _, state in states})
+    # A rank that steps no element of a weight has no state, but must join the collectives. Other stages have the same states.
+    names_of_ranks = run.groups["control"].gather_objects([state for _, state in states], label="the names of states")
+    state_names = sorted({state for names in names_of_ranks for state in names})
+    owners = run.stepper.update.masters.owners
     for param in run.registry:
         yield param.name, _gather_full_tensor(run, param, param.parameter.detach())
         if not param.trainable:
@@ -155,7 +157,9 @@ def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
                     yield f"{param.name} {state_name}", state_tensor.tensor
                 continue
             dtype = run.stepper.update.masters.wide if state_tensor is None else state_tensor.tensor.dtype
-            full_state = torch.zeros(param.parameter.shape, dtype=dtype, device=param.parameter.device)
+            is_owned = owners is not None and param in owners.params and state_name != MASTER
+            full_shape = param.shape if is_owned else param.parameter.shape
+            full_state = torch.zeros(full_shape, dtype=dtype, device=param.parameter.device)
             if state_tensor is not None and state_tensor.elements is not None:
                 full_state.view(-1)[state_tensor.elements.first : state_tensor.elements.last] = state_tensor.tensor.reshape(-1)
             elif state_tensor is not None:
@@ -164,7 +168,9 @@ def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
                 buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
                 assert buffer.shard is not None, param
                 _merge_bytes(run, full_state, buffer.shard.axis)
-            yield f"{param.name} {state_name}", _gather_full_tensor(run, param, full_state)
+            if is_owned and param.shard is not None:
+                _merge_bytes(run, full_state, AXIS)
+            yield f"{param.name} {state_name}", full_state if is_owned else _gather_full_tensor(run, param, full_state)
 
 
 def _gather_full_tensor(run: Run, param: Param, local: Tensor) -> Tensor:
