@@ -36,7 +36,7 @@ from train_cli.stopping import WARNINGS
 
 _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
-    | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_pp", "sley_testing", "train_cli"}
+    | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing", "train_cli"}
 )
 _LIBRARIES = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
 _CALLERS = frozenset({"typer", "rich", "click", "__main__"})

@@ -19,6 +19,7 @@ from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
+from sley_core.engine.averages import AVERAGE, Averages, list_averages
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics
@@ -190,6 +191,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     factor = learning_rate_factor(plan)
     is_probed = checks and not plan.optimizer.name.startswith("core.")
     traits = probe_optimizer(plan, parts, model, factor, masters.wide, optimizer_device) if is_probed else TORCH_TRAITS
+    averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
+    if averages is not None and traits.has_modes:
+        message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
+        raise plan.add_places(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
     return Update(
         parts.store,
         masters,
@@ -206,6 +211,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
         skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
         traits=traits,
         seed=plan.run.seed,
+        averages=averages,
     )
 
 
@@ -421,13 +427,15 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
             yield from layer.module.named_buffers(layer.name)
 
     def states() -> NamedTensors:
-        """Yields the optimizer's states in the order of the parameters, then states under other keys."""
+        """Yields the optimizer's states in the order of the parameters, then states under other keys, then averages."""
         names = {id(stepped.parameter) for stepped in update.masters.optimized}
         for stepped in update.masters.optimized:
             yield from states_of(stepped)
         for key, state in update.optimizer.state.items():
             if id(key) not in names:
                 yield from _prefix_names("optimizer", named_tensors(state))
+        for stepped, average in list_averages(update.averages, update.masters.stepped):
+            yield f"{stepped.name}.{AVERAGE}", average
 
     def states_of(stepped: Stepped) -> NamedTensors:
         return _prefix_names(stepped.name, optimizer_states(update, stepped))

@@ -150,7 +150,7 @@ class Loop:
     def _use_evaluation_weights(self) -> Iterator[None]:
         """Switches to the weights for evaluations and saves within the block (`Update.evaluated`)."""
         update = self.stepper.update
-        if update.traits.has_modes:
+        if update.switches_weights:
             self._checkpointer.copy_unwritten_state()
         with update.evaluated():
             yield

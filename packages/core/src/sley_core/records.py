@@ -132,6 +132,16 @@ class LRScheduleRecord(Record):
     """`build(config, num_steps) -> Callable[[int], float]`: the factor of every group's `lr` at step 0, 1, ..."""
 
 
+class AveragingRecord(Record):
+    """`build(config, num_steps) -> Callable[[int, int], float]`: a rule of averages of the weights over steps.
+
+    After each update, core sets every average to `average + weight * (value - average)` with `weight = rule(step, age)`, from 0
+    to 1. step: the number of the step, from 0. age: the number of updates since the average was equal to the weights, at least
+    1. The first update, and each with the weight 1, sets the averages to the weights. The rule must give the same results on
+    all ranks. num_steps: the number of steps of the run.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`.

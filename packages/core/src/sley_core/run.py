@@ -215,16 +215,19 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Sets the model's weights to those in `state`, {name: full tensor} with the same names in every layout.
 
         All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
-        have any of its names. Buffers in `state` are loaded too; optimizer states do not change. A mapping is checked before
-        anything is written. Pairs are written one by one, so that only one tensor is in memory. strict: whether missing or
-        unknown names are an error; otherwise they are returned.
+        have any of its names. Buffers in `state` are loaded too; optimizer states do not change, and averages of weights
+        start again. A mapping is checked before anything is written. Pairs are written one by one, so that only one tensor is
+        in memory. strict: whether missing or unknown names are an error; otherwise they are returned.
 
         Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
         """
         self._finish_pending()
         self.memory.require("loading weights", TO_LOAD)
         self._checkpointer.copy_unwritten_state()
-        return self._load_weights(state, strict=strict)
+        loaded = self._load_weights(state, strict=strict)
+        if (averages := self.stepper.update.averages) is not None:
+            averages.reset()
+        return loaded
 
     @on_stream
     def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
@@ -349,11 +352,11 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._outcome = "interrupted" if self.was_stopped else "finished"
 
     def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
-        """Makes the device wait for transfers of `parts`, and also of weights and states if the optimizer has modes.
+        """Makes the device wait for transfers of `parts`, and also of weights and states if evaluations switch weights.
 
         Raises StateError "memory-away".
         """
-        self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.traits.has_modes else ())))
+        self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.switches_weights else ())))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -39,6 +39,7 @@ RecordKind = Literal[
     "losses",
     "optimizers",
     "lr_schedules",
+    "averaging_rules",
     "partitioners",
     "schedules",
     "stage_links",

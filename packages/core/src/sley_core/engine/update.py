@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups
 from sley_core.engine.agreement import collect_exchanges, exchange_difference
+from sley_core.engine.averages import AVERAGE, Averages, list_averages
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
@@ -60,8 +61,8 @@ class Update:
     parameter_groups: returns torch.optim's groups for parameters that are unfrozen later. factor: returns the learning rate's
     factor at a step. clip_norm: the largest norm; None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm.
     scale: the loss scale of fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour.
-    sources: the losses by source. seed: the run's seed, for optimizers that draw random numbers. was_taken: whether the last
-    step changed weights, as far as the host knows.
+    sources: the losses by source. seed: the run's seed, for optimizers that draw random numbers. averages: the averages of the
+    weights, if the plan has [averaging]. was_taken: whether the last step changed weights, as far as the host knows.
     """
 
     store: GradientStore
@@ -80,6 +81,7 @@ class Update:
     traits: Traits = field(default=TORCH_TRAITS, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     sources: SourceSums | None = field(default=None, kw_only=True)
+    averages: Averages | None = field(default=None, kw_only=True)
     was_taken: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -134,41 +136,61 @@ class Update:
             run_optimizer_step = partial(step_if, self.optimizer, totals.allow_a_step)
         if self.traits.keeps_gradients:
             run_optimizer_step = copy_gradients_first(self.optimizer, run_optimizer_step)
+        if self.averages is not None:
+            self.averages.add(self.masters.stepped)
         with self.seeded(step):
             if self.events.step_in_buckets is None:
                 run_optimizer_step()
             else:
                 step_buckets(self.optimizer, self.masters.optimized, self.events.step_in_buckets, run_optimizer_step)
         self.masters.scatter_owned()
+        if self.averages is not None:
+            allowed = totals.allow_a_step if is_on_device else None
+            self.averages.update(self.masters.stepped, step, step - num_skipped, allowed)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
         return totals
 
+    @property
+    def switches_weights(self) -> bool:
+        """Whether evaluations and saves use other weights than training: averages, or those of the optimizer's `eval()`."""
+        return self.averages is not None or self.traits.has_modes
+
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Returns a context manager in which weights and masters have the values of the optimizer's evaluation mode, if it has
-        modes. Afterwards they have their former bits. All ranks call it between two steps, with all memory on the device.
+        """Returns a context manager in which weights and masters have the averages, or the values of the optimizer's evaluation
+        mode, if there are any. Afterwards they have their former bits. All ranks call it between two steps, with all memory on
+        the device.
         """
-        if not self.traits.has_modes:
+        if not self.switches_weights:
             yield
             return
-        optimizer: Any = self.optimizer
         self.masters.follow()
-        before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
-        self.masters.gather_owned()
-        optimizer.eval()
-        self.masters.scatter_owned()
+        restore = self._switch_mode() if self.averages is None else self.averages.swap(self.masters.stepped)
         self._publish_weights()
         try:
             yield
         finally:
+            restore()
+            self._publish_weights()
+
+    def _switch_mode(self) -> Callable[[], None]:
+        """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the bits of masters."""
+        optimizer: Any = self.optimizer
+        before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
+        self.masters.gather_owned()
+        optimizer.eval()
+        self.masters.scatter_owned()
+
+        def restore() -> None:
             self.masters.gather_owned()
             optimizer.train()
             self.masters.scatter_owned()
             with torch.no_grad():
                 for stepped, value in zip(self.masters.stepped, before, strict=True):
                     stepped.parameter.copy_(value)
-            self._publish_weights()
+
+        return restore
 
     def _publish_weights(self) -> None:
         """Updates the weights of all ranks from the masters."""
@@ -247,9 +269,9 @@ MASTER = "master"
 class ParamState(NamedTuple):
     """A master weight or optimizer state of the registry's parameter `name` on this rank.
 
-    elements: the elements of the flattened parameter (or of its shard) to which it belongs; None for all. state: `master`, or
-    the optimizer's key, such as `exp_avg`, or the path of a nested state (`factors.0`). A counter, such as `step`, belongs to
-    all elements.
+    elements: the elements of the flattened parameter (or of its shard) to which it belongs; None for all. state: `master`,
+    `average`, or the optimizer's key, such as `exp_avg`, or the path of a nested state (`factors.0`). A counter, such as
+    `step`, belongs to all elements.
     """
 
     name: str
@@ -259,10 +281,14 @@ class ParamState(NamedTuple):
 
 
 def states_of(update: Update) -> Iterator[ParamState]:
-    """Yields this rank's master weights and optimizer states, as live tensors. States exist after the first step."""
+    """Yields this rank's master weights, optimizer states and averages, as live tensors. The last two exist after the first
+    step.
+    """
     for stepped in update.masters.stepped:
         if update.masters.has_master(stepped):
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
+    for stepped, average in list_averages(update.averages, update.masters.stepped):
+        yield ParamState(stepped.name, stepped.elements, AVERAGE, average)
     for stepped in update.masters.optimized:
         for state, tensor in optimizer_states(update, stepped):
             yield ParamState(stepped.name, stepped.elements, state, tensor)

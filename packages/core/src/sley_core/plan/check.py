@@ -214,7 +214,7 @@ SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}
 
 
 def check_offload(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the problems of `[[offload]]`. Codes: "offload-twice", "offload-optimizer"."""
+    """Yields the problems of `[[offload]]`. Codes: "offload-twice", "offload-optimizer", "offload-averages"."""
     manager_by_part: dict[str, str] = {}
     for number, component in enumerate(plan.offload):
         record = component.record
@@ -231,6 +231,10 @@ def check_offload(plan: Plan) -> Iterator[records.Problem]:
             message = f"`{component.name}` steps the optimizer on a few weights at a time, but `{plan.optimizer.name}` {needs}"
             hint = "use an optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if needed == "unknown" else "")
             yield records.Problem(("offload", number, "use"), message, hint, "offload-optimizer")
+        if plan.averaging is not None and supported != "global" and not record.steps_on_host:
+            message = f"`{component.name}` offloads the averages of [averaging] after each update, but evaluations need them"
+            hint = 'use `when = "idle"`, or `memory.host_optimizer`'
+            yield records.Problem(("offload", number, "use"), message, hint, "offload-averages")
 
 
 UNIQUE_ROLES: tuple[records.Role, ...] = ("reducer", "tie")

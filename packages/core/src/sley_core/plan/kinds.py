@@ -18,6 +18,7 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "losses": records.LossRecord,
     "optimizers": records.OptimizerRecord,
     "lr_schedules": records.LRScheduleRecord,
+    "averaging_rules": records.AveragingRecord,
     "partitioners": records.PartitionerRecord,
     "schedules": records.ScheduleRecord,
     "stage_links": records.StageLinkRecord,
@@ -131,6 +132,12 @@ COMPONENTS = (
         default="core.constant",
         factory=RateFactory,
         factory_argument="num_steps",
+    ),
+    ComponentTable(
+        "averaging",
+        "averaging_rules",
+        "Averages of the weights over steps, for evaluations, saved weights and exports; by default none.",
+        required_table="averaging",
     ),
     ComponentTable(
         "activations", "activation_policies", "The tensors that a layer saves for its backward.", default="core.keep"

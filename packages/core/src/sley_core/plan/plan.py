@@ -113,6 +113,7 @@ class Plan:
     loss: Component
     optimizer: Component
     learning_rate: Component
+    averaging: Component | None
     activations: Component
     pipeline: Component | None
     partition: Component | None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param
     from sley_core.engine.shards import Shard
 
-WEIGHTS, OPTIMIZER, BUFFERS = "weights/", "optimizer/", "buffers/"
+WEIGHTS, AVERAGES, OPTIMIZER, BUFFERS = "weights/", "averages/", "optimizer/", "buffers/"
 """The prefixes of tensor names: `weights/norm.weight`, `optimizer/norm.weight/exp_avg`, `buffers/norm.running_mean`."""
 
 
@@ -115,8 +115,8 @@ class TensorPiece:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the tensor changes only in updates, as weights and optimizer states do."""
-        return self.name.startswith((WEIGHTS, OPTIMIZER))
+        """Whether the tensor changes only in updates, as weights, their averages and optimizer states do."""
+        return self.name.startswith((WEIGHTS, AVERAGES, OPTIMIZER))
 
 
 class Region(NamedTuple):

@@ -130,6 +130,7 @@ class TrainingState:
                 "steps": step,
                 "was_taken": self.parts.store.state.was_taken,
                 "has_modes": update.traits.has_modes,
+                "averaging": None if update.averages is None else update.averages.first_update,
                 "scale": None if update.scale is None else update.scale.state(),
                 "skips": None if update.skips is None else update.skips.state(),
                 "data": None if self._feed is None else encode_value(self._feed.state()),

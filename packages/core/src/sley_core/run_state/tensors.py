@@ -1,6 +1,7 @@
 """The contents of a checkpoint: this rank's tensors and small values, by names that do not depend on the layout.
 
 weights/<parameter>              the master weight if there is one, else the weight
+averages/<parameter>             the average of the weight over steps, if the plan has [averaging]
 optimizer/<parameter>/<state>    the state under the optimizer's key
 buffers/<name>                   the persistent buffers, and those that may differ between ranks
 ranks/<rank>/<name>              tensors of one rank
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from sley_core.attempt import use_copied_files
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
+from sley_core.engine.averages import list_averages
 from sley_core.engine.save import extra_state, modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
@@ -32,7 +34,7 @@ from sley_core.optim import shared
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_text
-from sley_core.run_state.pieces import BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
+from sley_core.run_state.pieces import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
 from sley_core.weight_files.read import TensorKind
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
@@ -95,6 +97,8 @@ class RunTensors:
                 yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
             elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
                 yield WEIGHTS + param.name, region_of(param), param.parameter
+        for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
+            yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
         for stepped, leaf in self._state_leaves():
             if isinstance(leaf.value, Tensor):
                 shape = tuple(leaf.value.shape)
@@ -287,10 +291,11 @@ class Restoring:
                 yield name
 
     def restore(self) -> None:
-        """Restores weights, master weights, buffers, optimizer states, and states of plugins and modules. Must not
+        """Restores weights, master weights, averages, buffers, optimizer states, and states of plugins and modules. Must not
         communicate.
         """
         self._restore_weights()
+        self._restore_averages()
         self._restore_buffers()
         self._restore_optimizer()
         self._restore_stateful_objects()
@@ -310,6 +315,25 @@ class Restoring:
         if saved_dtypes:
             master_dtype = str(masters.wide).removeprefix("torch.")
             self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
+
+    def _restore_averages(self) -> None:
+        """Restores the averages of the weights; adds a note if only the checkpoint or only the plan has averages."""
+        update, has_averages = self.tensors.update, any(name.startswith(AVERAGES) for name in self.names)
+        if update.averages is None:
+            if has_averages:
+                self.notes.append("the checkpoint's averages of the weights are dropped, because the plan has no [averaging]")
+            return
+        update.averages.reset()
+        if not has_averages:
+            if self.saved.description.step:
+                self.notes.append("the checkpoint has no averages of the weights, so they start from its weights")
+            return
+        update.averages.first_update = self.saved.description.state["averaging"]
+        for stepped in update.masters.stepped:
+            name, parameter = AVERAGES + stepped.name, stepped.parameter
+            if name in self.names:
+                average = self._read_local(name, region_of(stepped.param, stepped.elements), parameter)
+                update.averages.tensors[parameter] = average.to(parameter.device, parameter.dtype)
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
@@ -438,8 +462,8 @@ def _names_by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tu
 
 
 class SavedWeights:
-    """The weights and buffers of a checkpoint by their names in the registry. Weights are the master weights, or those after
-    the optimizer's `eval()`.
+    """The weights and buffers of a checkpoint by their names in the registry. Weights are the averages if there are any, else
+    the master weights, or those after the optimizer's `eval()`.
 
     plan: of the run. base: reads the frozen parameters of a model with adapters, which are not in the checkpoint.
     """
@@ -450,7 +474,7 @@ class SavedWeights:
         self._base = cache(base)
         self._saved_names = extra_states(saved) | {
             name.removeprefix(prefix): name
-            for prefix in (WEIGHTS, BUFFERS, BASE)
+            for prefix in (WEIGHTS, AVERAGES, BUFFERS, BASE)  # an average replaces the weight of its name
             for name in (*saved.names, *saved.description.values)
             if name.startswith(prefix)
         }

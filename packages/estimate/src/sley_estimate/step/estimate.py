@@ -396,7 +396,8 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns the number of tensors with the weight's shape that the plan's optimizer keeps per weight, from a step on the CPU.
+    """Returns the number of tensors with the weight's shape that the update keeps per weight: optimizer states, from a step on
+    the CPU, and the average of `[averaging]`.
     Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
@@ -408,4 +409,4 @@ def count_states(plan: Plan) -> int:
         message = f"`{plan.optimizer.name}` cannot update one small weight: {type(error).__name__}: {error}"
         raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
     states = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
-    return sum(1 for value in states if value.shape == weight.shape)
+    return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)

@@ -1,0 +1,1 @@
+"""Sley's averages of the weights over steps."""
