@@ -100,12 +100,12 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             shards = _initialize_weights(plan, world, model, stage, shards)
         else:
             announced, has_values = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0]), False
-        unchecked_layers: Sequence[str] | None = None
+        sequence: SequenceCommunicator | None = None
         if plan.sequence is not None and topology.sp > 1:
-            attention: SequenceCommunicator = plan.sequence.build(groups["sp"])
-            attention.attach(model.layers)
-            undo.callback(attention.detach)
-            unchecked_layers = attention.unchecked_layers
+            sequence = plan.sequence.build(groups["sp"])
+            sequence.prepare(sliced_info(dataset.info, topology.sp))
+            sequence.attach(model.layers)
+            undo.callback(sequence.detach)
         registry = ParameterRegistry(stage.chunks, stage.stages, shards)
         registry.base = model.base_digests
         if simulation is not None:
@@ -118,9 +118,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
                 tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
                 offloaded = [part for record, config in tables for part in record.parts(config)]
                 OffloadMetrics(parts.numbers, groups["all"].size, managers, offloaded)
-            stepper = build_stepper(
-                plan, parts, model, stage, dataset.info, communicator, undo, unchecked_layers, checks=has_values
-            )
+            stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, sequence, checks=has_values)
             samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
             memory = build_run_memory(parts, stepper, managers, undo)
         if has_values:

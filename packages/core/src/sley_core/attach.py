@@ -25,7 +25,7 @@ from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.owners import MatrixOwners
-from sley_core.engine.positions import PositionAdditivity, PositionProbe, WholeSequences, needs_whole_sequences
+from sley_core.engine.positions import PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
@@ -72,14 +72,13 @@ def build_stepper(
     info: DataInfo,
     communicator: protocols.WeightCommunicator | None,
     undo: ExitStack,
-    unchecked_layers: Sequence[str] | None = None,
+    sequence: protocols.SequenceCommunicator | None = None,
     *,
     checks: bool,
 ) -> Stepper:
     """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects.
 
-    unchecked_layers: name patterns of layers that are not checked for mixing positions; None turns the check off. checks:
-    whether to check the model's code by the values of tensors.
+    sequence: the attention over split sequences. checks: whether to check the model's code by the values of tensors.
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
@@ -131,9 +130,7 @@ def build_stepper(
         step_progress,
         plan.limits.data_timeout_s,
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
-        PositionProbe(fields, (info.sequence or 0) // topology.sp, unchecked_layers)
-        if checks and is_sliced and unchecked_layers is not None
-        else None,
+        sequence if checks else None,
     )
     executor = Executor(
         stage.chunks,

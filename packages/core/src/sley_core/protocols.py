@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sley_core.actions.action import Action, Transfer
     from sley_core.attempt import Lineage
+    from sley_core.data.dataset import DataInfo
     from sley_core.engine.boundary import Description
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 Collective = Literal["gather", "reduce", "sum", "swap"]
 """All-gather, reduce-scatter, all-reduce, all-to-all."""
+
+LayerCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Calls a layer with the previous layer's output and with batch fields, and returns its output."""
 
 
 class StageLink(Protocol):
@@ -126,10 +130,9 @@ class SequenceCommunicator(Protocol):
     `sley_testing.attention_contract` lists the attentions that must be supported.
     """
 
-    unchecked_layers: Sequence[str] | None = None
-    """Name patterns of layers that are not checked for mixing positions outside attention; None turns the check off. The check
-    requires that the communicator calls every attention through `sley_core.api.model.run_attention`.
-    """
+    def prepare(self, data: DataInfo) -> None:
+        """Receives the declaration of the data before `attach`, with a field `positions` and the length of full sequences."""
+        return
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Wraps every attention in `layers`, the layers of the whole model.
@@ -137,6 +140,14 @@ class SequenceCommunicator(Protocol):
         Called before the parameter registry is built. This rank's layers have their first values; the other layers are on
         meta. Parameter names must not change. Raises PlanError, and changes nothing, if there is no known attention.
         """
+
+    def call_layer(
+        self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
+    ) -> Any:
+        """Returns `call(args, fields)`, the output of a layer in training, on slices. A communicator may compare it with
+        `rerun`, which calls the layer without the activation policy, to find layers that mix positions outside attention.
+        """
+        return call(args, fields)
 
     def detach(self) -> None:
         """Called when the run closes or its assembly fails. Restores every attention."""

@@ -10,7 +10,7 @@ this, but `train-cli verify` compares the model with a run of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.comm import Group, checksum
-from sley_core.api.model import Attention, ForwardPatch, Layer, run_attention
-from sley_core.errors import Diagnostic, PlanError, RunError
-from sley_core.protocols import SequenceCommunicator
+from sley_core.api.data import DataInfo
+from sley_core.api.model import Attention, ForwardPatch, Layer
+from sley_core.errors import PlanError, RunError
+from sley_core.protocols import LayerCall, SequenceCommunicator
 from sley_isp.config import AllToAllConfig
 from sley_isp.exchange import gather_heads, scatter_heads
+from sley_isp.mixing import PositionProbe, check_mixing, run_attention
 
 
 class SequenceAttention(nn.Module):
@@ -152,6 +154,11 @@ class AllToAllAttention(SequenceCommunicator):
         self.unchecked_layers: Sequence[str] = config.unchecked_layers
         self.group = group
         self._undo = ExitStack()
+        self._probe: PositionProbe | None = None
+
+    def prepare(self, data: DataInfo) -> None:
+        """Prepares the check of each layer's first call in training."""
+        self._probe = PositionProbe(data, self.group.size, self.unchecked_layers)
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Patches every attention in `layers`, or none if it raises an error.
@@ -198,49 +205,12 @@ class AllToAllAttention(SequenceCommunicator):
                 "use sley_core.model.attention.Attention",
             )
 
+    def call_layer(
+        self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
+    ) -> Any:
+        """Returns `call(args, fields)`. Raises RunError "sequence-mixing" if the layer mixes positions outside attention."""
+        return call(args, fields) if self._probe is None else self._probe.call(layer, args, fields, call, rerun)
+
     def detach(self) -> None:
         """Restores every attention."""
         self._undo.close()
-
-
-MIXING_CLASSES = (
-    *(nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-)
-"""Module classes that mix positions, and so would see only one slice. The first step finds forwards that mix positions by
-`roll`, `cumsum` or a mean.
-"""
-
-
-def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], attention_submodules: Collection[nn.Module]) -> None:
-    """Raises PlanError "sequence-mixing" if modules mix positions outside attentions, or if a pattern matches nothing.
-
-    excluded: name patterns of modules that are not checked. attention_submodules: the modules within attentions, which see full
-    sequences.
-    """
-    modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
-    mixing = {name: module for name, module in modules if _is_mixing(module) and module not in attention_submodules}
-    problems = [
-        Diagnostic(
-            "sequence-mixing",
-            f"`{name}` is a {type(module).__name__}, which mixes positions but would see only one slice",
-            ("sequence", "use"),
-            hint="set `sp = 1`, or list the module in `[sequence] unchecked_layers` if it does not mix positions",
-        )
-        for name, module in mixing.items()
-        if not any(fnmatchcase(name, pattern) for pattern in excluded)
-    ]
-    for pattern in excluded:
-        if not any(fnmatchcase(name, pattern) for name in (*mixing, *(layer.name for layer in layers))):
-            message = f"the pattern `{pattern}` in `unchecked_layers` matches no layer or module that mixes positions"
-            hint = "use names that `train-cli show` prints"
-            problems.append(Diagnostic("sequence-mixing", message, ("sequence", "unchecked_layers"), hint=hint))
-    if problems:
-        raise PlanError.from_diagnostics(problems)
-
-
-def _is_mixing(module: nn.Module) -> bool:
-    """Returns whether `module` mixes positions. A convolution does so if its windows overlap."""
-    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return module.dilation[0] * (module.kernel_size[0] - 1) + 1 > module.stride[0]
-    return isinstance(module, MIXING_CLASSES)

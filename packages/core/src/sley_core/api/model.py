@@ -1,8 +1,8 @@
 """Layers, forward patches, attention, seeds and loss chunks, for plugins and your own models."""
 
+from sley_core.engine.boundary import copy_containers as copy_containers
 from sley_core.engine.call import Recompute as Recompute
 from sley_core.engine.call import tensors_in as tensors_in
-from sley_core.engine.positions import run_attention as run_attention
 from sley_core.generators import derive as derive
 from sley_core.losses.cross_entropy import cross_entropy_of_logits as cross_entropy_of_logits
 from sley_core.losses.cross_entropy import row_chunks as row_chunks

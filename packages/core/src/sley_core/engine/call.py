@@ -35,13 +35,12 @@ from sley_core.generators import GENERATOR_LOCK, derive, module_generators, seed
 from sley_core.model.attention import varlen
 from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
-from sley_core.protocols import ActivationPolicy, SchedulerHook
+from sley_core.protocols import ActivationPolicy, SchedulerHook, SequenceCommunicator
 
 if TYPE_CHECKING:
     from sley_core.actions.action import Action
     from sley_core.comm.device import Device
     from sley_core.config import KeepConfig, RecomputeConfig
-    from sley_core.engine.positions import PositionProbe
     from sley_core.engine.replicas import WriteWatch
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import CompileConfig
@@ -149,7 +148,8 @@ class LayerCaller:
 
     slice_index: the index of this rank's slice of its sequences; slices of one sample draw different random numbers.
     step_progress: receives the name of each called layer. data_timeout_s: the limit of the wait for a dataset that draws from
-    the same generators. writes: watches the writes of layers. probe: checks whether layers mix positions.
+    the same generators. writes: watches the writes of layers. sequence: the attention over split sequences,
+    which may check the calls of layers.
     """
 
     device: Device
@@ -161,7 +161,7 @@ class LayerCaller:
     step_progress: ActionProgress = field(default_factory=ActionProgress)
     data_timeout_s: float = 600.0
     writes: WriteWatch | None = None
-    probe: PositionProbe | None = None
+    sequence: SequenceCommunicator | None = None
 
     def __post_init__(self) -> None:
         self._keeps_all = type(self.policy) is Keep  # not a subclass, which may do more
@@ -174,8 +174,8 @@ class LayerCaller:
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Returns `layer(*args, **fields)` under the policy. args: the output of the previous layer, () for the first layer."""
         call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
-        if self.probe is not None and self.probe.should_probe(layer, micro):
-            return self.probe.call(
+        if self.sequence is not None and micro.phase is Phase.TRAIN:
+            return self.sequence.call_layer(
                 layer,
                 args,
                 fields,
