@@ -18,9 +18,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, assert_same_stretch, save_at, stretch
+from sley_testing.late_exchanges import late_exchanges
 from sley_testing.parity import Bits, differing_names, digest, train_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, assert_same_run, record, running
+from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, assert_same_run, record, record_reference, running
 
 PLAN = small_plan(
     run__steps=6,
@@ -91,6 +92,41 @@ def test_fast_sums_have_other_bits(ranks: Any, texts: Path) -> None:
     for name in ("step 2: loss", "step 2: grad_norm"):
         expected, actual = (float.fromhex(values[name].decode()) for values in (canonical, bits[0]))
         assert math.isclose(expected, actual, rel_tol=1e-4), (name, expected, actual)
+
+
+def record_late(tables: Tables, folder: Path) -> Recorded:
+    with late_exchanges():
+        return record(tables, 2, folder=folder)
+
+
+WEIGHTS_BY_MODULE = {"weights": {"use": "isp.communicator", "unit": "module"}}
+LATE: dict[str, tuple[str, Tables]] = {
+    "wp2, by layer": ("wp2", {}),
+    "wp2, by module": ("wp2", WEIGHTS_BY_MODULE),
+    "wp2, reduced once per step": ("wp2", {"weights": {"use": "isp.communicator", "reduce": "step"}}),
+    "wp2, vocabulary": ("wp2", {"weights": {"use": "isp.communicator", "head": "vocabulary", "embedding": "hidden"}}),
+    "wp2 pp2, by module": ("wp2 pp2", WEIGHTS_BY_MODULE),
+    "wp2 wdp2 sharded": ("wp2 wdp2 sharded", {}),
+    "sp2": ("sp2", {}),
+    "dp2 bucketed": ("dp2 bucketed", {}),
+    "dp2 bucketed in bf16": (
+        "dp2 bucketed",
+        {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01, "reduction": "bf16"}]},
+    ),
+    "dp2 sharded": ("dp2 sharded", {}),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("case", LATE)
+def test_exchanges_that_happen_as_late_as_the_waits_allow_change_no_number(ranks: Any, texts: Path, case: str) -> None:
+    """On CUDA, exchanges run on streams of their own, and only waits order them."""
+    name, changes = LATE[case]
+    plan = changed(PLAN, model__tie_embeddings=False)
+    tables = layout_of(name, plan, **changes, parallel__cross_memory_attach=False)
+    layouts = ranks(num_ranks(tables), 180)(record_late, tables, texts)
+    reference = record_reference(plan, 2, folder=texts)
+    assert_parity_of_parts(reference, layouts, BF16_SUMS if "bf16" in case else "fp64")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -212,6 +248,20 @@ def test_a_layout_on_cuda_has_the_numbers_of_one_process(ranks: Any, texts: Path
     tables = layout_of(name, plan, **({"parallel__reduction": "canonical"} if is_canonical else {}))
     recorded = ranks(num_ranks(tables), timeout_s=180, init=False)(record, tables, 3, folder=texts)
     assert_parity_of_parts(record(plan, 3, folder=texts), recorded, compute)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("num_connections", ["8", "32"])
+def test_streams_that_share_driver_queues_do_not_wait_for_each_other(
+    ranks: Any, texts: Path, monkeypatch: pytest.MonkeyPatch, num_connections: str
+) -> None:
+    """A run has more than eight streams, and an interleaved stage posts receives ahead."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", num_connections)
+    offload = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}]
+    tables = layout_of("interleaved", ON_CUDA, offload=offload)
+    recorded = ranks(2, timeout_s=180, init=False)(record, tables, 3, folder=texts)
+    assert_parity_of_parts(record(ON_CUDA, 3, folder=texts), recorded, "fp64")
 
 
 @pytest.mark.gpu

@@ -104,6 +104,22 @@ def on_gpu(**changes: Any) -> dict[str, Any]:
     return small_plan(run__device="cuda", **changes)
 
 
+def test_moves_from_another_stream_change_no_bit(texts: Path) -> None:
+    """Memory is freed and allocated on the run's stream, although the caller's current stream is another one."""
+
+    def move(run: Any, _: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(50_000_000)
+            run.memory.offload()
+            run.memory.onload()
+
+    tables = on_gpu(precision__compute="bf16", offload=[{"use": "memory.everything", "bucket_mb": 0.004}])
+    expected, moved = record(tables, 4, folder=texts), record(tables, 4, folder=texts, before_step=move)
+    assert [row["loss"] for row in expected.rows] == [row["loss"] for row in moved.rows]
+    for name, weight in expected.weights.items():
+        assert torch.equal(weight, moved.weights[name]), name
+
+
 @pytest.mark.parametrize("changes", [{"precision__compute": "bf16"}, {"batch__micro_size": 2}], ids=["bf16", "microbatches"])
 def test_one_rank(changes: dict[str, Any], texts: Path) -> None:
     assert_same(*run_three_variants(on_gpu(**changes), texts))

@@ -89,3 +89,31 @@ def test_rows_tell_memory_and_utilisation():
         assert 0 < row["memory_mb"] < 1000
         assert 0 < row["mfu"] < 1
         assert run.memory.bytes["masters"] == 2 * run.memory.bytes["weights"]
+
+
+def test_a_caller_on_another_stream_gets_the_same_numbers():
+    """The run waits for the caller's earlier work, and the caller's later work waits for the run."""
+    expected = record(plan(), 3)
+    with running(plan()) as run, torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        rows = [run.step() for _ in range(3)]
+        sums = {param.name: param.parameter.detach().sum() for param in run.registry}  # on the caller's stream
+    torch.cuda.synchronize()
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected.rows]
+    for name, total in sums.items():
+        assert total.item() == pytest.approx(expected.weights[name].sum().item(), rel=1e-10), name
+
+
+def test_a_save_in_the_background_has_the_weights_of_its_step(tmp_path):
+    """The copies to the host follow the update, and the next step's update waits for them."""
+    pytest.importorskip("sley_checkpoint")
+    checkpoint = {"folder": str(tmp_path), "every_steps": 1, "keep": 9}
+    with running(plan(checkpoint=checkpoint, precision__compute="bf16")) as run:
+        run.step()
+        expected = {param.name: param.parameter.detach().clone() for param in run.registry}
+        for _ in range(3):
+            run.step()
+    with running(plan(precision__compute="bf16")) as run:
+        run.load_checkpoint(tmp_path / "step-00000001")
+        for param in run.registry:
+            assert torch.equal(param.parameter, expected[param.name]), param.name
