@@ -1,4 +1,4 @@
-"""Estimated steps against real ones, of layers that compute by sleeping: eight ranks on two cores are like eight devices."""
+"""Compares estimated with real steps of layers that sleep instead of computing, so that two cores can run eight ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Shares = tuple[int, ...]
 def tables(shares: Shares, layout: Layout) -> dict[str, Any]:
     pp, dp, micro, schedule, partition, policy = layout
     seconds = [share * UNIT_S[shares] for share in shares]
-    found: dict[str, Any] = {
+    plan: dict[str, Any] = {
         "run": {"name": "dozing", "steps": 100, "device": "cpu"},
         "model": {"factory": "dozing:layers", "options": {"seconds": seconds}},
         "data": {"factory": "dozing:Samples"},
@@ -56,10 +56,10 @@ def tables(shares: Shares, layout: Layout) -> dict[str, Any]:
         "activations": {"use": policy},
     }
     if dp > 1:
-        found["gradient_handlers"] = [{"use": "dp.bucketed"}]
+        plan["gradient_handlers"] = [{"use": "dp.bucketed"}]
     if pp > 1:
-        found |= {"pipeline": {"use": schedule}, "partition": {"use": partition}}
-    return found
+        plan |= {"pipeline": {"use": schedule}, "partition": {"use": partition}}
+    return plan
 
 
 SCHEDULES = ("pp.one_f_one_b", "pp.gpipe", "pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v")
@@ -67,8 +67,8 @@ CUTS = (("pp.uniform", "core.keep"), ("pp.balanced", "core.keep"), ("pp.balanced
 
 
 def layouts(world: int) -> Iterator[Layout]:
-    """All layouts of `world` ranks that can run."""
-    for pp in (each for each in (1, 2, 4, 8) if each <= world):
+    """Yields all layouts of `world` ranks that can run."""
+    for pp in (size for size in (1, 2, 4, 8) if size <= world):
         dp = world // pp
         for micro in (1, 2):
             micros = GLOBAL[MANY] // dp // micro
@@ -81,22 +81,22 @@ def layouts(world: int) -> Iterator[Layout]:
                     yield pp, dp, micro, schedule, partition, policy
 
 
-def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
-    """A machine on which layers take what they sleep, and exchanges little."""
+def sleeping_machine(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
+    """Returns a machine whose layer seconds are the seconds that layers sleep, with fast links."""
     model = build_meta_model(plan, dozing.Samples.info)
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     policy = plan.activations.build([layer.name for layer in model.layers])
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
-    found = {}
+    layer_tables = {}
     for layer, key, share in zip(model.layers, keys, shares, strict=True):
         seconds = share * UNIT_S[shares] * plan.batch.micro_size
-        again = seconds if layer.name in getattr(policy, "names", ()) else 0.0
-        found[key] = {
+        recompute_s = seconds if layer.name in getattr(policy, "names", ()) else 0.0
+        layer_tables[key] = {
             "key": key,
             "name": layer.name,
             "forward": seconds,
-            "backward": again + 2 * seconds,
-            "input_gradient": again + seconds,
+            "backward": recompute_s + 2 * seconds,
+            "input_gradient": recompute_s + seconds,
             "weight_gradient": seconds,
             "output_bytes": 4 * dozing.WIDTH * plan.batch.micro_size,
         }
@@ -105,82 +105,85 @@ def told(plan: Plan, shares: Shares, _: Layout) -> MachineFile:
             "format": 1,
             "device": {"name": "sleep", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-5, "matmul": {}},
             "links": {"ranks_per_host": 8, "same_host": {"latency_s": 2e-4, "bandwidth": 1e9}},
-            "layers": list(found.values()),
+            "layers": list(layer_tables.values()),
         }
     )
 
 
-def taken(plan: dict[str, Any], steps: int) -> float:
-    """The seconds of a step: the shortest, since whatever disturbs one makes it longer, without the first."""
+def shortest_step_s(plan: dict[str, Any], steps: int) -> float:
+    """Returns the seconds of the shortest step after the first, since disturbances only make steps longer."""
     with running(plan) as run:
         dozing.Dozer.queue = run.stepper.executor.queue
-        found = []
+        times = []
         for _ in range(1 + steps):
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             run.step()
-            found.append(time.perf_counter() - began)
-        return min(found[1:])
+            times.append(time.perf_counter() - start_s)
+        return min(times[1:])
 
 
-class Heard(WeightQueue):
-    """A queue of which all layers know."""
+class DozerQueue(WeightQueue):
+    """A queue that all layers use."""
 
     def __init__(self) -> None:
         super().__init__()
         dozing.Dozer.queue = self
 
 
-def measured(plan: dict[str, Any]) -> MachineFile | None:
-    """This machine with the layers of `plan`, as `train-cli calibrate` measures it on these ranks; None on all but rank 0.
+def calibrate(plan: dict[str, Any]) -> MachineFile | None:
+    """Returns this machine with the layers of `plan`, as `train-cli calibrate` measures it; None on all ranks except rank 0.
 
-    What is computed beside an exchange sleeps, as the layers do, and no caches are emptied between two layers: eight ranks that
-    do so on two cores wake each other's layers late, and devices of their own do not.
+    Work during an exchange sleeps, as layers do, and no caches are emptied between layers: on two cores this would delay the
+    layers of other ranks, which have own devices in reality.
     """
     with ExitStack() as stack, World.join("cpu") as world:
-        stack.enter_context(patch.object(links, "products", lambda count, *_: time.sleep(count * 1e-4)))
+        stack.enter_context(patch.object(links.LinkTimer, "_make_work", lambda _, seconds: lambda: time.sleep(seconds)))
         stack.enter_context(patch.object(device, "WRITTEN_BYTES", {"cpu": 1}))
-        stack.enter_context(patch.object(bench, "WeightQueue", Heard))
-        found = measure_machine(world, plan_from_dict(plan), timeout_s=100)
-        return found and found[0]
+        stack.enter_context(patch.object(bench, "WeightQueue", DozerQueue))
+        result = measure_machine(world, plan_from_dict(plan), timeout_s=100)
+        return result and result[0]
 
 
 class Calibrated:
-    """Machines as they are measured on eight ranks, once for each size of a microbatch and each policy."""
+    """Measures machines on eight ranks, once for each microbatch size and policy."""
 
     def __init__(self, ranks: Callable[..., Any]) -> None:
         self.ranks = ranks
-        self.known: dict[Hashable, MachineFile] = {}
+        self.machines: dict[Hashable, MachineFile] = {}
 
     def __call__(self, plan: Plan, shares: Shares, layout: Layout) -> MachineFile:
         _, _, micro, _, _, policy = layout
-        if (micro, policy) not in self.known:
-            self.known[micro, policy] = self.ranks(8, timeout_s=170)(measured, tables(shares, (1, 8, micro, "", "", policy)))[0]
-        return self.known[micro, policy]
+        if (micro, policy) not in self.machines:
+            self.machines[micro, policy] = self.ranks(8, timeout_s=170)(
+                calibrate, tables(shares, (1, 8, micro, "", "", policy))
+            )[0]
+        return self.machines[micro, policy]
 
 
-def both(
+def estimate_and_run(
     ranks: Callable[..., Any], shares: Shares, layout: Layout, steps: int, machine_of: Callable[..., MachineFile]
 ) -> tuple[float, float]:
-    """The estimated and the real seconds of a layout's step; of processes of its own, which leave nothing to the next."""
+    """Returns the estimated and the real seconds of a layout's step, from new processes."""
     plan, size = tables(shares, layout), layout[0] * layout[1]
     resolved = plan_from_dict(plan)
     estimated = estimate_seconds(resolved, size, machine_of(resolved, shares, layout)).step.seconds
-    real = max(ranks(size, timeout_s=170)(taken, plan, steps))
+    real = max(ranks(size, timeout_s=170)(shortest_step_s, plan, steps))
     print(*layout, f"estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}", flush=True)
     return estimated, real
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau-b: of pairs of layouts, those that both put in one order, less those that they do not. Layouts of one
-    estimate, as those whose cuts are the same, have no order that real times could confirm.
+    """Returns Kendall's tau-b of the estimated and the real order of layouts. Layouts with equal estimates, such as those with
+    equal stages, have no order.
     """
     score, total, tied = 0, 0, [0, 0]
-    for at, (one, other) in enumerate(pairs):
-        for first, second in pairs[:at]:
+    for index, (estimate, real) in enumerate(pairs):
+        for earlier_estimate, earlier_real in pairs[:index]:
             total += 1
-            tied[0] += one == first
-            tied[1] += other == second
-            score += ((one > first) - (one < first)) * ((other > second) - (other < second))
+            tied[0] += estimate == earlier_estimate
+            tied[1] += real == earlier_real
+            order = (estimate > earlier_estimate) - (estimate < earlier_estimate)
+            score += order * ((real > earlier_real) - (real < earlier_real))
     return score / math.sqrt((total - tied[0]) * (total - tied[1]))
 
 
@@ -194,23 +197,23 @@ SAMPLE = [
 @pytest.mark.sample(1)
 @pytest.mark.flaky(reruns=2)  # a busy machine makes steps longer, never shorter
 @pytest.mark.parametrize("layout", SAMPLE, ids=lambda layout: "-".join(map(str, layout)))
-def test_a_layout_of_two_ranks_takes_what_was_estimated(ranks: Callable[..., Any], layout: Layout) -> None:
-    estimated, real = both(ranks, FEW, layout, 2, told)
+def test_step_of_two_ranks_takes_the_estimated_seconds(ranks: Callable[..., Any], layout: Layout) -> None:
+    estimated, real = estimate_and_run(ranks, FEW, layout, 2, sleeping_machine)
     assert estimated == pytest.approx(real, rel=0.10)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_all_layouts_of_eight_ranks(ranks: Callable[..., Any]) -> None:
-    every = list(layouts(8))
-    assert len(every) >= 60
+    all_layouts = list(layouts(8))
+    assert len(all_layouts) >= 60
     machine_of = Calibrated(ranks)
-    pairs = [both(ranks, MANY, layout, 2, machine_of) for layout in every]
+    pairs = [estimate_and_run(ranks, MANY, layout, 2, machine_of) for layout in all_layouts]
     errors = [estimated / real - 1 for estimated, real in pairs]
     mean, worst, tau = statistics.mean(map(abs, errors)), max(map(abs, errors)), kendall(pairs)
     chosen = min(pairs, key=lambda pair: pair[0])
     regret = chosen[1] / min(real for _, real in pairs) - 1
-    print(f"{len(every)} layouts: mean {mean:.2%}, largest {worst:.2%}, tau {tau:.3f}, regret {regret:.2%}")
+    print(f"{len(all_layouts)} layouts: mean {mean:.2%}, largest {worst:.2%}, tau {tau:.3f}, regret {regret:.2%}")
     assert mean <= 0.05
     assert worst <= 0.10
     assert tau >= 0.95

@@ -80,7 +80,7 @@ def contract_of(part_type: str, name: str) -> type:
     return type("TestPart", (contract,), {part_type: {key: value}})
 
 
-TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload")
+TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload", "pool")
 """Contracts that the tests of dp, isp and memory run in CI."""
 
 for part_type in PART_TYPES:
@@ -233,7 +233,7 @@ def test_bug_is_reported(request: Any, part_type: str, name: str, test: str, mes
         call_test(request, part_type, name, test, arguments)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("part_type", "name", "test", "message", "arguments"), [*cases(BUGS_IN_RUNS)])
 def test_bug_in_a_run_is_reported(
     request: Any, part_type: str, name: str, test: str, message: str, arguments: list[Any]
