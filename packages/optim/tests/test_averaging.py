@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from averaging_runs import EMA, MEAN, Tables, average_plainly, average_with_torch, plan, train, train_and_resume
+from averaging_runs import EMA, MEAN, STEPS, Tables, average_plainly, average_with_torch, batches, plan, train, train_and_resume
 
-from sley_testing.parity import assert_close_gradients
+from sley_core.errors import PlanError, StateError
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
+from sley_optim.averaging import ema, mean
+from sley_optim.config import EMAConfig, MeanConfig
+from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names
 from sley_testing.plans import changed
-from sley_testing.runs import WEIGHTS
+from sley_testing.runs import WEIGHTS, running
 
 RULES: dict[str, Any] = {
     "ema": EMA,
@@ -51,9 +57,124 @@ def test_fp32_masters_of_bf16_weights_are_averaged(ranks, tmp_path):
     plans = [changed(plan(EMA), precision__compute="bf16", **layout) for layout in LAYOUTS.values()]
     for results in ranks(2)(train_and_resume, plans, tmp_path):
         for whole, resumed, other in results:
-            expected = average_with_torch(EMA, whole.masters)
+            expected = average_with_torch(EMA, whole.values)
+            expected.pop("middle.up.bias", None)  # frozen, and so without a master
             assert {value.dtype for value in expected.values()} == {torch.float32}
             assert resumed.bits == whole.bits
             assert_close_gradients(expected, {name: whole.files[name] for name in expected}, 1e-6)
             assert_close_gradients(whole.files, resumed.exported, 1e-6)
             assert_close_gradients(whole.files, other.files, WEIGHTS["bf16"])
+
+
+def test_matrix_optimizer_with_owners_is_averaged(ranks, tmp_path):
+    """Owners update whole matrices, but each rank averages its own part."""
+    tables = changed(plan(EMA), optimizer={"factory": "torch.optim:Adafactor", "lr": 0.05}, **LAYOUTS["sharded"])
+    for [(whole, resumed, _)] in ranks(2)(train_and_resume, [tables], tmp_path):
+        assert resumed.bits == whole.bits
+        assert_close_gradients(average_with_torch(EMA, whole.values), whole.files, 1e-10)
+
+
+def test_training_ignores_averages_and_evaluations_use_them(tmp_path):
+    averaged, baseline = train(plan(EMA), tmp_path / "ema"), train(plan(None), tmp_path / "none")
+    assert {name: value for name, value in averaged.bits.items() if not name.endswith(" average")} == baseline.bits
+    assert averaged.loss != baseline.loss
+    with running(plan(None)) as run:
+        run.load_weights(averaged.files)
+        assert run.evaluate(batches()[0]) == averaged.loss
+
+
+def test_averages_have_the_same_bits_in_canonical_layouts(ranks, tmp_path):
+    tables = changed(plan(EMA), precision__compute="fp32", model__options={"is_tied": False}, parallel__reduction="canonical")
+    layouts = [changed(tables, **layout, parallel__reduction="canonical") for layout in (LAYOUTS["sharded"], LAYOUTS["wp"])]
+    alone = train(tables, tmp_path)
+    assert any(name.endswith(" average") for name in alone.bits)
+    for results in zip(*ranks(2)(train_and_resume, layouts, tmp_path), strict=True):
+        for index in range(3):
+            assert not differing_names([alone.bits], [rank_results[index].bits for rank_results in results])
+
+
+@pytest.mark.parametrize("averaging", [EMA, MEAN], ids=["ema", "mean"])
+def test_skipped_steps_are_not_averaged(tmp_path, averaging):
+    def lose_step(run):
+        nan = math.nan if run.num_steps_done == 4 else 0.0
+        hook = run.registry["last.bias"].parameter.register_hook(lambda gradient: (hook.remove(), gradient + nan)[1])
+
+    tables = plan(averaging, run={"name": "skip", "steps": STEPS, "device": "cpu", "on_nan": "skip"})
+    result = train(tables, tmp_path, before_step=lose_step)
+    assert_same_bits(result.values[3], result.values[4])
+    values = [result.values[step] for step in range(STEPS) if step != 4]
+    assert_close_gradients(average_with_torch(averaging, values), result.files, 1e-10)
+
+
+def test_parameters_that_a_program_unfreezes_are_averaged(tmp_path):
+    """As torch does: their average is at first their constant value."""
+
+    def unfreeze(run):
+        run.registry["middle.up.bias"].parameter.requires_grad_(run.num_steps_done >= 3)
+
+    result = train(plan(EMA), tmp_path, before_step=unfreeze)
+    assert_close_gradients(average_with_torch(EMA, result.values), result.files, 1e-10)
+    assert not torch.equal(result.values[-1]["middle.up.bias"], result.values[2]["middle.up.bias"])
+
+
+def test_resumes_start_and_drop_averages_of_changed_plans(tmp_path):
+    train(plan(None), tmp_path, save={3: "without"})
+    started = train(plan(MEAN), tmp_path, load="without")
+    assert "the checkpoint has no averages of the weights, so they start from its weights" in started.notes
+    assert_close_gradients(average_with_torch(MEAN | {"last": 4}, [{}] * 3 + started.values), started.files, 1e-10)
+    train(plan(EMA), tmp_path, save={3: "with"})
+    dropped = train(plan(None), tmp_path, load="with")
+    assert "the checkpoint's averages of the weights are dropped, because the plan has no [averaging]" in dropped.notes
+    assert_same_bits(dropped.values[-1], dropped.files)
+
+
+def test_loaded_weights_start_new_averages():
+    with running(plan(EMA)) as run:
+        first = {param.name: param.parameter.detach().clone() for param in run.registry}
+        before = run.evaluate(batches()[0])
+        run.step(batches()[0])
+        run.step(batches()[1])
+        assert run.evaluate(batches()[0]) != before
+        run.load_weights(first)
+        assert run.evaluate(batches()[0]) == before
+
+
+@pytest.mark.parametrize("manager", ["memory.everything", "memory.host_optimizer"])
+def test_offloaded_averages_are_stepped_and_saved(tmp_path, manager):
+    def offload(run):
+        if run.num_steps_done and manager == "memory.everything":
+            run.memory.offload().wait()
+            with pytest.raises(StateError):
+                run.evaluate(batches()[0])
+            run.save_checkpoint(tmp_path / f"away {run.num_steps_done}")
+            run.memory.onload()
+
+    result = train(plan(EMA, offload=[{"use": manager}]), tmp_path, before_step=offload)
+    expected = train(plan(EMA), tmp_path)
+    assert_same_bits(expected.files, result.files)
+    if manager == "memory.everything":
+        assert train(plan(EMA), tmp_path, load="away 5").bits == expected.bits
+
+
+@pytest.mark.parametrize(
+    ("averaging", "tables", "code"),
+    [
+        (MEAN | {"last": STEPS + 1}, {}, "averaging-steps"),
+        ({"use": "optim.mean", "from_step": STEPS + 1}, {}, "averaging-steps"),
+        (EMA, {"offload": [{"use": "memory.optimizer_states", "when": "between_steps"}]}, "offload-averages"),
+    ],
+)
+def test_plans_without_possible_averages_are_refused(averaging, tables, code):
+    assert [problem.code for problem in check_plan(plan_from_dict(plan(averaging, **tables)), 1)] == [code]
+
+
+@pytest.mark.parametrize("keys", [{}, {"last": 2, "from_step": 2}])
+def test_mean_has_one_start(keys):
+    with pytest.raises(PlanError, match="set either `last` or `from_step`"):
+        plan_from_dict(plan({"use": "optim.mean", **keys}))
+
+
+def test_warmup_and_first_step():
+    assert [ema(EMAConfig(decay=0.5, warmup=True), 9)(step, step) for step in (1, 8)] == pytest.approx([1 - 2 / 11, 0.5])
+    rule = mean(MeanConfig(from_step=3), 9)
+    assert [rule(step, max(step - 2, 1)) for step in range(6)] == [1, 1, 1, 1 / 2, 1 / 3, 1 / 4]

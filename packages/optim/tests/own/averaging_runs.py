@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ Tensors = dict[str, Tensor]
 STEPS, SIZE, MICRO, HIDDEN = 7, 4, 2, 37
 LR, DECAY = 0.05, 0.75
 EMA = {"use": "optim.ema", "decay": DECAY}
-MEAN = {"use": "optim.mean", "last": 4}
+MEAN = {"use": "optim.mean", "last": 5}
 
 
 class Layer(nn.Linear):
@@ -46,9 +47,10 @@ class Middle(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def layers() -> list[tuple[str, nn.Module]]:
+def layers(is_tied: bool = True) -> list[tuple[str, nn.Module]]:
     first, last = Layer(WIDTH, WIDTH), Layer(WIDTH, WIDTH)
-    last.weight = first.weight
+    if is_tied:
+        last.weight = first.weight
     return [("first", first), ("middle", Middle()), ("last", last)]
 
 
@@ -78,12 +80,12 @@ def batches() -> list[Tensors]:
 @dataclass
 class Averaged:
     """Holds one rank's results of a run. files: the saved weights in full precision. exported: the weights in the run's last
-    checkpoint, as exports read them. loss: of an evaluation of the first batch. bits: of the weights and all states. masters:
-    the master weights after each step.
+    checkpoint, as exports read them. loss: of an evaluation of the first batch. bits: of the weights and all states. values:
+    the master weights, or the weights without masters, after each step.
     """
 
     first: Tensors = field(default_factory=dict)
-    masters: list[Tensors] = field(default_factory=list)
+    values: list[Tensors] = field(default_factory=list)
     files: Tensors = field(default_factory=dict)
     exported: Tensors = field(default_factory=dict)
     loss: float = 0.0
@@ -97,31 +99,31 @@ def train(
     *,
     save: Mapping[int, str] | None = None,
     load: str = "",
-    prepare: Callable[[Run], None] = lambda run: None,
+    before_step: Callable[[Run], None] = lambda run: None,
 ) -> Averaged:
     """Takes the steps of the plan and returns the results. All ranks call it with the same folder.
 
-    save: the names of checkpoints to save, by step. load: the name of the checkpoint to resume from.
+    save: the names of checkpoints to save, by step. load: the name of the checkpoint to resume from. before_step: is called
+    with the run before each step.
     """
     result = Averaged()
     with running(tables) as run:
-        prepare(run)
         result.first = {param.name: param.parameter.detach().clone() for param in run.registry}
         if load:
             restored = run.load_checkpoint(folder / load)
             assert restored is not None
             result.notes = list(restored.notes)
         for batch in batches()[run.num_steps_done :]:
+            before_step(run)
             run.step({name: value[run.rows] for name, value in batch.items()})
-            result.masters.append(
-                {name.removesuffix(" master"): value.clone() for name, value in _full_tensors(run) if name.endswith(" master")}
-            )
+            tensors = {name: value.clone() for name, value in _full_tensors(run)}
+            result.values.append({name: tensors.get(f"{name} master", tensors[name]) for name in tensors if " " not in name})
             if save and run.num_steps_done in save:
                 run.save_checkpoint(folder / save[run.num_steps_done])
         result.bits = {name: _bytes(value) for name, value in _full_tensors(run)}
         result.loss = run.evaluate({name: value[run.rows] for name, value in batches()[0].items()})
         run.save_weights(folder / "weights", precision="full")
-        path = run.save_checkpoint(folder / f"last of {run.plan.parallel} {load}")
+        path = run.save_checkpoint(folder / f"last {next(_numbers)}")
         result.files = read(WeightFiles(folder / "weights"))
         reader = checkpoint_files(run.plan.loader)
         assert reader is not None
@@ -130,6 +132,9 @@ def train(
         result.exported = read(plan_and_weights(checkpoint)[1])
         assert {name: _bytes(value) for name, value in _full_tensors(run)} == result.bits, "an evaluation has changed the run"
     return result
+
+
+_numbers = count()  # of runs in this process, the same on all ranks
 
 
 def read(source: Any) -> Tensors:
@@ -156,14 +161,14 @@ def average_plainly(averaging: Mapping[str, Any], first: Tensors) -> Tensors:
 def average_with_torch(averaging: Mapping[str, Any], values: Sequence[Tensors]) -> Tensors:
     """Returns the parameters of torch's AveragedModel over the `values` after each step."""
     is_mean = averaging["use"] == "optim.mean"
-    module = nn.ParameterList(value.clone() for value in values[0].values())
+    module = nn.ParameterList(value.clone() for value in values[-1].values())
     averaged = AveragedModel(module, multi_avg_fn=None if is_mean else get_ema_multi_avg_fn(averaging["decay"]))
     start = STEPS - averaging["last"] if is_mean else 0
     for tensors in values[start :: averaging.get("every", 1)]:
         for parameter, value in zip(module, tensors.values(), strict=True):
             parameter.data.copy_(value)
         averaged.update_parameters(module)
-    return dict(zip(values[0], (value.detach() for value in averaged.parameters()), strict=True))
+    return dict(zip(values[-1], (value.detach() for value in averaged.parameters()), strict=True))
 
 
 def train_and_resume(plans: Sequence[Tables], folder: Path) -> list[tuple[Averaged, Averaged, Averaged]]:
