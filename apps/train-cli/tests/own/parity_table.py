@@ -1,6 +1,6 @@
 """The parity table: layouts, options and precisions, sampled so that every pair of values that can meet meets in some row.
 
-`python apps/train-cli/tests/own/parity_table.py` writes what the table covers into docs/parity.md.
+`python apps/train-cli/tests/own/parity_table.py` writes what the table covers into docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SEED = 38
 NUM_IN_CI = 7
 """How many rows, the first ones, CI runs; a campaign runs all."""
 
-PAGE = Path(__file__).parents[4] / "docs" / "parity.md"
+PAGE = Path(__file__).parents[4] / "docs" / "measurements.md"
+HEADING = "## Parity\n"
 PLAN = small_plan(
     model__hidden=32, model__ffn_hidden=51, model__vocab_size=257, data__sequence=16, optimizer__eps=1e-3,
     evaluation={"every": 9, "steps": 1}, batch={"global_size": 4, "micro_size": 1},
@@ -141,39 +142,36 @@ def _with(tables: Tables, row: Row, factors: Iterable[str]) -> Tables:
 
 
 def page() -> str:
-    """The text of docs/parity.md."""
+    """Returns the page with an up-to-date section `Parity`, its last one."""
+    text = PAGE.read_text("utf-8")
+    return text[: text.index(HEADING)] + section()
+
+
+def section() -> str:
     table = list(rows())
     covered, in_ci = (len(set().union(*map(pairs, some))) for some in (table, table[:NUM_IN_CI]))
     league_lines = "\n".join(f"| {row.layout} | {row.silent_error} | {', '.join(row.issues)} |" for row in ROWS)
     table_lines = "\n".join(f"| {factor} | {', '.join(values)} |" for factor, values in FACTORS.items())
     return f"""\
-# Parity
+{HEADING}
+<!-- The rest of this page is written by `python apps/train-cli/tests/own/parity_table.py`; do not edit. -->
 
-<!-- Written by `python apps/train-cli/tests/own/parity_table.py`; do not edit. -->
-
-Tests compare {len(table)} layouts with a one-process run of the same plan, and with a plain PyTorch loop that shares no code
-with the engine. On every rank, they compare the loss, the gradient norm, the held-out loss, every gradient of the first step,
-and every weight after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Each layout
-combines one value of each factor, so that any two compatible values occur together in at least one layout ({covered} pairs).
-CI runs {NUM_IN_CI} layouts with {100 * in_ci // covered} % of the pairs; `nox -s campaign` runs all of them, and 100 random
-ones. The model is a small Llama. One layout has 8 ranks, and the others have 2 or 4.
+Tests compare {len(table)} layouts of a small Llama, on 2 to 8 ranks, with one process and with a plain PyTorch loop that does
+not use the engine. They compare the loss, the gradient norm, the held-out loss, every gradient of the first step, and every
+weight after three steps, within the [tolerances](internals.md#parity). Replicas must be bit-identical. Any two compatible
+values of the factors occur together in at least one layout ({covered} pairs). CI runs {NUM_IN_CI} layouts, which have
+{100 * in_ci // covered} % of the pairs. `nox -s campaign` runs all of them, 100 random layouts, and 2,000 random models.
 
 | Factor | Values |
 |---|---|
 {table_lines}
 
-The campaign also trains 2,000 random models in random layouts; their layers use patterns from users' code. Other tests check
-that canonical sums are bit-identical to one process, and that a run that resumes in another layout matches an uninterrupted
-run.
+### Known silent errors
 
-## Known silent errors
-
-Tests train a small plan for each well-known silent error, in a layout in which other programs produce wrong results without an
-error. They compare every loss, norm, gradient and final weight with one process. Except for dropout and bf16, they also compare
-with a plain PyTorch loop that computes its own sums and processes one document at a time. The relative error is at most
-{LIMIT:g}. In bf16 it is at most {ROWS[-1].limit:g}, because a weight may be rounded to its neighbour. To prove that a row can
-fail, a test injects the error into the ranks, and the comparison must report it. An arrow means that a run resumes in another
-layout.
+Each row is a test, which trains a small plan in a layout in which other programs produce wrong results without an error. Every
+loss, norm, gradient and final weight must equal that of one process, within {LIMIT:g}, or {ROWS[-1].limit:g} in bf16. Except for
+dropout and bf16, it must also equal that of a plain PyTorch loop. To show that the row can fail, another test injects the error
+into the ranks, and the comparison must report it. An arrow means that a run resumes in another layout.
 
 | Layout | Silent error in other programs | Seen in |
 |---|---|---|
