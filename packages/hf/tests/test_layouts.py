@@ -27,7 +27,9 @@ STEPS, GLOBAL, MICRO, LENGTH = 3, 4, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
 LR = 1e-3
 ROUTER_LOSS = 0.1
+CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 5}}
 LAYOUTS = hf_families.LAYOUTS | {"host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}}}
+LAYOUTS |= {f"{layout} in chunks": LAYOUTS[layout] | CHUNKS for layout in ("wp", "sp")}
 
 
 def batches_of() -> list[dict[str, Tensor]]:
@@ -137,7 +139,7 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
     reference = transformers_model(config)
     reference.float().save_pretrained(tmp_path / "model")
     expected = plain_loop(reference.double())
-    layouts = [layout for layout in LAYOUTS if layout != "sp" or uses_interface(type(reference))]
+    layouts = [layout for layout in LAYOUTS if not layout.startswith("sp") or uses_interface(type(reference))]
     options = {"router_loss": ROUTER_LOSS} if has_experts(config) else {}
     plans = [tables_of(tmp_path / "model", layout, **options) for layout in layouts]
     tolerance = 1e-5 if computes_in_fp32(config) else 1e-10

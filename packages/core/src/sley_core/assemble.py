@@ -36,6 +36,7 @@ from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, n
 from sley_core.engine.step_state import StepState
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
+from sley_core.losses.chunked_head import HeadChunks, head_chunks
 from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.metrics.throughput import DOCUMENTS
@@ -112,7 +113,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             shard_on_meta(stage.layers, shards)
             simulation.fill(stage.layers, weight_dtypes(plan)[1])
         with world.device.in_use():
-            parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced)
+            head = head_chunks(plan, model.layers)
+            parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced, head)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of metrics
                 tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
@@ -155,6 +157,7 @@ def make_parts(
     layers: Sequence[Layer],
     registry: ParameterRegistry,
     announced: Callable[[int, int], Description] | None = None,
+    head: HeadChunks | None = None,
 ) -> Parts:
     """Builds the parts to which plugins are attached. The store has no buffers if no other rank has the same weights."""
     planner = loose if groups["stage"].size == 1 else by_reduce_group
@@ -178,6 +181,7 @@ def make_parts(
         DevicePool() if plan.pool is None else plan.pool.build(),
         is_compiled=bool(plan.model.config.compile),
         foretold=announced,
+        head=head,
     )
 
 
@@ -302,6 +306,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     aliases = {alias: param.name for param in registry for alias in param.aliases}
     for name in frozen_names(registry.names, optimizer, aliases):
         registry[name].parameter.requires_grad_(False)
+    head_chunks(plan, model.layers)  # may raise
     train(model)
     return model
 

@@ -37,6 +37,7 @@ from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
 from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
+from sley_core.losses.chunked_head import patch_head
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
 from sley_core.memory.run_memory import ManagerCounts, RunMemory
@@ -83,7 +84,9 @@ def build_stepper(
     topology, device = parts.topology, parts.world.device
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     if config := plan.model.config.compile:
-        compile_layers(stage.layers, CompileConfig() if config is True else config, undo)
+        head = parts.head and parts.head.layer  # its call would return no tensor
+        layers = [layer for layer in stage.layers if layer.name != head]
+        compile_layers(layers, CompileConfig() if config is True else config, undo)
     undo.callback(parts.store.close)
     handlers: list[protocols.GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
@@ -145,6 +148,7 @@ def build_stepper(
         PositionAdditivity(loss, fields) if asks and not is_additive and not is_whole else None,
         WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
         keeps_micro_losses=parts.store.reduction.fixed_order,
+        head=parts.head,
     )
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(
@@ -161,6 +165,7 @@ def build_stepper(
         plan.model.config.attention,
     )
     undo.callback(patch_layers(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
+    undo.callback(patch_head(parts))
     parts.store.watch()
     return stepper
 

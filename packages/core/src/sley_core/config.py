@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from sley_core.records import Problem
+from sley_core.records import LossRecord, Problem
 from sley_core.table import Fraction, Table
 
 if TYPE_CHECKING:
@@ -51,6 +51,21 @@ class CrossEntropyConfig(Table):
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of the target that is spread evenly over all classes."""
+
+    chunk_tokens: PositiveInt | Literal["auto"] | None = None
+    """The number of tokens whose logits exist at a time. The last layer's linear and the loss are computed chunk by chunk.
+    "auto" limits the logits of a chunk to 128 MiB. Default: all logits exist.
+    """
+
+
+def check_chunks(plan: Plan) -> Iterable[Problem]:
+    """Yields a problem if `[loss] chunk_tokens` is set for a loss that needs all logits."""
+    config, record = plan.loss.config, plan.loss.record
+    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
+        return
+    if not (isinstance(record, LossRecord) and record.split_logits):
+        message = f"the loss `{plan.loss.name}` needs all logits"
+        yield Problem(("loss", "chunk_tokens"), message, "remove it, or use `core.cross_entropy`", "head-loss")
 
 
 class JsonlConfig(Table):

@@ -53,4 +53,4 @@ def sley_gradient_handlers() -> list[records.GradientHandlerRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[records.Problem]:
-    return [*check_learning_rate(plan), *config.check_metrics(plan)]
+    return [*check_learning_rate(plan), *config.check_chunks(plan), *config.check_metrics(plan)]

@@ -248,10 +248,12 @@ class Loss(Protocol):
 
 @runtime_checkable
 class SplitLogits(Protocol):
-    """Vocabulary-parallel logits, which the last layer returns in place of logits if the ranks split the classes.
+    """Logits that the last layer returns if they are not one tensor: ranks split the classes, or the loss computes the logits
+    in chunks of tokens.
 
-    A weight communicator creates them. Only a loss whose record declares `split_logits` receives them. A last layer that adds a
-    term to the loss, such as that of its routers, returns its own, whose `cross_entropy` includes the term.
+    Only a loss whose record declares `split_logits` receives them. A last layer that adds a term to the loss, such as that of
+    its routers, returns its own, whose `cross_entropy` includes the term. An optional attribute `is_collective` says whether
+    `cross_entropy` and `logits` are collectives of the ranks that split the classes; without it, they are.
     """
 
     @property
@@ -265,15 +267,13 @@ class SplitLogits(Protocol):
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropy over this rank's `labels` int64 [...], computed in fp32 or wider.
 
-        The options are those of `core.cross_entropy`. This is a collective of the ranks that split the classes. The incoming
-        gradient must be the same on these ranks, as it is after the division by the weight of the global batch.
+        The options are those of `core.cross_entropy`. The incoming gradient must be the inverse of the weight of the global
+        batch, as in a step.
         """
         ...
 
     def logits(self) -> Tensor:
-        """Returns this rank's logits over all classes, [..., classes], without a graph. A collective of the ranks that split
-        the classes.
-        """
+        """Returns this rank's logits over all classes, [..., classes], without a graph."""
         ...
 
 

@@ -109,7 +109,7 @@ class DatasetRecord(Record):
 class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`).
 
-    split_logits: whether the loss also accepts `protocols.SplitLogits`, from ranks that split the classes.
+    split_logits: whether the loss also accepts `protocols.SplitLogits`, which are not one tensor.
     sequence: "whole" for a loss that needs whole sequences. If ranks hold slices, the run gathers them for the loss.
     """
 

@@ -27,6 +27,7 @@ from sley_core.errors import PlanError
 from sley_core.protocols import WeightCommunicator
 from sley_isp.config import ANYWHERE
 from sley_isp.embedding_columns import ColumnEmbeddings, TokenGather, check_embeddings
+from sley_isp.gathered_head import GatheredHead
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import GradientReducer, WriteGradient
@@ -202,7 +203,9 @@ class Communicator(WeightCommunicator):
                 self._patch(module, VocabularyHead(sharded, self._token_gather, self._parts, self.pool).forward)
             else:
                 modules.append(sharded)
-                self._patch(module, sharded.forward)
+                chunks = self._parts.head
+                is_chunked = chunks is not None and name == f"{chunks.layer}.{chunks.path}"
+                self._patch(module, GatheredHead(chunks, sharded).forward if chunks and is_chunked else sharded.forward)
         points = set(prefetch_points(layer, self.config.launch) if layer_groups else ())
         if others:
             self._gather_for_layer(layer, others).can_prefetch = not points

@@ -12,7 +12,7 @@ them. A microbatch leaves the device after its last action.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sley_core.engine.positions import PositionAdditivity, WholeSequences
     from sley_core.engine.sources import SourceSums
     from sley_core.engine.step_batch import BatchWeight
+    from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
     from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
 
@@ -52,9 +53,9 @@ class Executor:
 
     crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
     slices of sequences. whole: gathers full sequences for the loss. keeps_micro_losses: whether the losses are returned one per
-    microbatch, [microbatches], instead of their sum. sources: sums the losses by data source. has_loss: whether this rank holds
-    the model's last chunk. left_in_flight: whether a list is running or has failed, so that its messages and gathers may be in
-    flight until the next list begins.
+    microbatch, [microbatches], instead of their sum. head: the last linear, if the loss computes its logits in chunks. sources:
+    sums the losses by data source. has_loss: whether this rank holds the model's last chunk. left_in_flight: whether a list is
+    running or has failed, so that its messages and gathers may be in flight until the next list begins.
     """
 
     chunks: Sequence[Sequence[Layer]]
@@ -69,6 +70,7 @@ class Executor:
     position_check: PositionAdditivity | None = None
     whole: WholeSequences | None = None
     keeps_micro_losses: bool = False
+    head: HeadChunks | None = None
     sources: SourceSums | None = None
     left_in_flight: bool = field(default=False, init=False)
 
@@ -149,7 +151,7 @@ class Executor:
                 self.crossing.transfer(step)
                 continue
             micro = state.micro_step(step, Phase.EVALUATE)
-            with nullcontext() if self.weights is None else self.weights.wrap_action(step):
+            with nullcontext() if self.weights is None else self.weights.wrap_action(step), self._expect_loss(None):
                 self._forward(micro, InFlight(), batch, total)
             self._micros.pop(step.micro, None)
         self.crossing.end()
@@ -181,7 +183,8 @@ class Executor:
         match action.kind:
             case Kind.FORWARD:
                 self._in_flight[key] = InFlight()
-                self._forward(micro, self._in_flight[key], batch, total)
+                with self._expect_loss(weight):
+                    self._forward(micro, self._in_flight[key], batch, total)
             case Kind.BACKWARD:
                 self._backward(micro, self._in_flight[key], weight)
             case Kind.INPUT_GRADIENT:
@@ -192,6 +195,9 @@ class Executor:
                 call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
+
+    def _expect_loss(self, weight: BatchWeight | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.head is None else self.head.expect_loss(weight)
 
     def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
         """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
+    from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
     from sley_core.protocols import MemoryPool
@@ -156,6 +157,7 @@ class Parts:
     the run's device buffers. events: the callbacks of a step, for plugins other than
     gradient handlers. is_compiled: whether torch.compile compiles the layers. foretold: returns the description of the value
     that a chunk of another stage (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
+    head: the model's last linear, if the loss computes its logits in chunks.
     """
 
     run: RunTable
@@ -176,3 +178,4 @@ class Parts:
     is_compiled: bool = False
     events: StepEvents = field(default_factory=StepEvents)
     foretold: Callable[[int, int], Description] | None = None
+    head: HeadChunks | None = None

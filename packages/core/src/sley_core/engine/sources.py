@@ -89,16 +89,17 @@ class SourceSums:
         on the host. loss: the loss of all samples.
         """
         is_split = not isinstance(output, Tensor) and isinstance(output, SplitLogits)
+        is_collective = is_split and getattr(output, "is_collective", True)
         sources_of_batch = sorted(set(sources.tolist()))
-        if len(sources_of_batch) == 1 and not is_split:
+        if len(sources_of_batch) == 1 and not is_collective:
             self._loss_slot(sources_of_batch[0], micro).add_(loss.detach())
             return
         loss_copy = copy(self._loss)  # it may count its calls
         devices = [self._device.torch_device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            for source in range(len(self.names)) if is_split else sources_of_batch:
+            for source in range(len(self.names)) if is_collective else sources_of_batch:
                 rows = sources == source
-                if is_split:  # all ranks make the same calls, whatever sources they have
+                if is_split:  # if it is a collective, all ranks make the same calls, whatever sources they have
                     loss_inputs = (
                         output,
                         {name: self._mask_labels(name, batch[name], rows) for name in getattr(loss_copy, "fields", batch)},

@@ -149,18 +149,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Returns softmax(logits) minus the target distribution, times the incoming gradient; 0 for an ignored label."""
         logits, labels = ctx.saved_tensors
         result = torch.empty_like(logits)
-        # scatter_add_ needs valid indices, so an ignored label becomes class 0 with the scale 0.
-        is_ignored = labels == ctx.ignore_index
-        targets = labels.masked_fill(is_ignored, 0).unsqueeze(-1)
-        scale = torch.where(is_ignored, 0.0, gradient).unsqueeze(-1)
-        target_terms = gradient.new_full(targets.shape, ctx.smoothing - 1.0)
         for rows in row_chunks(logits):
             chunk = torch.softmax(logits[rows], dim=-1, dtype=softmax_dtype(logits))
-            if ctx.smoothing:
-                chunk -= ctx.smoothing / logits.shape[-1]
-            chunk.scatter_add_(-1, targets[rows], target_terms[rows])
-            torch.mul(chunk, scale[rows], out=result[rows])
+            write_gradient(chunk, labels[rows], ctx.ignore_index, ctx.smoothing, gradient, out=result[rows])
         return result, None, None, None
+
+
+def write_gradient(
+    probabilities: Tensor, labels: Tensor, ignore_index: int, smoothing: float, scale: Tensor, *, out: Tensor
+) -> None:
+    """Writes the gradient of the logits of the sum of losses, times the scalar `scale`, into `out` [n, classes].
+
+    It is the softmax minus the target distribution; 0 for an ignored label. probabilities: the softmax, which is overwritten.
+    """
+    # scatter_add_ needs valid indices, so an ignored label becomes class 0 with the scale 0.
+    is_ignored = labels == ignore_index
+    targets = labels.masked_fill(is_ignored, 0).unsqueeze(-1)
+    if smoothing:
+        probabilities -= smoothing / probabilities.shape[-1]
+    probabilities.scatter_add_(-1, targets, probabilities.new_full(targets.shape, smoothing - 1.0))
+    torch.mul(probabilities, torch.where(is_ignored, 0.0, scale).unsqueeze(-1), out=out)
 
 
 def softmax_dtype(logits: Tensor) -> torch.dtype:

@@ -1,0 +1,384 @@
+"""The model's last linear and its cross-entropy in chunks of tokens, so that the logits never exist for all tokens.
+
+    hidden [n, h] ──chunk──> logits [c, v] ──in place──> their gradient G ──> G W, the gradient of the hidden states
+                                                                          └─> G^T hidden, added to the gradient of the weight
+
+The forward computes the gradients, so each product runs once, as with the plain head. Recomputing the logits in the backward
+would need a fourth product (1.3 to 1.6 times the time). `torch.nn.functional.linear_cross_entropy` and Liger's kernel also
+compute the gradients in the forward, but keep the weight's gradient until the backward, since they do not know the gradient of
+the loss. A run knows it before the forward: it is the inverse of the batch's weight. So the weight's gradient is accumulated at
+once, and only that of the hidden states is kept. The backward checks that the gradient of the loss is the expected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sley_core.config import CrossEntropyConfig
+from sley_core.errors import KeyPath, PlanError, RunError
+from sley_core.losses.cross_entropy import row_chunks, softmax_dtype, sum_cross_entropy, write_gradient
+from sley_core.model.layers import ForwardPatch, Layer
+from sley_core.model.tensors import device_kind, uniform_items
+from sley_core.protocols import SplitLogits
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.step_batch import BatchWeight
+    from sley_core.plan.plan import Plan
+
+AUTO_BYTES = 1 << 27
+"""The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
+
+ELEMENTWISE = frozenset(
+    {"tanh", "float", "double", "to", "mul", "div", "add", "sub", "neg"}
+    | {f"__{name}__" for name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg")}
+)
+"""The tensor methods that `LazyLogits` applies to each chunk, for soft caps, scales and casts."""
+
+
+@dataclass
+class HeadChunks:
+    """The model's last linear and the size of its chunks.
+
+    layer: the name of the last layer. path: the name of the linear within it. max_tokens: the tokens of a chunk; None sets them
+    by `AUTO_BYTES`. weight: the divisor of gradients in the running step. is_active: whether a call of the head is followed by
+    the loss; otherwise the head returns all logits. is_patched: whether a `LogitsHead` replaces the linear's forward.
+    """
+
+    layer: str
+    path: str
+    max_tokens: int | None
+    weight: BatchWeight | None = None
+    is_active: bool = False
+    is_patched: bool = False
+
+    @contextmanager
+    def expect_loss(self, weight: BatchWeight | None) -> Iterator[None]:
+        """Makes the head return `LazyLogits` within the block."""
+        self.weight, self.is_active = weight, True
+        try:
+            yield
+        finally:
+            self.is_active = False
+
+    def slices(self, num_tokens: int, num_classes: int, itemsize: int) -> Iterator[slice]:
+        """Yields equal slices of the tokens; the last may be smaller."""
+        max_tokens = self.max_tokens or max(1, AUTO_BYTES // (num_classes * itemsize))
+        size = max(1, -(-num_tokens // -(-num_tokens // max_tokens))) if num_tokens else 1
+        return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))
+
+
+def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. Raises PlanError "head-chunks".
+
+    layers: all layers of the model.
+    """
+    config = plan.loss.config
+    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
+        return None
+    path = find_head(layers, ("loss", "chunk_tokens"), "head-chunks", "remove `chunk_tokens`")
+    return HeadChunks(layers[-1].name, path, None if config.chunk_tokens == "auto" else config.chunk_tokens)
+
+
+def find_head(layers: Sequence[Layer], path: KeyPath, code: str, hint: str) -> str:
+    """Returns the name, within the last layer, of that layer's only plain linear. Raises PlanError `code` unless there is
+    exactly one. The first forward checks that the layer returns the linear's output.
+    """
+    last_layer = layers[-1]
+    names = [name for name, module in last_layer.module.named_modules() if type(module) is nn.Linear]
+    if len(names) != 1:
+        listed = ", ".join(f"`{name}`" for name in names) or "none"
+        message = f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear, but has {listed}"
+        raise PlanError(code, message, path=path, hint=f"use a separate layer for the head, or {hint}")
+    return str(names[0])
+
+
+class LogitsHead:
+    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
+
+    refusal: the plan key to change if a layer or a loss needs all logits, and the hint.
+    """
+
+    refusal: tuple[KeyPath, str] = (("loss", "chunk_tokens"), "remove `chunk_tokens`")
+
+    def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
+        self.chunks = chunks
+        self.linear = linear
+        chunks.is_patched = True
+
+    @property
+    def num_classes(self) -> int:
+        return self.linear.weight.shape[0]
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias as leaves of the graph."""
+        return self.linear.weight, self.linear.bias
+
+    def weights(self) -> AbstractContextManager[tuple[Tensor, Tensor | None]]:
+        """Returns a context manager that yields the full weight and bias."""
+        return nullcontext(self.parameters)
+
+    def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Adds the gradients of weight and bias. gradient: that of the logits [n, v]. inputs: [n, h]."""
+        raise NotImplementedError
+
+    def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """Returns the sum of the cross-entropies over `labels` int64 [...], as `SplitLogits.cross_entropy`."""
+        hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        options = self, logits.apply if logits.functions else None, labels.reshape(-1), ignore_index, smoothing
+        if not torch.is_grad_enabled():
+            return _sum_losses(hidden, None, None, False, *options)
+        total: Tensor = _LossSum.apply(hidden, *self.parameters, *options)  # type: ignore[no-untyped-call]
+        return total
+
+    def full_logits(self, logits: LazyLogits) -> Tensor:
+        """Returns all logits [..., v]."""
+        with self.weights() as (weight, bias):
+            return logits.apply(_linear(logits.hidden, weight, bias))
+
+
+class DirectHead(LogitsHead):
+    """The head of a weight that is not sharded, whose gradient is accumulated in the store."""
+
+    def __init__(self, parts: Parts, chunks: HeadChunks, linear: nn.Linear) -> None:
+        super().__init__(chunks, linear)
+        self.store = parts.store
+        names = [name for name, parameter in linear._parameters.items() if parameter is not None]
+        self.params = {name: parts.registry[f"{chunks.layer}.{chunks.path}.{name}"] for name in names}
+        self.originals = dict(linear._parameters)
+        self.patch = ForwardPatch(linear, self.forward)
+        for param in self.params.values():
+            self.store.expect_products(param)
+
+    def forward(self, input: Tensor) -> Any:
+        """Returns `LazyLogits` if the loss follows, and logits otherwise or if parameters have hooks or were replaced."""
+        is_own = all(
+            parameter is self.originals[name] and not (parameter is not None and parameter._backward_hooks)
+            for name, parameter in self.linear._parameters.items()
+        )
+        if not self.chunks.is_active or not is_own:
+            return self.patch.__wrapped__(input)
+        return LazyLogits(self, autocast_input(input))
+
+    def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
+        if (weight := self.params["weight"]) in self.store:
+            self.store.put_product(weight, gradient, inputs, layer=self.chunks.layer)
+        bias = self.params.get("bias")
+        if bias is not None and bias in self.store:
+            self.store.put(bias, gradient.sum(0, dtype=self.store.dtype), layer=self.chunks.layer)
+
+
+def patch_head(parts: Parts) -> Callable[[], None]:
+    """Patches the head if the plan has `[loss] chunk_tokens` and this rank has it. Returns a function that removes the patch.
+
+    A communicator patches a head whose weight it shards. Raises PlanError "head-chunks" if it did not.
+    """
+    chunks = parts.head
+    for layer in parts.layers:
+        if chunks is None or layer.name != chunks.layer:
+            continue
+        linear = cast("nn.Linear", layer.module.get_submodule(chunks.path))
+        if parts.registry[f"{layer.name}.{chunks.path}.weight"].shard is None:
+            return DirectHead(parts, chunks, linear).patch.undo
+        if not chunks.is_patched:
+            message = f"the weight of `{layer.name}.{chunks.path}` is sharded in a way that does not allow chunks"
+            hint = "remove `chunk_tokens`, or `[model] compile`"
+            raise PlanError("head-chunks", message, path=("loss", "chunk_tokens"), hint=hint)
+    return lambda: None
+
+
+class LazyLogits(SplitLogits):
+    """The logits of `hidden` [..., h], which only the loss computes. functions: elementwise functions of the logits."""
+
+    is_collective = False
+
+    def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
+        self.hidden = hidden
+        self.functions = functions
+        # A function, which code that searches an output for tensors does not search.
+        self._head: Callable[[], LogitsHead] = lambda: head
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all logits."""
+        return (*self.hidden.shape[:-1], self._head().num_classes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.apply(self.hidden.new_empty(0)).dtype
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Returns the results of the functions for `logits`, the output of the linear."""
+        for function in self.functions:
+            logits = function(logits)
+        return logits
+
+    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        return self._head().cross_entropy(self, labels, ignore_index, smoothing)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        return self._head().full_logits(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a method in `ELEMENTWISE`. Raises RunError `logits-split` for all other methods of a tensor."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in ELEMENTWISE:
+            self._refuse(name)
+        return partial(self._apply_later, name)
+
+    def _apply_later(self, name: str, *args: Any, **kwargs: Any) -> LazyLogits:
+        if name not in ELEMENTWISE or kwargs or not all(isinstance(argument, int | float | torch.dtype) for argument in args):
+            self._refuse(name)
+        return LazyLogits(self._head(), self.hidden, (*self.functions, lambda logits: getattr(logits, name)(*args)))
+
+    def _refuse(self, name: str) -> None:
+        path, hint = self._head().refusal
+        message = (
+            f"`{name}` is called on logits that only the loss computes; the last layer must return them, at most with a soft "
+            "cap, a scale or a cast"
+        )
+        raise RunError("logits-split", message, path=path, hint=f"{hint} if a model or a loss processes its logits")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Applies a function in `ELEMENTWISE` later. Raises RunError `logits-split` for every other torch function."""
+        logits = next(argument for argument in args if isinstance(argument, cls))
+        rest = args[1:] if args[0] is logits else args
+        return logits._apply_later(getattr(function, "__name__", str(function)), *rest, **(kwargs or {}))
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self._apply_later(name, *args)
+
+
+for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "pow", "matmul", "getitem", "len", "iter"):
+    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _LossSum(torch.autograd.Function):
+    """Makes the sum of the losses differentiable. The gradients of weight and bias are accumulated in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        head: LogitsHead,
+        function: Callable[[Tensor], Tensor] | None,
+        labels: Tensor,
+        ignore_index: int,
+        smoothing: float,
+    ) -> Tensor:
+        assert head.chunks.weight is not None, "a training step without the weight of its batch"
+        scale = head.chunks.weight.inverse(hidden.new_empty((), dtype=softmax_dtype(hidden)))
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        has_weight = any(ctx.needs_input_grad[1:3])
+        total = _sum_losses(hidden, gradient, scale, has_weight, head, function, labels, ignore_index, smoothing)
+        ctx.save_for_backward(gradient, scale)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of the hidden states. Raises RunError "loss-scaled"."""
+        gradient, expected = ctx.saved_tensors
+        if device_kind(scale) == "cpu":
+            if float(scale) != float(expected):
+                raise RunError(
+                    "loss-scaled",
+                    f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight, but is "
+                    f"{float(scale):g}",
+                    path=("loss", "chunk_tokens"),
+                    hint="remove `chunk_tokens` if a loss or a hook scales the cross-entropy",
+                )
+        elif scale.is_cuda:
+            torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
+        return gradient, *[None] * 7
+
+
+def _sum_losses(
+    hidden: Tensor,
+    hidden_gradient: Tensor | None,
+    scale: Tensor | None,
+    has_weight: bool,
+    head: LogitsHead,
+    function: Callable[[Tensor], Tensor] | None,
+    labels: Tensor,
+    ignore_index: int,
+    smoothing: float,
+) -> Tensor:
+    """Returns the sum of the losses of `hidden` [n, h]. With `scale`, also computes the gradients of the sum times `scale`.
+
+    hidden_gradient: receives the gradient of `hidden`. has_weight: whether weight or bias need a gradient. function: an
+    elementwise function of the logits.
+    """
+    total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
+    with head.weights() as (weight, bias):
+        for tokens in head.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
+            inputs, targets = hidden[tokens], labels[tokens]
+            logits = _linear(inputs, weight, bias)
+            for rows in row_chunks(logits):
+                if scale is None:
+                    output = logits[rows] if function is None else function(logits[rows])
+                    total += sum_cross_entropy(output, targets[rows], ignore_index, smoothing)
+                else:
+                    total += _replace_by_gradient(logits[rows], function, targets[rows], ignore_index, smoothing, scale)
+            if hidden_gradient is not None:
+                torch.mm(logits, weight.to(logits.dtype), out=hidden_gradient[tokens])
+            if has_weight:
+                head.accumulate(logits, inputs)
+            del logits  # before the next chunk is allocated
+    return total
+
+
+def _replace_by_gradient(
+    logits: Tensor,
+    function: Callable[[Tensor], Tensor] | None,
+    labels: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    scale: Tensor,
+) -> Tensor:
+    """Overwrites `logits` [n, v] with the gradient of the sum of losses times `scale`. Returns the sum."""
+    leaf = output = logits
+    if function is not None:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            output = function(leaf)
+    log_probabilities = torch.log_softmax(output.detach(), -1, dtype=softmax_dtype(output))
+    total = F.nll_loss(log_probabilities, labels, ignore_index=ignore_index, reduction="sum")
+    if smoothing:
+        sums = log_probabilities.sum(-1).masked_fill(labels == ignore_index, 0.0)
+        total = (1.0 - smoothing) * total - smoothing / logits.shape[-1] * sums.sum()
+    if function is None:
+        write_gradient(log_probabilities.exp_(), labels, ignore_index, smoothing, scale, out=logits)
+    else:
+        gradient = torch.empty_like(output)
+        write_gradient(log_probabilities.exp_(), labels, ignore_index, smoothing, scale, out=gradient)
+        logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
+    return total
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the linear in the dtype of the inputs, which autocast may have cast."""
+    return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Returns `x` in the dtype to which autocast casts the input of a linear. Like autocast, does not cast fp64."""
+    device_type = x.device.type
+    is_cast = torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device_type)) if is_cast else x
