@@ -113,8 +113,7 @@ def layouts() -> Iterator[Layout]:
 def measured(layout: Layout) -> MachineFile | None:
     """This machine with the layers of a layout, as `train-cli calibrate` measures it; None on all but rank 0."""
     with World.join("cpu") as world:
-        measured = measure_machine(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120, budget_s=0)
-        return measured and measured[0]
+        return measure_machine(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120)
 
 
 def taken(layout: Layout, steps: int) -> float:

@@ -99,9 +99,8 @@ def test_a_plan_is_drawn_in_the_seconds_of_the_machine_that_timed_it(cli: Cli, p
     result = cli("calibrate", "--out", "machine.toml", "--plan", plan)
     assert (result.code, result.out) == (0, "")
     layers = load_machine(folder / "machine.toml").layers
-    assert f"machine.toml has the device, {len(layers)} layers, under core.keep, core.recompute" in result.err
-    assert result.err.strip().endswith(", with microbatches of 1, 4")
-    assert [layer.name for layer in layers[:3]] == ["embed", "blocks.0", "head"]
+    assert result.err.strip().endswith("machine.toml has the device, 3 layers under core.keep with microbatches of 1")
+    assert [layer.name for layer in layers] == ["embed", "blocks.0", "head"]
     drawn = "show", plan, "--timeline", "--machine", "machine.toml", "--set", "parallel.dp=1"
     shown = cli(*drawn)
     assert shown.code == 0

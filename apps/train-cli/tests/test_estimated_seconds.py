@@ -140,8 +140,7 @@ def calibrate(plan: dict[str, Any]) -> MachineFile | None:
         stack.enter_context(patch.object(links.LinkTimer, "_make_work", lambda _, seconds: lambda: time.sleep(seconds)))
         stack.enter_context(patch.object(device, "WRITTEN_BYTES", {"cpu": 1}))
         stack.enter_context(patch.object(bench, "WeightQueue", DozerQueue))
-        result = measure_machine(world, plan_from_dict(plan), timeout_s=100)
-        return result and result[0]
+        return measure_machine(world, plan_from_dict(plan), timeout_s=100)
 
 
 class Calibrated:

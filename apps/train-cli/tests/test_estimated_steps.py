@@ -120,7 +120,7 @@ def test_layers_of_slices_are_scaled_from_full_sequences() -> None:
     """Exchanges and the update are not scaled."""
     plan = plan_of(**SLICES)
     with short_calibration():
-        tables, _ = measure_layers(plan, Device(torch.device("cpu")))
+        tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
     scaled = [[{**table, **dict.fromkeys(times, seconds)} for table in tables] for seconds in (0.5, 1.0)]

@@ -179,7 +179,7 @@ def machine_tables() -> dict[str, Any]:
 
 def measure_layers_and_host(device: Device, plan: Plan, machine_tables: dict[str, Any]) -> MachineFile:
     """Returns this machine with the current seconds of the layers of `plan` and of its host."""
-    changes: dict[str, Any] = {"layers": measure_layers(plan, device)[0], "engine": measure_engine(device, plan)}
+    changes: dict[str, Any] = {"layers": measure_layers(plan, device), "engine": measure_engine(device, plan)}
     if any(steps_on_host(manager.record) for manager in plan.offload):
         changes["host"] = machine_tables["host"] | {"memory_bandwidth": measure_host_bandwidth(device)}
     return machine_from_dict(machine_tables | changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import layers as timed_layers
 from sley_estimate.calibrate.device import HostOptimizerBench, fit_saturation, measure_host_bandwidth
-from sley_estimate.calibrate.layers import measure_layers, measure_machine, other_micro_sizes, unmeasured_variants
+from sley_estimate.calibrate.layers import measure_layers, measure_machine
 from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, measure_links
 from sley_estimate.layers.prices import price_layers
 from sley_estimate.machine import LinksTable, load_machine, machine_from_dict, machine_text
@@ -71,7 +70,7 @@ def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
 def failure_of_one() -> str:
     """What a rank says when rank 1 cannot time layers."""
 
-    def fails_on_one(plan: Plan, device: Device, until_s: float) -> tuple[list[dict[str, Any]], list[str]]:
+    def fails_on_one(plan: Plan, device: Device) -> list[dict[str, Any]]:
         if dist.get_rank() == 1:
             raise MemoryError("too large")
         return measure_layers(plan, device)
@@ -92,7 +91,7 @@ def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
 def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
     with World.alone("cpu") as world, short_calibration():
-        tables, _ = measure_layers(plan, world.device)
+        tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
@@ -103,45 +102,6 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     assert all(one.source == "measured" for one in priced)
     assert priced[1].seconds == priced[3].seconds
     assert priced[1].output_bytes == 2 * 24 * 16 * 8
-
-
-def variants_of(plan: Plan) -> list[tuple[str, int]]:
-    return [(str(one.policy), one.micro_size) for one in unmeasured_variants(plan)]
-
-
-@pytest.mark.parametrize(
-    ("own", "most", "sizes"), [(1, 64, [4, 16]), (2, 8, [8, 1]), (3, 64, [8, 1, 32]), (16, 64, [64, 4]), (1, 1, [])]
-)
-def test_sizes_of_micro_batches_are_few_and_never_more_than_the_batch(own: int, most: int, sizes: list[int]) -> None:
-    assert other_micro_sizes(own, most) == sizes
-
-
-def test_layers_that_are_alike_under_two_policies_are_timed_once() -> None:
-    plan = plan_from_dict(small_plan(data=SMALL, batch={"global_size": 4, "micro_size": 1}))
-    with World.alone("cpu") as world, short_calibration():
-        tables, left_out = measure_layers(plan, world.device, time.monotonic() + 100)
-    assert left_out == []
-    told = [(table["name"], table["micro_size"]) for table in tables if table["activations"] == "core.recompute"]
-    assert told == [("blocks.0", 1), ("blocks.0", 4)], "embedding and head are as under `core.keep`"
-    assert len({table["key"] for table in tables}) == len(tables)
-    assert [table["name"] for table in tables[:3]] == ["embed", "blocks.0", "head"]
-    machine_from_dict({"format": 1, "device": BARE, "layers": tables})
-
-
-def test_other_micro_batches_without_memory_are_left_out(monkeypatch) -> None:
-    plan = plan_from_dict(small_plan(data=SMALL))
-    timed = timed_layers.LayerBench.time
-
-    def full(bench, layer, value, *, split):
-        if bench.plan.batch.micro_size == 8:
-            raise MemoryError
-        return timed(bench, layer, value, split=split)
-
-    monkeypatch.setattr(timed_layers.LayerBench, "time", full)
-    with World.alone("cpu") as world, short_calibration():
-        tables, left_out = measure_layers(plan, world.device, time.monotonic() + 100)
-    assert {table["micro_size"] for table in tables} == {1, 2}
-    assert "`core.keep` with microbatches of 8: its layers do not fit in memory" in left_out
 
 
 @pytest.mark.parametrize("order", range(5))

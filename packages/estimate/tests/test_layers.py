@@ -320,16 +320,6 @@ def test_measured_variant_does_not_change_order(times: float, micro_size: int, p
         assert seconds == pytest.approx(times * counted[name], rel=0.05), name
 
 
-def test_variant_with_nearest_number_of_samples_is_used() -> None:
-    few, many = measured(plan_of(1), 3.0, micro_size=1), measured(plan_of(8), 1.0, micro_size=8)
-    machine = machine_from_dict(small_machine(layers=[layer.model_dump() for layer in (*few.layers, *many.layers)]))
-    bare = machine_from_dict(small_machine())
-    for micro_size, times in ((2, 3.0), (4, 1.0)):
-        plan = plan_of(micro_size, "core.recompute")
-        scaled, counted = priced(plan, machine), priced(plan, bare)
-        assert scaled[1].seconds.backward == pytest.approx(times * counted[1].seconds.backward, rel=1e-2), micro_size
-
-
 def test_recomputation_is_scaled_like_the_forward() -> None:
     device = machine_from_dict(small_machine(device__kind="cpu", device__launch_s=0.0)).device
     forward, backward = (Operator("x", int(1e9)),), (Operator("y", int(2e9)),)

@@ -2,7 +2,7 @@
 
 machine = machine_from_dict(small_machine(links__ranks_per_host=2, layers=timed_layers(plan, times=2.0)))
 with short_calibration():
-    machine, _ = measure(world, plan, timeout_s=30)
+    machine = measure_machine(world, plan, timeout_s=30)
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def short_calibration() -> Iterator[None]:
             (links, "EDGE", 64),
             (links, "REPETITIONS", 3),
             (layers, "REPETITIONS", 3),
-            (layers, "VARIANT_REPETITIONS", 1),
         ):
             patches.enter_context(patch.object(module, name, value))
         yield

@@ -20,10 +20,7 @@ TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, in TOML.")]
 PlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="PLAN", help="Also measure each distinct layer of this plan's model under every activation policy."
-    ),
+    Path | None, typer.Option("--plan", metavar="PLAN", help="Also measure each distinct layer of this plan's model.")
 ]
 RanksOption = Annotated[
     int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and measure their communication.")
@@ -69,14 +66,11 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
         resolved = load_plan(Path(plan), overrides) if plan else None
         device = resolved.run.device if resolved else "auto"
         with World.join(device, timeout_s=TIMEOUT_S) as world:
-            result = measure_machine(world, resolved, TIMEOUT_S)
+            machine = measure_machine(world, resolved, TIMEOUT_S)
     except Exception as error:
         write_report(Fault.of(error))
         raise
-    if result is not None:
-        machine, left_out = result
-        for variant in left_out:
-            console.say(f"not measured: {variant}")
+    if machine is not None:
         Path(out).write_text(machine_text(machine), "utf-8")
         console.say(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
     return EXIT_OK
@@ -87,8 +81,6 @@ def _describe_contents(machine: MachineFile) -> str:
     if machine.links.same_host is not None:
         parts.append("links between ranks of this host")
     if machine.layers:
-        parts.append(f"{len(machine.layers)} layers")
-        policies = dict.fromkeys(str(layer.activations) for layer in machine.layers)
-        sizes = sorted({layer.micro_size for layer in machine.layers if layer.micro_size is not None})
-        parts.append(f"under {', '.join(policies)}, with microbatches of {', '.join(map(str, sizes))}")
+        layer = machine.layers[0]
+        parts.append(f"{len(machine.layers)} layers under {layer.activations} with microbatches of {layer.micro_size}")
     return ", ".join(parts)

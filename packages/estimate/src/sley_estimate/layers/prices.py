@@ -4,8 +4,8 @@ An operator takes the maximum of its products and its memory traffic. On a CPU i
 launches kernels ahead of the device. For a measured layer both times are known, and a step takes the maximum of device and
 host. A counted layer takes the maximum of both in each phase.
 
-If only some variants of a layer were measured, the others are counted and scaled by measured / counted of the nearest one.
-Otherwise the order of policies and sizes would depend on which of them were measured.
+Variants of a layer that were not measured are counted and scaled by measured / counted of the measured variant. Otherwise the
+order of policies and sizes would depend on the measured one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import product
-from math import log2
 from typing import Literal
 
 from torch import Tensor
@@ -177,7 +176,7 @@ class MeasuredVariant:
     seconds: LayerSeconds
 
 
-class NearestLayers:
+class ScaledLayers:
     """Prices layers of `variants` from the measured layers in `machine`, which have whole sequences. choices: the policies of
     possible measurements.
     """
@@ -197,54 +196,40 @@ class NearestLayers:
         keys = self.variants.keys(variant) if is_measured else [""] * len(works)
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
-        for index, (work, key, nearest) in enumerate(zip(works, keys, self._nearest_variants(variant), strict=True)):
-            price_key = id(work), key, nearest
+        for index, (work, key, measured) in enumerate(zip(works, keys, self._measured_variants, strict=True)):
+            price_key = id(work), key, measured
             if price_key not in priced:
-                priced[price_key] = self._price_layer(index, work, key, nearest)
+                priced[price_key] = self._price_layer(index, work, key, measured)
             result.append(priced[price_key])
         return result
 
     def _price_layer(
-        self, index: int, work: LayerWork, key: str, nearest: MeasuredVariant | None
+        self, index: int, work: LayerWork, key: str, measured: MeasuredVariant | None
     ) -> tuple[LayerSeconds, Source]:
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
-        if nearest is not None:
+        if measured is not None:
             with suppress(SleyError):  # the measured variant may not be countable
-                baseline_work = self.variants.works(nearest.variant)[index]
-                return LayerSeconds.scaled(work, baseline_work, nearest.seconds, self.machine.device), "in proportion"
+                baseline_work = self.variants.works(measured.variant)[index]
+                return LayerSeconds.scaled(work, baseline_work, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
-    def _nearest_variants(self, variant: Variant) -> list[MeasuredVariant | None]:
-        """Returns the nearest measured variant of each layer: by samples, then by policy."""
-
-        def distance(measured: MeasuredVariant) -> tuple[float, bool]:
-            candidate = measured.variant
-            return abs(log2(candidate.samples / variant.samples)), str(candidate.policy) != str(variant.policy)
-
-        nearest = {candidates: min(candidates, key=distance, default=None) for candidates in set(self._measured_variants)}
-        return [nearest[candidates] for candidates in self._measured_variants]
-
     @cached_property
-    def _measured_variants(self) -> list[tuple[MeasuredVariant, ...]]:
-        """Returns the measured variants of each layer, equal for equal layers. Policies that copy are priced separately."""
-        if not self._measured_seconds:
-            return [()] * len(self.variants.model.layers)
-        plan, tables = self.variants.plan, self.machine.layers
-        sizes = {plan.batch.micro_size, *(table.micro_size for table in tables if table.micro_size)}
-        policies = [policy for policy in self.policies if not policy.copies]
-        by_layer: list[dict[str, MeasuredVariant]] = [{} for _ in self.variants.model.layers]
+    def _measured_variants(self) -> list[MeasuredVariant | None]:
+        """Returns the measured variant of each layer; equal layers share one. Policies that copy are priced separately."""
+        measured: list[MeasuredVariant | None] = [None] * len(self.variants.model.layers)
+        sizes = {self.variants.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
-        for combination in product(policies, sorted(sizes)):
-            variant = Variant(*combination)
+        for policy, micro_size in product([policy for policy in self.policies if not policy.copies], sorted(sizes)):
+            variant = Variant(policy, micro_size)
             try:
-                keys = self.variants.keys(variant)
+                keys = self.variants.keys(variant) if self._measured_seconds else []
             except SleyError:  # a policy that cannot be built was not measured
                 continue
-            for variants, key in zip(by_layer, keys, strict=True):
-                if key in self._measured_seconds:
-                    variants.setdefault(key, shared.setdefault(key, MeasuredVariant(variant, self._measured_seconds[key])))
-        return [tuple(variants.values()) for variants in by_layer]
+            for index, key in enumerate(keys):
+                if measured[index] is None and key in self._measured_seconds:
+                    measured[index] = shared.setdefault(key, MeasuredVariant(variant, self._measured_seconds[key]))
+        return measured
 
 
 @dataclass(frozen=True)
@@ -283,14 +268,14 @@ def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine
     else:
         choices = list_choices(plan)
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        nearest = NearestLayers(LayerVariants(plan, model, dataset), machine, choices)
+        scaled = ScaledLayers(LayerVariants(plan, model, dataset), machine, choices)
         variant = Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp)
         if is_sliced:
             try:
-                works = nearest.variants.works(variant)
+                works = scaled.variants.works(variant)
             except SleyError:
                 return None
-        priced = nearest.price(variant, works)
+        priced = scaled.price(variant, works)
         if is_sliced and all(source == "counted" for _, source in priced):
             return None
     return [

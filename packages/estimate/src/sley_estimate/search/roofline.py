@@ -35,7 +35,7 @@ from sley_core.topology import Topology
 from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.bytes.stages import max_pending_forwards
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import NearestLayers
+from sley_estimate.layers.prices import ScaledLayers
 from sley_estimate.layers.variants import ATTENTION, LayerVariants, Variant, memoize
 from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Choice, Choices, Layout
@@ -104,7 +104,7 @@ class Roofline:
         self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self.model = build_meta_model(plan, self.dataset.info)
         self._variants = LayerVariants(plan, self.model, self.dataset)
-        self._nearest = NearestLayers(self._variants, machine, choices)
+        self._scaled = ScaledLayers(self._variants, machine, choices)
         self._costs = count_layer_parameters(self.model)
         self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
@@ -172,7 +172,7 @@ class Roofline:
             works = self._variants.works(variant)
             rows = []
             copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
-            priced = self._nearest.price(variant, works)
+            priced = self._scaled.price(variant, works)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward needs at least the gradient of the layer's output.
                 forward, backward, saved, backward_bytes = (
