@@ -27,6 +27,7 @@ from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.positions import PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
+from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.sources import SourceSums
@@ -49,7 +50,7 @@ from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
 from sley_core.plan.tables import CompileConfig
-from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
+from sley_core.records import GradientHandlerRecord, LossRecord, OptimizerRecord, ParameterRole, steps_on_host
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 
@@ -179,8 +180,14 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     device = parts.world.device
     home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
     wide = torch.promote_types(parts.weights.dtype, torch.float32)
-    is_elementwise = scope_of(plan.optimizer.record, config) == "elementwise"
-    owners = None if is_elementwise else MatrixOwners(parts.groups, parts.store, wide)
+    roles: Mapping[str, ParameterRole] | None = None
+    record = plan.optimizer.record
+    if isinstance(record, OptimizerRecord) and record.roles is not None:
+        roles = record.load(record.roles)(config, ParameterRegistry([model.layers]).params)
+    elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
+    owners = None
+    if scope_of(record, config) != "elementwise":
+        owners = MatrixOwners(parts.groups, parts.store, wide, elementwise)
     masters = Masters(parts.weights, parts.store, wide, home, owners)
     masters.add(parts.registry.trainable)
     for param in parts.registry:
@@ -189,7 +196,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     optimizer_device = home or device.torch_device
     # With a fixed order of sums, CPU kernels must round all elements equally, because a shard and its tensor end differently.
     is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
-    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None)
+    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
     is_probed = checks and not plan.optimizer.name.startswith("core.")
     traits = probe_optimizer(plan, parts, model, factor, masters.wide, optimizer_device) if is_probed else TORCH_TRAITS

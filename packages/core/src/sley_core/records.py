@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sley_core.table import Table
 
@@ -117,15 +117,31 @@ class LossRecord(Record):
     sequence: Literal["slices", "whole"] = "slices"
 
 
+class ParameterRole(NamedTuple):
+    """Says how an optimizer updates one parameter.
+
+    name: the option `role` of the parameter's group. lr, weight_decay: the defaults for the parameter; a group of the plan may
+    replace them. scope: the scope of the update: an elementwise update of a split parameter needs no owner.
+    """
+
+    name: str
+    lr: float
+    weight_decay: float
+    scope: Scope
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecord(Record):
     """`build(config, groups, device) -> torch.optim.Optimizer`.
 
-    scope: the gradients on which the update of one element depends: its own gradient, those of its parameter, or all. The
-    plan check compares the scope with the way in which the layout shards the weights.
+    scope: the gradients on which the update of one element depends: its own gradient, those of its parameter, or all. With
+        "per_matrix", one rank gets each matrix whole, in every layout. The plan check compares the scope with the layout.
+    roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
+        returns the role of each parameter of the whole model, by name. None if all parameters have the same.
     """
 
     scope: Scope = "elementwise"
+    roles: str | None = None
 
 
 class LRScheduleRecord(Record):

@@ -11,7 +11,7 @@ each rank steps its own copy, and nothing is exchanged. Norms and clipping use t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -103,11 +103,13 @@ class PartExchange:
 class MatrixOwners:
     """Assigns split parameters to owners, balanced by the work of their updates, and moves gradients and values.
 
-    params: all split parameters, on every rank. owned: the full parameters that this rank steps, in `dtype`. Their memory
-    exists only from `gather_values` to `scatter_values`.
+    dtype: of the values. elementwise: the names of parameters that need no owner. params: all parameters with an owner, on
+    every rank. owned: the full parameters that this rank steps. Their memory exists only from `gather_values` to
+    `scatter_values`.
     """
 
-    def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype, elementwise: Collection[str] = ()) -> None:
+        self._elementwise = elementwise
         self.params: set[Param] = set()
         self.owned: dict[Param, nn.Parameter] = {}
         self._groups = groups
@@ -191,7 +193,7 @@ class MatrixOwners:
         """Returns the number of elements of each rank's part by axis; {} for a parameter that this rank has whole."""
         sizes: dict[str, Sequence[int]] = {}
         buffer = self._store.buffer_of(param)
-        if 0 in param.shape:
+        if 0 in param.shape or param.name in self._elementwise:
             return sizes
         if buffer is not None and buffer.shard is not None and buffer.shard.count > 1:
             sizes[buffer.shard.axis] = [buffer.ranges_of(index)[param].numel for index in range(buffer.shard.count)]

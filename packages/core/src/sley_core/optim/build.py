@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from sley_core.errors import Diagnostic, PlanError, format_cause
 from sley_core.factory import import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
+from sley_core.records import ParameterRole
 
 Groups = Sequence[dict[str, Any]]
 """The parameter groups from `parameter_groups`."""
@@ -127,29 +128,37 @@ UNIFORM_ROUNDING = {"foreach": True}
 
 
 def parameter_groups(
-    params: Iterable[Any], config: OptimizerConfig, more: Mapping[str, Any] | None = None
+    params: Iterable[Any],
+    config: OptimizerConfig,
+    more: Mapping[str, Any] | None = None,
+    roles: Mapping[str, ParameterRole] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay), in the order of the parameters.
+    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay, role), in the order of the parameters.
 
     params: objects with `name`, `parameter` and `decays` (whether the optimizer's own weight decay applies, i.e. the parameter
-    is a matrix and belongs to no norm), without frozen parameters. more: additional options for every group.
+    is a matrix and belongs to no norm), without frozen parameters. more: additional options for every group. roles: the role
+    of each parameter by name, if the optimizer has roles.
 
     A weight decay of the table's group always applies. `initial_lr` is the full rate that `scale_learning_rate` scales. Without
     parameters there is one empty group, which torch.optim accepts.
     """
-    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    groups: dict[tuple[float, float, str | None], list[torch.Tensor]] = {}
     for param in params:
         index = _first_match(param.name, config.groups)
         group = _NO_OPTIONS if index is None else config.groups[index]
-        lr = config.lr if group.lr is None else group.lr
-        decay = config.weight_decay if param.decays else 0.0
+        role = None if roles is None else roles[param.name]
+        defaults = config if role is None else role
+        lr = defaults.lr if group.lr is None else group.lr
+        decay = defaults.weight_decay if param.decays else 0.0
         decay = decay if group.weight_decay is None else group.weight_decay
-        groups.setdefault((lr, decay), []).append(param.parameter)
+        groups.setdefault((lr, decay, role and role.name), []).append(param.parameter)
     if not groups:
-        groups[config.lr, config.weight_decay] = []
+        groups[config.lr, config.weight_decay, None] = []
     return [
-        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay, **(more or {})}
-        for (lr, decay), parameters in groups.items()
+        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": decay}
+        | ({} if role is None else {"role": role})
+        | dict(more or {})
+        for (lr, decay, role), parameters in groups.items()
     ]
 
 

@@ -97,7 +97,7 @@ def load_optimizer_state(
     set_values(optimizer, current | copy_values(begun) | shared)
 
 
-PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay")
+PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "role")
 """The options that always come from the present plan, not from a checkpoint."""
 
 
