@@ -76,7 +76,7 @@ PUBLIC = {f"sley_core.api.{subject}" for subject in SUBJECTS} | {
 }
 PLUGINS = [
     ROOT / "packages" / name / "src"
-    for name in ("checkpoint", "cma", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
+    for name in ("checkpoint", "cma", "data", "dp", "hf", "isp", "memory", "metrics", "models", "optim", "pp")
 ] + [ROOT / "examples" / "plugins"]
 
 

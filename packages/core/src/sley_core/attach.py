@@ -24,10 +24,9 @@ from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics
 from sley_core.engine.execute import Crossing, Executor
-from sley_core.engine.owners import MatrixOwners
+from sley_core.engine.owners import MatrixOwners, parameter_roles
 from sley_core.engine.positions import PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.refusals import check_no_parameters
-from sley_core.engine.registry import ParameterRegistry
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.shards import close_stand_ins
 from sley_core.engine.sources import SourceSums
@@ -50,7 +49,7 @@ from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
 from sley_core.plan.tables import CompileConfig
-from sley_core.records import GradientHandlerRecord, LossRecord, OptimizerRecord, ParameterRole, steps_on_host
+from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_core.run_state.state import TrainingState
 from sley_core.run_state.tensors import RunTensors
 
@@ -180,13 +179,10 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     device = parts.world.device
     home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
     wide = torch.promote_types(parts.weights.dtype, torch.float32)
-    roles: Mapping[str, ParameterRole] | None = None
-    record = plan.optimizer.record
-    if isinstance(record, OptimizerRecord) and record.roles is not None:
-        roles = record.load(record.roles)(config, ParameterRegistry([model.layers]).params)
-    elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
+    roles = parameter_roles(plan.optimizer, model.layers)
     owners = None
-    if scope_of(record, config) != "elementwise":
+    if scope_of(plan.optimizer.record, config) != "elementwise":
+        elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
         owners = MatrixOwners(parts.groups, parts.store, wide, elementwise)
     masters = Masters(parts.weights, parts.store, wide, home, owners)
     masters.add(parts.registry.trainable)

@@ -137,7 +137,8 @@ class OptimizerRecord(Record):
     scope: the gradients on which the update of one element depends: its own gradient, those of its parameter, or all. With
         "per_matrix", one rank gets each matrix whole, in every layout. The plan check compares the scope with the layout.
     roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
-        returns the role of each parameter of the whole model, by name. None if all parameters have the same.
+        returns the role of each parameter of the whole model, by name. In `params`, `chunk` of a holder is the number of its
+        layer. None if all parameters have the same role.
     """
 
     scope: Scope = "elementwise"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from sley_core.api.plan import Table
+from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Table
 
 
 class AveragingConfig(Table):
@@ -46,3 +46,70 @@ class MeanConfig(AveragingConfig):
     def start(self, num_steps: int) -> int:
         """Returns the number of the first step that enters the mean, from 0; negative if `last` exceeds the run."""
         return num_steps - self.last if self.last is not None else (self.from_step or 1) - 1
+
+
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Algorithm = Literal["muon", "adamw"]
+
+
+class MuonGroupConfig(GroupConfig):
+    """Options for the parameters that match a pattern. The first matching group in the list applies."""
+
+    optimizer: Algorithm | None = None
+    """The optimizer of these parameters: `"muon"`, for matrices and for stacks of them, such as experts, or `"adamw"`."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _frozen_has_no_optimizer(cls, optimizer: Algorithm | None, info: ValidationInfo) -> Algorithm | None:
+        if optimizer is not None and info.data.get("freeze"):
+            raise ValueError("`optimizer` has no effect in a group with `freeze = true`")
+        return optimizer
+
+
+class MuonAdamWConfig(Table):
+    """AdamW for the parameters that Muon does not update."""
+
+    lr: PositiveFloat
+    """The peak learning rate. `[learning_rate]` scales it in each step, like Muon's."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """The weight decay of embeddings and the output layer. Norms and biases have none unless a group sets it."""
+
+    betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
+    """The decay rates of the running means of the gradient and its square."""
+
+    eps: PositiveFloat = 1e-8
+    """The term added to the denominator for numerical stability."""
+
+
+class MuonConfig(OptimizerConfig):
+    """torch.optim.Muon for the matrices of hidden layers, and AdamW for embeddings, the output layer, norms and biases."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """The weight decay of Muon's matrices: each step subtracts lr x weight_decay x weight."""
+
+    momentum: BelowOne = 0.95
+    """The momentum of the gradient."""
+
+    nesterov: bool = True
+    """Whether to use Nesterov momentum."""
+
+    ns_coefficients: Annotated[Array[float], Field(min_length=3, max_length=3)] = (3.4445, -4.7750, 2.0315)
+    """The coefficients of the Newton-Schulz polynomial."""
+
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """The number of Newton-Schulz iterations, which torch computes in bf16."""
+
+    eps: PositiveFloat = 1e-7
+    """The smallest norm by which a gradient is divided."""
+
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    """The factor of the rate by the shape of a matrix: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), with which
+    AdamW's rates suit Muon.
+    """
+
+    adamw: MuonAdamWConfig
+    """The options of AdamW."""
+
+    groups: Array[MuonGroupConfig] = ()
+    """Options by parameter name. The first group that matches a name applies."""

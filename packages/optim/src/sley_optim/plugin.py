@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import AveragingRecord, Problem
-from sley_optim.config import EMAConfig, MeanConfig
+from sley_core.records import AveragingRecord, OptimizerRecord, Problem, Record
+from sley_optim.config import EMAConfig, MeanConfig, MuonConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 
 @hookimpl
-def sley_records() -> list[AveragingRecord]:
+def sley_records() -> list[Record]:
     return [
         AveragingRecord(name="ema", config=EMAConfig, build="sley_optim.averaging:ema"),
         AveragingRecord(name="mean", config=MeanConfig, build="sley_optim.averaging:mean"),
+        OptimizerRecord(
+            name="muon", config=MuonConfig, build="sley_optim.muon:build", scope="per_matrix", roles="sley_optim.muon:roles"
+        ),
     ]
 
 

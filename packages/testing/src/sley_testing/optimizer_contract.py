@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.owners import parameter_roles
 from sley_core.errors import SleyError
 from sley_core.generators import derive, optimizer_generators, seed_generators, use_seed
+from sley_core.model.layers import as_model
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
@@ -114,7 +116,9 @@ def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
     copies = [NamedParameter(name, nn.Parameter(value.clone()), value.ndim > 1) for name, value in observation.first.items()]
-    optimizer: Any = set_training_mode(plan.optimizer.build(parameter_groups(copies, config), torch.device("cpu")))
+    model = as_model(layers(**plan.model.config.options))
+    groups = parameter_groups(copies, config, roles=parameter_roles(plan.optimizer, model.layers))
+    optimizer: Any = set_training_mode(plan.optimizer.build(groups, torch.device("cpu")))
     generators = optimizer_generators(optimizer)
     for step, (gradients, step_lr) in enumerate(zip(observation.step_gradients, observation.rates, strict=True)):
         for copy in copies:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.averages import AVERAGE
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS
 from sley_core.engine.update import MASTER, states_of
@@ -157,7 +158,7 @@ def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
                     yield f"{param.name} {state_name}", state_tensor.tensor
                 continue
             dtype = run.stepper.update.masters.wide if state_tensor is None else state_tensor.tensor.dtype
-            is_owned = owners is not None and param in owners.params and state_name != MASTER
+            is_owned = owners is not None and param in owners.params and state_name not in (MASTER, AVERAGE)
             full_shape = param.shape if is_owned else param.parameter.shape
             full_state = torch.zeros(full_shape, dtype=dtype, device=param.parameter.device)
             if state_tensor is not None and state_tensor.elements is not None:

@@ -1,6 +1,7 @@
 """Field types for tables, and the plan for checks. Imports no torch."""
 
 from sley_core.data.dataset import DataConfig as DataConfig
+from sley_core.optim.config import GroupConfig as GroupConfig
 from sley_core.optim.config import OptimizerConfig as OptimizerConfig
 from sley_core.plan.plan import Component as Component
 from sley_core.plan.plan import Plan as Plan

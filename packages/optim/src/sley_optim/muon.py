@@ -1,0 +1,148 @@
+"""`optim.muon`: torch.optim.Muon for the matrices of hidden layers, and torch.optim.AdamW for all other parameters.
+
+    embedding, output layer         AdamW   also if they are tied
+    norms, biases, convolutions     AdamW
+    stacks of matrices (experts)    AdamW; one Muon matrix per expert in a group with `optimizer = "muon"`
+    other matrices                  Muon    one rank gets each of them whole
+
+One torch optimizer has all groups and states, so the learning rate and checkpoints reach both algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sley_core.api.parts import Param
+from sley_core.errors import PlanError
+from sley_core.records import ParameterRole
+from sley_optim.config import Algorithm, MuonConfig
+
+Groups = Sequence[dict[str, Any]]
+
+
+def roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
+    """Returns the role of each parameter of the model, `muon` or `adamw`. The first matching group of the plan decides, if it
+    names an optimizer.
+
+    Raises PlanError "muon-shape" for a group that names Muon for a vector or for a tensor of more than three dims.
+    """
+    output_layer = _find_output_layer(params)
+    muon = ParameterRole("muon", config.lr, config.weight_decay, "per_matrix")
+    adamw = ParameterRole("adamw", config.adamw.lr, config.adamw.weight_decay, "elementwise")
+    assigned = {}
+    for param in params:
+        index, algorithm = _choice_of_plan(config, param.name)
+        if algorithm is None:
+            algorithm = "muon" if param is not output_layer and _is_hidden_matrix(param) else "adamw"
+        elif algorithm == "muon" and len(param.shape) not in (2, 3):
+            message = f"`{param.name}` has the shape {list(param.shape)}, but Muon updates only matrices and stacks of matrices"
+            hint = "narrow the group's pattern, or remove `optimizer`"
+            raise PlanError("muon-shape", message, path=("optimizer", "groups", index, "optimizer"), hint=hint)
+        assigned[param.name] = muon if algorithm == "muon" else adamw
+    return assigned
+
+
+def _choice_of_plan(config: MuonConfig, name: str) -> tuple[int, Algorithm | None]:
+    """Returns the number of the first group that matches `name`, and its optimizer; None if no group names one."""
+    for index, group in enumerate(config.groups):
+        if fnmatchcase(name, group.match):
+            return index, group.optimizer
+    return -1, None
+
+
+def _is_hidden_matrix(param: Param) -> bool:
+    """Returns whether `param` is a matrix, but neither a norm's, nor an embedding table, nor a table beside it in the first
+    layer, such as learned positions.
+    """
+    modules = [holder.module for holder in param.holders]
+    is_linear = any(isinstance(module, nn.Linear) for module in modules)
+    is_in_first_layer = any(holder.chunk == 0 for holder in param.holders)
+    return (
+        len(param.shape) == 2 and param.decays and not any(map(_is_embedding, modules)) and (is_linear or not is_in_first_layer)
+    )
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Returns whether `module` is an embedding, by torch's classes or by its class name."""
+    is_torch = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return is_torch or type(module).__name__.lower().endswith(("embedding", "embeddings"))
+
+
+def _find_output_layer(params: Sequence[Param]) -> Param | None:
+    """Returns the weight of the model's last linear, or None for a model without linears."""
+    linears = [
+        (holder.chunk, any(map(_is_embedding, (other.module for other in param.holders))), index)
+        for index, param in enumerate(params)
+        for holder in param.holders
+        if isinstance(holder.module, nn.Linear) and len(param.shape) == 2
+    ]
+    return params[max(linears)[-1]] if linears else None  # in the last layer: the tied table, or else the last linear
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates groups whose `role` is "muon" by torch.optim.Muon, and those whose role is "adamw" by torch.optim.AdamW.
+
+    muon_options, adamw_options: the options of the two classes, except for the rate and the weight decay of each group.
+    """
+
+    def __init__(self, groups: Groups, lr: float, muon_options: dict[str, Any], adamw_options: dict[str, Any]) -> None:
+        self.muon_options = muon_options
+        self.adamw_options = adamw_options
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "role": "muon"})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
+        """Steps both algorithms. Their optimizers exist only during the step, over the groups and states of this one."""
+        if groups := self._groups_of("adamw"):
+            adamw = torch.optim.AdamW(groups, **self.adamw_options)
+            adamw.state = self.state
+            adamw.step()
+        for group in self._groups_of("muon"):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrices(parameter, group)
+
+    def _step_matrices(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Steps a matrix, or each matrix of a stack, by torch.optim.Muon."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        matrices = list(_matrices(parameter))
+        muon = torch.optim.Muon([{**group, "params": matrices}], **self.muon_options)
+        buffers = _matrices(state["momentum_buffer"])
+        for matrix, gradient, buffer in zip(matrices, _matrices(parameter.grad), buffers, strict=True):
+            matrix.grad = gradient
+            muon.state[matrix]["momentum_buffer"] = buffer
+        muon.step()  # type: ignore[no-untyped-call]
+
+    def _groups_of(self, role: Algorithm) -> Groups:
+        return [{**group} for group in self.param_groups if group["role"] == role and group["params"]]
+
+
+def _matrices(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a view of the matrix, or of each matrix of a stack."""
+    yield from [tensor.detach()] if tensor.ndim == 2 else tensor.detach().unbind()
+
+
+def build(config: MuonConfig, groups: Groups, device: torch.device) -> Muon:
+    """Builds the optimizer. Groups without a role, from code that has no model, are split into matrices and others."""
+    split_groups = []
+    for group in groups:
+        if "role" in group:
+            split_groups.append(group)
+            continue
+        for role in ("muon", "adamw"):
+            parameters = [parameter for parameter in group["params"] if (parameter.ndim == 2) == (role == "muon")]
+            split_groups.append({**group, "params": parameters, "role": role})
+    muon_options = config.model_dump(include={"momentum", "nesterov", "eps", "ns_steps"})
+    muon_options |= {"ns_coefficients": tuple(config.ns_coefficients), "adjust_lr_fn": config.adjust_lr}
+    # A fused kernel on a CPU rounds the last elements of a tensor differently, so groups may ask for `foreach`.
+    is_fused = device.type in ("cpu", "cuda") and not any(group.get("foreach") for group in groups)
+    adamw_options = {"betas": tuple(config.adamw.betas), "eps": config.adamw.eps, "fused": is_fused}
+    return Muon(split_groups, config.lr, muon_options, adamw_options)
