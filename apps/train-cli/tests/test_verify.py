@@ -1,7 +1,4 @@
-"""Tests that `verify` accepts correct plans and reports the parameter, step and stage of an error.
-
-`verify --plain` compares with a plain torch loop over the same layers.
-"""
+"""Tests that `verify` accepts correct plans and reports the parameter, step and stage of an error."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.verify.findings import Limits, RankFindings, differences, read_findings, report_lines
-from sley_testing.verify.measure import check_complete, compare_steps, limits, save_plain_steps, save_reference
+from sley_testing.verify.measure import check_complete, compare_steps, limits, save_reference
 from train_cli.one_process import one_process_plan, read_only_plan
 
 ROOT = Path(__file__).parents[3]
@@ -217,62 +214,13 @@ def test_missing_test_kit_is_reported(cli: Any, plan: Path, monkeypatch: pytest.
     assert "`train-cli verify` is part of sley-testing, which is not installed" in result.err
 
 
-# -- a plain loop -----------------------------------------------------------------------------------------------------
-
-
-def with_habit(habit: str, **changes: Any) -> Tables:
-    model = {"factory": "plain_habits:model", "options": {"habit": habit}}
-    return small_plan(**{"precision__compute": "fp32", "parallel": {"dp": 1}, "model": model, **changes})
-
-
-@pytest.fixture
-def looped(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns `looped(tables, steps)`, which saves the steps of a plain loop in `tmp_path`."""
-    monkeypatch.syspath_prepend(OWN)
-
-    def take(tables: Tables, steps: int = 1) -> None:
-        with assemble(one_process_plan(plan_from_dict(tables, texts)), World.alone("cpu")) as run:
-            save_plain_steps(run, steps, tmp_path)
-
-    return take
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("habit", "changes"),
-    [
-        ("Numpy", {"parallel": {"dp": 2}}),
-        ("Plain", {"parallel": {"dp": 2}, "precision__compute": "bf16", "optimizer__clip_norm": 0.05}),
-        ("Generator", {"parallel": {"dp": 1, "pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}}),
-        ("Evaluated", {"parallel": {"dp": 2}, "activations": {"use": "core.recompute"}}),
-        ("Hook", {"parallel": {"dp": 2}, "learning_rate": {"use": "core.cosine", "warmup_steps": 2}}),
-    ],
-)
-def test_layouts_match_plain_loop(
-    ranks: Any, looped: Any, texts: Path, tmp_path: Path, habit: str, changes: dict[str, Any]
-) -> None:
-    tables = with_habit(habit, **changes)
-    looped(tables, steps=3)
-    plan = plan_from_dict(tables, texts)
-    ranks(plan.world(), 120)(compare_on_rank, plan_from_dict, (tables, texts), 3, tmp_path)
-    findings, allowed = read_findings(tmp_path, plan.world()), limits(plan, is_plain=True)
+def test_parameter_without_comparison_is_an_error(verified: Verified, texts: Path, tmp_path: Path) -> None:
+    findings, _ = verified(1, plan_from_dict, small(), texts)
     check_complete(findings, tmp_path)
-    assert not differences(findings, allowed), "\n".join(report_lines(findings, allowed, 3, is_plain=True))
-
-
-def test_parameter_without_comparison_is_an_error(ranks: Any, looped: Any, texts: Path, tmp_path: Path) -> None:
-    tables = with_habit("Plain", parallel={"dp": 2})
-    looped(tables)
-    ranks(2, 120)(compare_on_rank, plan_from_dict, (tables, texts), 1, tmp_path)
-    findings = read_findings(tmp_path, 2)
     for rank in findings:
         rank.comparisons = [
-            item for item in rank.comparisons if (item.quantity, item.name) != ("gradient", "middle.inner.bias")
+            item for item in rank.comparisons if (item.quantity, item.name) != ("gradient", "blocks.0.attention.key.weight")
         ]
-    with pytest.raises(RunError, match=r"no rank has the gradient of `middle\.inner\.bias` \(of 1 such parameters\)"):
+    message = r"no rank has the gradient of `blocks\.0\.attention\.key\.weight` \(of 1 such parameters\)"
+    with pytest.raises(RunError, match=message):
         check_complete(findings, tmp_path)
-
-
-def test_failing_loop_is_reported_with_layer(looped: Any) -> None:
-    with pytest.raises(RunError, match=r"layer `middle` \(Fails\) also fails in step 1 of a plain loop: ValueError: no 8"):
-        looped(with_habit("Fails"))

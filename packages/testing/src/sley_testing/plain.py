@@ -55,10 +55,6 @@ class NamedParameter(NamedTuple):
     decays: bool
 
 
-class NothingToTrainError(Exception):
-    """Means that the loss of a microbatch does not depend on any trained parameter."""
-
-
 class PlainLoop:
     """Trains `layers`. Each layer is called with the output of the previous layer and the batch fields that its forward names.
 
@@ -100,17 +96,13 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micro_batches: Sequence[Batch]) -> PlainStep:
-        """Takes one optimizer step on the microbatches of a global batch, and returns its results. Raises NothingToTrainError
-        if the loss of a microbatch has no gradient.
-        """
+        """Takes one optimizer step on the microbatches of a global batch, and returns its results."""
         total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = 0.0
         for micro_batch in micro_batches:
             loss = self.loss.loss(self.forward(micro_batch), micro_batch)
-            if not loss.requires_grad:
-                raise NothingToTrainError
-            self.backward(loss / total if total > 0 else loss * 0.0)
+            self._accumulate(loss / total if total > 0 else loss * 0.0)
             loss_sum += loss.item()
         trained = {name: parameter for name, parameter in self.stepped.items() if parameter.requires_grad}
         for parameter in trained.values():
@@ -118,7 +110,7 @@ class PlainLoop:
                 parameter.grad = torch.zeros_like(parameter)
         norm = nn.utils.clip_grad_norm_(list(trained.values()), self.clip_norm, self.clip_kind)
         gradients = {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
-        self.update()
+        self.optimizer.step()
         with torch.no_grad():
             for name, master in trained.items():
                 if master is not self.parameters[name]:
@@ -135,18 +127,11 @@ class PlainLoop:
     def forward(self, batch: Batch) -> Any:
         """Returns the last layer's output."""
         args: tuple[Any, ...] = ()
-        for name, module in self.layers:
-            args = (self.call(name, module, args, _fields(module, batch, len(args))),)
+        for _, module in self.layers:
+            args = (module(*args, **_fields(module, batch, len(args))),)
         return args[0]
 
-    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
-        """Returns the output of the layer `name`."""
-        return module(*args, **fields)
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def backward(self, loss: Tensor) -> None:
+    def _accumulate(self, loss: Tensor) -> None:
         """Accumulates the gradients of one microbatch."""
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():

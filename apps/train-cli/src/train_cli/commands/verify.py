@@ -1,5 +1,4 @@
-"""`train-cli verify`: trains a plan's layout and the same plan in one process for a few steps, and compares them. With
-`--plain` a plain PyTorch loop replaces the one process.
+"""`train-cli verify`: trains a plan's layout and the same plan in one process for a few steps, and compares them.
 
 this process     one process of the plan ──> losses, gradients, weights of each step, in a temporary folder
 its ranks        the plan's layout       ──> each rank compares its tensors ──> findings
@@ -49,9 +48,6 @@ def verify(
         ),
     ] = None,
     world: WorldOption = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Compare with a plain PyTorch loop over the same layers instead of one process.")
-    ] = False,
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
@@ -62,11 +58,8 @@ def verify(
     changes = overrides or []
     loaded = load_plan(plan, changes)
     size = check(loaded, world or loaded.world(num_devices(loaded)))
-    if size == 1 and not has_layout(loaded) and not plain:
-        hint = (
-            "use `--plain` to compare with a plain loop, or a layout such as `--set parallel.dp=2`, or `--world 2` if the plan "
-            "does not set the number of ranks"
-        )
+    if size == 1 and not has_layout(loaded):
+        hint = "use a layout such as `--set parallel.dp=2`, or `--world 2` if the plan does not set the number of ranks"
         raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)
     if steps > loaded.run.steps:
         hint = "use fewer `--steps`, or `--set run.steps=N`"
@@ -78,42 +71,32 @@ def verify(
     from sley_testing.verify.measure import limits
 
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
-    ranks_findings = _compare_with_one_process(loaded, size, arguments, settings, plain=plain)
-    allowed = limits(loaded, tolerance, is_plain=plain)
+    ranks_findings = _compare_with_one_process(loaded, size, arguments, settings)
+    allowed = limits(loaded, tolerance)
     if form is OutputFormat.json:
         typer.echo(json.dumps(findings.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
-        typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps, is_plain=plain)))
+        typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
         console.say("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _compare_with_one_process(
-    plan: Plan, size: int, arguments: dict[str, Any], settings: Settings, *, plain: bool
-) -> list[RankFindings]:
+def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
     """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
     did not finish.
 
-    arguments: the arguments of `compare_on_rank` except the folder. plain: whether a plain loop replaces the one process.
+    arguments: the arguments of `compare_on_rank` except the folder.
     """
     import torch
 
     from sley_testing.verify.findings import read_findings
-    from sley_testing.verify.measure import (
-        check_complete,
-        check_plain_support,
-        dropout_modules,
-        save_plain_steps,
-        save_reference,
-    )
+    from sley_testing.verify.measure import check_complete, dropout_modules, save_reference
     from train_cli.local_launch import launch
     from train_cli.rank import joined
 
     single = one_process_plan(plan)
-    if plain:
-        check_plain_support(single)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with joined(single, folder) as (run, stopping):
@@ -124,7 +107,7 @@ def _compare_with_one_process(
                 )
                 raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
             stopping.working(run.stop)
-            (save_plain_steps if plain else save_reference)(run, arguments["steps"], folder)
+            save_reference(run, arguments["steps"], folder)
         if stopping.exit_code is not None:
             raise typer.Exit(stopping.exit_code)
         del run

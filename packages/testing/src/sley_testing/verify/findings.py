@@ -1,4 +1,4 @@
-"""Stores and reports the comparisons of ranks with one process or a plain loop. Imports no torch.
+"""Stores and reports the comparisons of ranks with one process. Imports no torch.
 
 Differences are reported in causal order: first values, then for each step the loss, gradients, gradient norm, held-out loss
 and weights.
@@ -145,17 +145,15 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
     return [(rank, comparison) for _, rank, comparison in sorted(keyed, key=lambda entry: entry[0])]
 
 
-def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int, *, is_plain: bool = False) -> Iterator[str]:
-    """Yields the lines of the report: agreement or the first difference, then a line for each quantity. is_plain: whether the
-    reference is a plain loop instead of one process of the plan.
-    """
+def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> Iterator[str]:
+    """Yields the lines of the report: agreement or the first difference, then a line for each quantity."""
     all_differences = differences(ranks, limits)
     if all_differences:
-        yield from _describe_first_difference(all_differences, "a plain loop" if is_plain else "one process")
+        yield from _describe_first_difference(all_differences)
     else:
         subject = "the plan" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        subject += " and a plain loop" if is_plain else f" and one process{' without its layout' * (len(ranks) == 1)}"
-        yield f"{subject} agree over {num_steps} step{'s' * (num_steps != 1)}"
+        single = f"one process{' without its layout' * (len(ranks) == 1)}"
+        yield f"{subject} and {single} agree over {num_steps} step{'s' * (num_steps != 1)}"
     yield ""
     yield f"{'':<16}{'largest error':>14}{'allowed':>12}  where"
     for largest in largest_errors(ranks, limits):
@@ -213,18 +211,18 @@ def _to_json(result: LargestError | Comparison) -> dict[str, Any]:
     return {key: finite_or_none(value) if isinstance(value, float) else value for key, value in asdict(result).items()}
 
 
-def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]], reference: str) -> Iterator[str]:
-    """Yields lines about the first difference from `reference` and about similar differences."""
+def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]]) -> Iterator[str]:
+    """Yields lines about the first difference from one process, and about similar differences."""
     rank, first = all_differences[0]
     time = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
     subject = f"{article[first.quantity]} `{first.name}`" if first.name else f"the {first.quantity}"
     yield f"differs: {subject}, {time}, on stage {rank.stage} (rank {rank.rank})"
     if first.factor is not None:
-        yield f"  it is {first.factor:.6g} times that of {reference}"
+        yield f"  it is {first.factor:.6g} times that of one process"
     else:
         sizes = "its norm is" if first.name else "it is"
-        yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, that of {reference} {first.expected:.6g}"
+        yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, that of one process {first.expected:.6g}"
     similar = [
         (rank.rank, comparison.name)
         for rank, comparison in all_differences

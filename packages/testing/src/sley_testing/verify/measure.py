@@ -1,8 +1,7 @@
 """Takes the steps of `train-cli verify`: a reference saves its results, and each rank compares its own with them.
 
-The reference is one process of the plan or, with `--plain`, a plain torch loop over the plan's layers. It saves the loss,
-norm, gradients and weights of each step as files. A rank reads one tensor at a time. The loop uses the first values, samples,
-learning rates and seeds of a one-process run, which takes no step itself.
+The reference is one process of the plan. It saves the loss, norm, gradients and weights of each step as files. A rank reads
+one tensor at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sley_core.engine.call import LayerCaller
-from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.engine.update import CLIP_EPSILON
-from sley_core.errors import RunError, UsageError
-from sley_core.generators import GENERATOR_LOCK
-from sley_core.model.buffers import train
-from sley_core.model.layers import Layer, as_model
-from sley_core.optim.build import scale_learning_rate
+from sley_core.errors import RunError
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_testing.parity import relative_errors
-from sley_testing.plain import NamedParameter, NothingToTrainError, PlainLoop
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
 from sley_testing.verify.findings import Comparison, Limits, Quantity, RankFindings
 
@@ -43,13 +35,13 @@ weight, such as queries, keys and values in one, single elements can be noise al
 _ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
-def limits(plan: Plan, tolerance: float | None = None, *, is_plain: bool = False) -> Limits:
+def limits(plan: Plan, tolerance: float | None = None) -> Limits:
     """Returns the allowed errors: `tolerance` if it is not None, 0 for canonical sums, else those of the precision and handler
     records.
     """
     if tolerance is not None:
         return Limits(tolerance, tolerance)
-    if plan.parallel.reduction == "canonical" and not is_plain:
+    if plan.parallel.reduction == "canonical":
         return Limits(0.0, 0.0)
     handlers: list[tuple[GradientHandlerRecord, Any]] = [
         (handler.record, handler.config)  # type: ignore[misc]  # a list of handlers has no factories
@@ -64,20 +56,10 @@ def save_reference(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for step, row in _steps(run, num_steps):
-        _save_step(folder, step, row, gradients(run), full_weights(run), run.plan.optimizer.config.clip_norm)
-
-
-def _save_step(
-    folder: Path,
-    step: int,
-    row: Mapping[str, float],
-    gradients: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    clip_norm: float | None,
-) -> None:
-    (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
-    save_file(_unclipped(gradients, row, clip_norm), tensor_file(folder, step, "gradients"))
-    save_file(_contiguous(weights), tensor_file(folder, step, "weights"))
+        (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
+        unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
+        save_file(unclipped, tensor_file(folder, step, "gradients"))
+        save_file(full_weights(run), tensor_file(folder, step, "weights"))
 
 
 def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
@@ -252,104 +234,3 @@ def _open_tensors(file: str) -> AbstractContextManager[Any]:
 
 def _norm(tensor: Tensor) -> float:
     return float(tensor.detach().double().norm())
-
-
-def check_plain_support(plan: Plan) -> None:
-    """Raises UsageError if a plain loop would compute different results than the one-process `plan`."""
-    if plan.precision.compute == "fp16":
-        message = "a plain loop has no loss scale, which fp16 needs"
-        raise UsageError("verify-plain", message, hint='use `--set precision.compute="fp32"`, or remove `--plain`')
-    if plan.gradient_handlers:
-        message = f"a plain loop does not have `{plan.gradient_handlers[0].name}`, which changes gradients"
-        raise UsageError("verify-plain", message, hint="remove `--plain`")
-
-
-def save_plain_steps(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes `num_steps` of the loop and saves their results in `folder` as `save_reference` does. run: a one-process run that
-    has taken no step. Raises RunError "plain-loop" if the loop fails.
-    """
-    loop, device = _build_loop(run), run.world.device
-    assert run.samples.feed is not None, "a run of one process reads its samples"
-    save_file(full_weights(run), tensor_file(folder, 0, "weights"))
-    for number in range(1, num_steps + 1):
-        try:
-            loop.position = number, -1
-            scale_learning_rate(loop.optimizer, run.stepper.update.factor(number - 1))
-            batch = run.samples.splitter.split_feed(run.samples.feed.next())
-            step = loop.step([{name: device.move(value) for name, value in fields.items()} for fields in batch.micros])
-        except NothingToTrainError:
-            raise RunError("plain-loop", "the loss of a microbatch does not depend on any trained parameter") from None
-        except Exception as error:
-            message = f"{loop.location} also fails in step {number} of a plain loop: {type(error).__name__}: {error}"
-            raise RunError("plain-loop", message) from error
-        row = {"step": number, "loss": step.loss, "grad_norm": step.grad_norm}
-        _save_step(folder, number, row, step.gradients, step.weights, run.plan.optimizer.config.clip_norm)
-
-
-class _SeededLoop(PlainLoop):
-    """Trains like a plain loop, and seeds each layer and update as `run` does. position: the current step and microbatch."""
-
-    def __init__(self, run: Run, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._seeds = LayerCaller(run.world.device, run.plan.run.seed, run.stepper.executor.caller.policy)
-        self._seed_update = run.stepper.update.seeded
-        self.position = 0, 0
-        self.location = "its start"
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        self.position = self.position[0], self.position[1] + 1
-        return super().forward(batch)
-
-    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], fields: Mapping[str, Tensor]) -> Any:
-        self.location = f"layer `{name}` ({type(module).__name__})"
-        step, micro_batch = self.position
-        with GENERATOR_LOCK:
-            self._seeds.seed_layer(Layer(name, module), MicroStep(0, micro_batch, Phase.TRAIN, step - 1, micro_batch))
-            return super().call(name, module, args, fields)
-
-    def backward(self, loss: Tensor) -> None:
-        self.location = "the backward"
-        super().backward(loss)
-
-    def update(self) -> None:
-        self.location = "the optimizer"
-        with self._seed_update(self.position[0] - 1):
-            super().update()
-
-
-def _build_loop(run: Run) -> _SeededLoop:
-    """Builds new layers with the plan's factory, and returns a loop with the values, precision and optimizer of `run`."""
-    plan, update = run.plan, run.stepper.update
-    with run.world.device.preserve_random_state():
-        model = as_model(plan.model.build(run.samples.dataset.info)).build(plan.run.seed)
-    for layer in model.layers:
-        layer.module.to(run.world.device.torch_device)
-    values = weights(run)
-    for layer in model.layers:  # parameters get the dtypes and flags of the run, and buffers its values
-        for path, parameter in layer.module.named_parameters(layer.name):
-            param = next(param for param in run.registry if path == param.name or path in param.aliases)
-            parameter.data = parameter.data.to(param.parameter.dtype)
-            parameter.requires_grad_(param.trainable)
-        for path, buffer in layer.module.named_buffers(layer.name):
-            buffer.copy_(values[path])
-    train(model)
-    config: Any = plan.optimizer.config
-
-    def make_optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        grouped = [NamedParameter(name, parameter, run.registry[name].decays) for name, parameter in trained]
-        groups = update.parameter_groups(grouped)  # type: ignore[arg-type]  # it has a name, a parameter and `decays`
-        optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, run.world.device.torch_device)
-        return optimizer
-
-    loop = _SeededLoop(
-        run,
-        model,
-        run.stepper.executor.loss,
-        optimizer=make_optimizer,
-        clip_norm=config.clip_norm,
-        clip_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
-    )
-    master_weights = {stepped.param.name: stepped.parameter.detach() for stepped in update.masters.stepped}
-    loop.load(weights(run) | master_weights)
-    return loop
