@@ -124,7 +124,10 @@ def run_without_synchronisation(tables: dict[str, Any]) -> bool:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("weights", [{}, {"unit": "module"}, {"reduce": "step"}])
-def test_a_step_never_waits_for_the_device(ranks, weights):
+@pytest.mark.parametrize(
+    ("weights", "is_compiled"), [({}, False), ({}, True), ({"unit": "module"}, False), ({"reduce": "step"}, False)]
+)
+def test_a_step_never_waits_for_the_device(ranks, weights, is_compiled):
     """Vocabulary heads and embeddings by columns are excluded, since their ranks exchange numbers of tokens."""
-    assert ranks(2, timeout_s=180, init=False)(run_without_synchronisation, on_cuda(**weights)) == [True, True]
+    tables = changed(on_cuda(**weights), model__compile=is_compiled)
+    assert ranks(2, timeout_s=180, init=False)(run_without_synchronisation, tables) == [True, True]
