@@ -46,11 +46,7 @@ SECTIONS = {
         "search": "Find the fastest layouts that fit.",
         "calibrate": "Measure this machine for estimates of step times.",
     },
-    "Train": {
-        "run": "Train.",
-        "launch": "Print a job script that runs a plan on several hosts.",
-        "verify": "Compare a plan's layout with one process.",
-    },
+    "Train": {"run": "Train.", "verify": "Compare a plan's layout with one process."},
     "Look back": {
         "doctor": "Find out why a run failed, or which rank is slow.",
         "report": "Write an HTML page about runs, with curves and tables.",

@@ -59,7 +59,7 @@ def refuse_single_process_worlds(environ: Mapping[str, str]) -> None:
         raise UsageError(
             "no-ranks",
             f"{launcher} has started {started} {unit}{'es' if unit.endswith('s') else 's'}, but {problem}",
-            hint=f"use `train-cli launch`, which prints a job script; each {unit} needs {requirement}, and MASTER_ADDR and "
+            hint=f"use a script like those in examples/launch; each {unit} needs {requirement}, and MASTER_ADDR and "
             f"MASTER_PORT; if each is a separate run, unset {variable}",
         )
 
