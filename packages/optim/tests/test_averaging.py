@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from averaging_runs import EMA, MEAN, STEPS, Tables, average_plainly, average_with_torch, batches, plan, train, train_and_resume
+from torch import nn
 
-from sley_core.errors import PlanError, StateError
+from sley_core.engine.averages import Averages
+from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_optim.averaging import ema, mean
@@ -178,3 +181,36 @@ def test_warmup_and_first_step():
     assert [ema(EMAConfig(decay=0.5, warmup=True), 9)(step, step) for step in (1, 8)] == pytest.approx([1 - 2 / 11, 0.5])
     rule = mean(MeanConfig(from_step=3), 9)
     assert [rule(step, max(step - 2, 1)) for step in range(6)] == [1, 1, 1, 1 / 2, 1 / 3, 1 / 4]
+
+
+def test_steps_that_the_device_skips_change_no_average():
+    """On CUDA the host does not know whether a step is taken, and so calls the rule for the same update again."""
+    averages = Averages(ema(EMAConfig(decay=0.5), 9), "optim.ema")
+    entry: Any = SimpleNamespace(parameter=nn.Parameter(torch.zeros(3)))
+    for step, (value, index, is_taken, expected) in enumerate(
+        [(1.0, 0, False, 0.0), (2.0, 0, True, 2.0), (4.0, 1, True, 3.0), (9.0, 2, False, 3.0), (5.0, 2, True, 4.0)]
+    ):
+        averages.add([entry])
+        entry.parameter.data.fill_(value)
+        averages.update([entry], step, index, torch.tensor(is_taken))
+        assert averages.tensors[entry.parameter].tolist() == [expected] * 3, step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("manager", [None, "memory.everything", "memory.host_optimizer"])
+def test_averages_on_a_gpu_are_those_of_torch(tmp_path, manager):
+    offload = [] if manager is None else [{"use": manager}]
+    run = {"name": "gpu", "steps": STEPS, "device": "cuda", "on_nan": "skip"}
+    result = train(plan(EMA, run=run, offload=offload, precision={"compute": "bf16"}), tmp_path)
+    values = [{name: value.cpu() for name, value in tensors.items()} for tensors in result.values]
+    expected = average_with_torch(EMA, values)
+    for name in set(expected) - {"middle.up.bias"}:
+        torch.testing.assert_close(result.files[name], expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
+def test_rule_with_an_impossible_weight_is_refused(weight):
+    averages = Averages(lambda step, age: weight, "own.rule")
+    averages.update([], 0, 0, None)
+    with pytest.raises(RunError, match=r"`own\.rule` returned the weight"):
+        averages.update([], 1, 1, None)
