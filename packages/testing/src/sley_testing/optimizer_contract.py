@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -194,6 +195,20 @@ class OptimizerContract:
             assert torch.equal(weight, replicas[1].weights[name]), f"{name} differs between two replicas"
         assert_close_gradients(baseline.weights, replicas[0].weights, EXACT)
         assert_close_gradients(baseline.weights, train(one_rank_plan, load=tmp_path / "saved").weights, EXACT)
+
+    def test_shards_match_one_process(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+        """Compares two ranks that update parts, or own matrices, with one process, which also resumes their checkpoint."""
+        optimizer, is_installed = plan_from_dict(self._plan()).optimizer, find_spec("sley_dp") is not None
+        if not is_installed or scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
+            pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
+        tables = self._plan()
+        if try_optimizer(plan_from_dict(tables), self._ndims(), torch.float64, torch.device("cpu"))[0].draws:
+            pytest.skip("the optimizer draws other random numbers for parts")
+        baseline = train(tables)
+        sharded = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": "dp.sharded"}])
+        for observation in ranks(2)(train, sharded, save=tmp_path / "saved"):
+            assert_close_gradients(baseline.weights, observation.weights, EXACT)
+        assert_close_gradients(baseline.weights, train(tables, load=tmp_path / "saved").weights, EXACT)
 
     def test_evaluation_changes_no_weights(self) -> None:
         """Expects that the step after an evaluation is bit-identical."""

@@ -1,0 +1,1 @@
+"""Shampoo for Sley: an optimizer that reads whole matrices."""
