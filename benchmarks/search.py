@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.commands.search import BUDGET_S
 from sley_estimate.machine import machine_from_dict
-from sley_estimate.search.find import search_layouts
+from sley_estimate.search.find import BUDGET_S, rank_layouts, search_layouts
 from sley_estimate.search.layouts import Layouts, list_choices
 from train_cli.environment import num_cores
 
@@ -93,8 +92,11 @@ def main() -> None:
             plan = plan_of(MODELS[model], Path(folder))
             began, used = time.perf_counter(), cpu_s()
             space = Layouts(plan, given.world, list_choices(plan))
-            machine, verify = machine_of(device), not given.rough
-            found = search_layouts(space, machine, memory=80 * GIB, verify=verify, cores=num_cores(), budget_s=given.budget)
+            machine = machine_of(device)
+            if given.rough:
+                found, _ = rank_layouts(space, machine, 80 * GIB, 1)
+            else:
+                found = search_layouts(space, machine, memory=80 * GIB, cores=num_cores(), budget_s=given.budget)
             clock_s, used = time.perf_counter() - began, cpu_s() - used
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
         print(f"  {found.num_layouts:,} layouts, {found.too_large:,} too large, {found.num_exact} by their own steps")

@@ -147,7 +147,7 @@ FITS = ExactEstimate(1.0, 1, frozenset())
 
 
 def space_of(plan: Plan, world: int = 2) -> Layouts:
-    return Layouts(plan, world, list_choices(plan), ["offload", "sp", "wp", "micro_size"])
+    return Layouts(plan, world, list_choices(plan), ["sp", "wp", "micro_size"])
 
 
 def test_more_layouts_are_verified_until_enough_fit() -> None:
@@ -219,7 +219,7 @@ def test_formula_is_close_to_verified_seconds() -> None:
     plan = plan_with(batch={"global_size": 8, "micro_size": 1}, model__hidden=128, model__ffn_hidden=384)
     choices = list_choices(plan)
     roofline = Roofline(plan, 1, machine_from_dict(small_machine(device__launch_s=1e-9)), choices)
-    for layout in Layouts(plan, 1, choices, ["offload", "micro_size"]).all_layouts():
+    for layout in Layouts(plan, 1, choices, ["micro_size"]).all_layouts():
         if layout.activations.copies:
             continue
         exact = estimate_plan(layout.plan(plan, 1), 1, roofline.machine)

@@ -28,8 +28,8 @@ def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[em
     variants: tables, without `use`, that a search tries if the plan does not fix the choice. `[{}]` is one with the defaults.
         Without variants, a search uses the record only if the plan names it.
     copies: whether an activation policy copies saved tensors of the layers in its attribute `names` to the host.
-    in_steps: for an offload manager, a function from its config to whether it moves memory in every step. If so, a search may
-        replace it. The default returns True.
+    in_steps: for an offload manager, a function from its config to whether it moves optimizer states in every step. The default
+        returns True.
     """
 
 

@@ -95,8 +95,6 @@ def sley_estimate_hints() -> dict[str, Any]:
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {
         **{f"memory.{name}": {"in_steps": in_steps} for name in by_call},
-        "memory.optimizer_states": {"variants": [{"when": "between_steps"}], "in_steps": in_steps},
-        "memory.host_optimizer": {"variants": [{}]},
         "memory.host": {"variants": [{}], "copies": True},
         "memory.selective": {"variants": [{}]},
     }

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_estimate.search.find import Result, SearchResult
 
-BUDGET_S = 140.0  # default seconds after the ranking in which layouts may start their verifying steps
-
 
 def search(
     plan: PlanArgument,
@@ -44,13 +42,6 @@ def search(
         list[str] | None,
         typer.Option("--keep", metavar="AXIS", help=f"An axis to keep as in the plan; can be repeated: {', '.join(AXES)}."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify/--rough", help="Whether `estimate` verifies the shown layouts.")] = True,
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget", min=0, metavar="SECONDS", help="The time in seconds after which `estimate` verifies no further layouts."
-        ),
-    ] = BUDGET_S,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the fastest layout as a plan to this file.")
     ] = None,
@@ -80,16 +71,7 @@ def search(
                 progress.update(task, description="running the steps of the best", completed=done, total=total)
 
             cores = num_cores()
-            result = search_layouts(
-                space,
-                machine_file,
-                memory=limit,
-                top=top,
-                verify=verify,
-                cores=cores,
-                budget_s=budget,
-                report_progress=report_progress,
-            )
+            result = search_layouts(space, machine_file, memory=limit, top=top, cores=cores, report_progress=report_progress)
     except SleyError as error:
         raise resolved.add_places(error) from error.__cause__
     typer.echo("\n".join(result_lines(result, choices.skipped, limit)))
@@ -103,10 +85,9 @@ def search(
 def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
     """Yields text lines about the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
     too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
-    steps = f"; the best {result.num_exact:,} of the formula were verified" if result.num_exact else ""
-    yield f"{result.num_layouts:,} layouts considered{steps}{too_large}"
+    yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
     if result.not_begun:
-        yield f"  {result.not_begun:,} more did not, since the time budget was used up: use a larger `--budget` to include them"
+        yield f"  {result.not_begun:,} more were not verified, since this took too long: use `--keep` to consider fewer layouts"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refused.most_common())
     yield from (f"  excluded: {name}" for name in skipped)
     if result.dropped:
@@ -120,25 +101,20 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
             num_bytes, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
             yield f"no layout fits into {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {smallest}"
         return
-    method = "verified by estimate" if result.num_exact else "rough"
-    yield f"fastest ({method})"
-    yield from map(_format_row, result.fastest)
-    sources = {source for fast in result.fastest for source in getattr(fast.estimate, "sources", ())}
+    yield "fastest (verified by estimate)"
+    for layout, estimate in result.fastest:
+        yield f"  {estimate.seconds:10.4g} s  {format_bytes(estimate.num_bytes):>12}  {layout}"
+    sources = {source for fast in result.fastest for source in fast.estimate.sources}
     if "counted" in sources and len(sources) > 1:
         yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
 
 
-def _format_row(result: Result) -> str:
-    return f"  {result.estimate.seconds:10.4g} s  {format_bytes(int(result.estimate.num_bytes)):>12}  {result.layout}"
-
-
 def plan_text(plan: Plan, world: int, best: Result) -> str:
     """Returns the plan file for a layout of `plan`. Each table filled by the search has a comment."""
     estimate = best.estimate
-    method = "rough" if not hasattr(estimate, "sources") else "verified by estimate"
-    size = format_bytes(int(estimate.num_bytes))
-    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} at the peak of a rank, {method}\n"
+    size = format_bytes(estimate.num_bytes)
+    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
     layout = best.layout
     choices = {
         "[activations]": layout.activations,
@@ -146,7 +122,6 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
         "[weights]": layout.weights,
         "[sequence]": layout.attention,
         "[[gradient_handlers]]": layout.reducer,
-        "[[offload]]": layout.offload,
     }
     comments = {header: f"search: {choice}" for header, choice in choices.items() if choice is not None}
     comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows from them"

@@ -34,6 +34,7 @@ from train_cli.main import disable_gc
 T = TypeVar("T")
 
 NUM_EXACT = 30  # the best layouts that run their own steps; as many follow if too few of them fit
+BUDGET_S = 140.0  # seconds after the ranking in which layouts may start their steps
 MAX_ROUNDS = 4  # how often more layouts follow
 MIN_EXACT = 8  # the best layouts that run their own steps with any budget
 SIMILARITY = 0.01  # layouts whose seconds and bytes differ by a smaller share count as nearly equal
@@ -51,10 +52,17 @@ class ExactEstimate:
 
 
 class Result(NamedTuple):
-    """A layout and its estimate, from its own steps or from the formula."""
+    """A layout and its estimate from its own steps."""
 
     layout: Layout
-    estimate: ExactEstimate | RooflineEstimate
+    estimate: ExactEstimate
+
+
+class RoughResult(NamedTuple):
+    """A layout and its estimate by the formula."""
+
+    layout: Layout
+    estimate: RooflineEstimate
 
 
 @dataclass
@@ -72,7 +80,7 @@ class SearchResult:
     refused: Counter[str] = field(default_factory=Counter)
     hints: dict[str, str] = field(default_factory=dict)
     fastest: list[Result] = field(default_factory=list)
-    smallest: Result | None = None
+    smallest: RoughResult | None = None
     num_exact: int = 0
     dropped: int = 0
     not_begun: int = 0
@@ -100,14 +108,13 @@ def search_layouts(
     *,
     memory: int | None = None,
     top: int = 5,
-    verify: bool = True,
     cores: int = 1,
-    budget_s: float = math.inf,
+    budget_s: float = BUDGET_S,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
     """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on every rank.
 
-    verify: whether these layouts run their own steps. cores: the number of parallel processes. budget_s: the seconds after the
+    cores: the number of parallel processes. budget_s: the seconds after the
     ranking in which layouts may start their steps. The budget never skips the first `MIN_EXACT` layouts, and does not end
     before a layout fits. report_progress: a function called with the number of finished layouts and of all layouts. Raises
     PlanError for a model or dataset that cannot be built.
@@ -118,11 +125,8 @@ def search_layouts(
     (_, (result, ranked)), *_ = run([call], 1)
     numbers = {number for group in ranked for number in group}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
-    best, smallest = ([Result(layouts[number], rough) for number, rough in group.items()] for group in ranked)
+    best, smallest = ([RoughResult(layouts[number], rough) for number, rough in group.items()] for group in ranked)
     result.smallest = next(iter(smallest), None)
-    if not verify:
-        result.fastest = best[:top]
-        return result
     candidates = order_by_variety(best, space)[: NUM_EXACT * MAX_ROUNDS]
     started: list[Layout] = []
     end_s = time.monotonic() + budget_s
@@ -162,22 +166,13 @@ def search_layouts(
 
 
 def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, num_best: int) -> tuple[SearchResult, Ranked]:
-    """Returns the counts of a search, and the `num_best` fastest layouts by the formula. Optimizer states are offloaded only in
-    layouts that do not fit with them, since offloading never makes a step faster.
-    """
+    """Returns the counts of a search, and the `num_best` fastest layouts by the formula."""
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     numbers, seconds, sizes = array("q"), array("d"), array("d")
     min_bytes, smallest = math.inf, dict[int, RooflineEstimate]()
-    fits_on_device = False
     with disable_gc():
         for number, layout in enumerate(space.all_layouts()):
             result.num_layouts = number + 1
-            # `all_layouts` has the same layout with optimizer states on the device before it.
-            is_offloaded = layout.offload is not None and "offload" not in space.keep
-            if not is_offloaded:
-                fits_on_device = False
-            elif fits_on_device:
-                continue
             try:
                 rough = roofline.estimate(layout)
             except SleyError as error:
@@ -188,7 +183,6 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, num_b
             if memory is not None and rough.num_bytes > memory:
                 result.too_large += 1
                 continue
-            fits_on_device = fits_on_device or not is_offloaded
             numbers.append(number)
             seconds.append(rough.seconds)
             sizes.append(rough.num_bytes)
@@ -197,7 +191,7 @@ def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None, num_b
     return result, Ranked(best, smallest)
 
 
-def order_by_variety(best: Sequence[Result], space: Layouts) -> list[Layout]:
+def order_by_variety(best: Sequence[RoughResult], space: Layouts) -> list[Layout]:
     """Returns the layouts of `best` in order, but the first layout of each group of nearly equal ones before all others.
 
     Nearly equal layouts have about the same seconds and bytes. They differ only in `sp` and `micro_size`, or, with one

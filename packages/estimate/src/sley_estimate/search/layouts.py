@@ -14,16 +14,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from sley_core.errors import PluginError, SleyError, UsageError
-from sley_core.plan.check import check_offload
+from sley_core.errors import PluginError, UsageError
 from sley_core.plan.plan import Component, Plan
-from sley_core.records import GradientHandlerRecord, OffloadManagerRecord, Record, ScheduleRecord
+from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord
 from sley_core.table import RecordKind
 from sley_estimate.hookspecs import NO_HINT, plugin_hints, record_hint
 from sley_estimate.layers.variants import replace_tables
 
-Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer", "offload"]
-"""The axes on which layouts differ; `dp` follows from them. Offload that moves memory only on a call does not change."""
+Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
+"""The axes on which layouts differ; `dp` follows from them. Offload is that of the plan."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -59,8 +58,7 @@ class Choice:
 class Choices:
     """The choices for each table. weights, attention: empty if no installed plugin shards weights or attends over slices.
 
-    offload: the ways to offload optimizer states during a step; None keeps them on the device. skipped: plugins that could not
-    be loaded and variants that their records refuse, with the reason.
+    skipped: plugins that could not be loaded and variants that their records refuse, with the reason.
     """
 
     schedules: tuple[Choice, ...]
@@ -68,7 +66,6 @@ class Choices:
     reducers: tuple[Choice, ...]
     weights: tuple[Choice, ...]
     attention: tuple[Choice, ...]
-    offload: tuple[Choice | None, ...] = (None,)
     skipped: tuple[str, ...] = ()
 
 
@@ -121,50 +118,8 @@ def list_choices(plan: Plan) -> Choices:
         ),
         plan_choice_first(plan.weights, "weight_communicators"),
         plan_choice_first(plan.sequence, "sequence_attentions"),
-        _offload_choices(plan, installed_choices("offload_managers"), skipped),
         tuple(skipped),
     )
-
-
-def _offload_choices(plan: Plan, offered: list[Choice], skipped: list[str]) -> tuple[Choice | None, ...]:
-    """Returns the ways to offload optimizer states that the optimizer allows, the one in the plan first."""
-    choices: list[Choice | None] = [
-        next((_plan_choice(plan, manager) for manager in plan.offload if _moves_every_step(plan, manager)), None)
-    ]
-    for choice in (None, *offered):
-        if choice in choices or (choice is not None and not _moves_every_step(plan, choice)):
-            continue
-        try:
-            changed_plan = replace_tables(plan, {"offload": offload_tables(plan, choice) or None})
-        except SleyError as error:
-            skipped.append(f"{choice}: {error.diagnostics[0].message}")
-            continue
-        if not any(check_offload(changed_plan)):
-            choices.append(choice)
-    return tuple(choices)
-
-
-def offload_tables(plan: Plan, choice: Choice | None) -> list[dict[str, Any]]:
-    """Returns the `[[offload]]` tables with `choice` as the manager that moves memory in every step, without other managers of
-    the same parts.
-    """
-    moved_parts = _moved_parts(choice) if choice is not None else set()
-    tables = [
-        dict(table)
-        for component, table in zip(plan.offload, plan.document.tables.get("offload", ()), strict=True)
-        if not _moves_every_step(plan, component) and not moved_parts & _moved_parts(component)
-    ]
-    return [*tables, choice.table] if choice is not None else tables
-
-
-def _moves_every_step(plan: Plan, manager: Component | Choice) -> bool:
-    return record_hint(plan.loader, manager.name).in_steps(manager.config)
-
-
-def _moved_parts(manager: Component | Choice) -> set[str]:
-    record = manager.record
-    assert isinstance(record, OffloadManagerRecord), manager
-    return set(record.parts(manager.config))
 
 
 def _plan_choice(plan: Plan, component: Component) -> Choice:
@@ -184,7 +139,7 @@ class Layout(NamedTuple):
     """One way to run a plan in a world: the ranks of each axis, the samples of a microbatch, and the choice for each table.
 
     schedule: None without stages. reducer: None if no two ranks hold the same weight. weights, attention: None if the axis has
-    one rank. offload: None if optimizer states stay on the device.
+    one rank.
     """
 
     pp: int
@@ -196,7 +151,6 @@ class Layout(NamedTuple):
     reducer: Choice | None
     weights: Choice | None = None
     attention: Choice | None = None
-    offload: Choice | None = None
 
     def num_micro_batches(self, plan: Plan, world: int) -> int:
         """Returns the number of microbatches of a rank in a step."""
@@ -222,7 +176,6 @@ class Layout(NamedTuple):
             "batch": {**(written.get("batch") or {}), "micro_size": self.micro_size},
             "activations": self.activations.table,
             "gradient_handlers": handlers,
-            "offload": offload_tables(plan, self.offload) or None,
             "pipeline": schedule.table if schedule else None,
             "weights": self.weights.table if self.weights else None,
             "sequence": self.attention.table if self.attention else None,
@@ -259,16 +212,12 @@ class Layouts:
         self.keep = keep
 
     def all_layouts(self) -> Iterator[Layout]:
-        """Yields every layout in a fixed order: first with optimizer states on the device, then with offload unless `keep`
-        fixes it.
-        """
+        """Yields every layout in a fixed order."""
 
         def choices_for(axis: Axis, offered: tuple[Choice, ...]) -> tuple[Choice, ...]:
             return offered[:1] if axis in self.keep else offered
 
-        choices, keeps_offload = self.choices, "offload" in self.keep
-        plan_offload = choices.offload[0] if keeps_offload else None
-        offloads = [] if keeps_offload else [choice for choice in choices.offload if choice is not None]
+        choices = self.choices
         schedules = choices.schedules if self.plan.pipeline is None else choices_for("schedule", choices.schedules)
         for pp, sp, wp, micro_size in self.sizes():
             for policy, weights, schedule, reducer in product(
@@ -278,9 +227,7 @@ class Layouts:
                 choices_for("reducer", choices.reducers) if self.world > pp else (None,),
             ):
                 attention = choices.attention[0] if sp > 1 else None
-                layout = Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention, plan_offload)
-                yield layout
-                yield from (layout._replace(offload=choice) for choice in offloads)
+                yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields pp, sp, wp and micro_size, a power of two, for every even division of the ranks and the batch."""

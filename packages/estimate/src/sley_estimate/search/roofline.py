@@ -34,11 +34,12 @@ from sley_core.records import GradientHandlerRecord, steps_on_host
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.bytes.stages import max_pending_forwards
+from sley_estimate.hookspecs import record_hint
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import ScaledLayers
 from sley_estimate.layers.variants import ATTENTION, LayerVariants, Variant, memoize
 from sley_estimate.machine import MachineFile
-from sley_estimate.search.layouts import Choice, Choices, Layout
+from sley_estimate.search.layouts import Choices, Layout
 from sley_estimate.step.estimate import count_states, update_bytes_per_element
 from sley_estimate.step.links import (
     NOTHING,
@@ -109,6 +110,7 @@ class Roofline:
         self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
         self._num_states = count_states(plan)
+        self._update_s, self._state_bytes = self._update_costs()
         self._cached: dict[Hashable, Any] = {}
 
     def _memoize(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -250,22 +252,25 @@ class Roofline:
 
             sums = exchanged("reduce" if is_shared else "sum", self._gradient)
             gathers = exchanged("gather", self._working) if is_shared else np.zeros_like(sums)
-            update_s, state_bytes = self._update_costs(layout.offload)
-            held_bytes = (shards + unsharded) * (self._working + self._gradient) + owned * state_bytes
+            held_bytes = (shards + unsharded) * (self._working + self._gradient) + owned * self._state_bytes
             if wp > 1:  # the computing layer and the next one are gathered at the same time
                 sharded_numel = self._sharded_numel(layout)
                 largest = np.maximum.reduceat(sharded_numel + np.append(sharded_numel[1:], 0), split.starts)[
                     split.positions
                 ].max(axis=0)
                 held_bytes = held_bytes + largest * (self._working + self._gradient)
-            return sums[0], gathers[0], sums[1] + gathers[1], owned * update_s, held_bytes
+            return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
-        return self._memoize(("stages", id(split), wp, id(layout.weights), is_shared, id(layout.offload)), stages)
+        return self._memoize(("stages", id(split), wp, id(layout.weights), is_shared), stages)
 
-    def _update_costs(self, offload: Choice | None) -> tuple[float, float]:
-        """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies,
-        and the bytes of master weights and states on the device.
+    def _update_costs(self) -> tuple[float, float]:
+        """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies of
+        the plan's offload, and the bytes of master weights and states on the device.
         """
+        plan = self.plan
+        offload = next(
+            (manager for manager in plan.offload if record_hint(plan.loader, manager.name).in_steps(manager.config)), None
+        )
         device, states = self.machine.device, self._num_states * self._wide
         master = self._wide if self._wide != self._working else 0
         update_bytes = update_bytes_per_element(self.plan, self._num_states)
