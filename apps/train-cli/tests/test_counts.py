@@ -1,4 +1,4 @@
-"""Counts of exchanges and memory pools, in `summary.json` and on stderr with `-v`."""
+"""Counts of exchanges and memory pools, in `summary.json`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ HELD_OUT = {"evaluation": {"every": 9, "steps": 3}}
 ISP = {"use": "isp.communicator"}
 
 
-def test_counts_of_offloads_are_printed(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
+def test_offloads_are_counted(cli: Callable[..., Any], plan: Path, folder: Path) -> None:
     """States are offloaded in each of three steps, and fetched in all but the first, which creates them."""
     between = """offload=[{use="memory.optimizer_states", when="between_steps"}]"""
-    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between, "-v")
+    result = cli("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=3", "--set", between)
     assert result.code == 0, result.err
     summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
     counts = summary["counts"]["memory.optimizer_states"]
     size, step = 2 * 4 * summary["trained_parameters"], counts["optimizer_states_copied_out"] / 3  # two moments in fp32
     assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
     assert counts["optimizer_states_copied_in"] == 2 * step
-    lines = [line.split() for line in result.err.splitlines()]
-    assert ["memory.optimizer_states", "counted"] in lines
-    assert all([key, f"{value:,.10g}"] in lines for key, value in counts.items())
 
 
 SENT = "sent_bytes_per_step"

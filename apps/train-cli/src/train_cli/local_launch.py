@@ -66,16 +66,15 @@ def launch(
     say: Callable[[str], None],
     terminated_s: float,
     stop_signals: Sequence[str] = (),
-    verbose: bool = False,
 ) -> Fault:
     """Calls the function `target` ("module:function") with `arguments` (JSON) on `num_ranks` ranks of this machine, and waits
     until all have ended. The function returns the rank's exit code.
 
     Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
     failed. say: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: the stop
-    signals of the plan. verbose: whether to print torchelastic's logs.
+    signals of the plan.
     """
-    with _scratch_folder() as folder, _environment(num_ranks), _elastic_logs(verbose):
+    with _scratch_folder() as folder, _environment(num_ranks), _no_elastic_logs():
         signals = _SignalForwarder(say, exit_codes(stop_signals))
         logs = folder / "logs"
         logs.mkdir()
@@ -329,13 +328,13 @@ class _SignalForwarder:
 
 
 @contextmanager
-def _elastic_logs(verbose: bool) -> Iterator[None]:
-    """Turns off torchelastic's logs unless `verbose`: they print every failure at length, which our diagnostics report."""
+def _no_elastic_logs() -> Iterator[None]:
+    """Turns off torchelastic's logs within the block: they print every failure at length, which our diagnostics report."""
     names = [name for name in logging.Logger.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.INFO if verbose else logging.CRITICAL + 1)
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:

@@ -374,10 +374,8 @@ class _Line:
         self._progress.stop()
 
 
-def closing(summary: Mapping[str, Any], folder: object, weights: object = None, *, verbose: bool = False) -> str:
-    """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any. verbose: adds the counts of the
-    run's parts.
-    """
+def closing(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
+    """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any."""
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {duration(seconds)}"]
@@ -401,9 +399,6 @@ def closing(summary: Mapping[str, Any], folder: object, weights: object = None, 
     lines.append(f"  run folder     {folder}")
     if weights is not None:
         lines.append(f"  weights        {weights}")
-    for name, counts in summary["counts"].items() if verbose else ():
-        width = max(map(len, counts), default=0)
-        lines += [f"  {name} counted"] + [f"    {key:<{width}}  {value:,.10g}" for key, value in counts.items()]
     return "\n".join(lines)
 
 

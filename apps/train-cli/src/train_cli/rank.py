@@ -65,19 +65,19 @@ def main(target: str, arguments: str) -> int:
         return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
 
 
-def train_plan(path: str, changes: Sequence[str], resume: str | None, line: bool, verbose: bool) -> int:
+def train_plan(path: str, changes: Sequence[str], resume: str | None, line: bool) -> int:
     """Trains the plan at `path` as one rank of a local launch, which has checked the plan and made the run folder. Returns the
     exit code.
     """
     plan = load_plan(Path(path), changes)
-    return train(plan, run_folder(plan), resume=resume, line=line, verbose=verbose)
+    return train(plan, run_folder(plan), resume=resume, line=line)
 
 
-def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, verbose: bool = False) -> int:
+def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) -> int:
     """Joins the world and trains until the run ends. Returns the exit code, or raises the error.
 
     resume: the checkpoint from which to continue; None starts at the first step. line: whether rank 0 redraws one progress
-    line. verbose: whether rank 0 prints counters at the end.
+    line.
     """
     with joined(plan, folder, writes=True) as (run, stopping):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
@@ -104,7 +104,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool, ve
             content = _summarize(run, folder, outcome, totals, reporter) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if content is not None:
-                say(closing(content, folder, weights, verbose=verbose))
+                say(closing(content, folder, weights))
     return stopping.exit_code or EXIT_OK
 
 

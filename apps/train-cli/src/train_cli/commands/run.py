@@ -7,7 +7,6 @@ torchrun, SLURM, ...        this process is a rank; rank 0 makes the run folder 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import ExitStack
@@ -52,10 +51,6 @@ def run(
         int | None, typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, if the plan does not set it.")
     ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one line.")] = False,
-    verbose: Annotated[
-        int,
-        typer.Option("--verbose", "-v", count=True, help="Print the launch and counters; -vv: also the logs of torchelastic."),
-    ] = 0,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
@@ -79,7 +74,7 @@ def run(
             from train_cli.rank import train
 
             faults.has_begun = True
-            code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
+            code = train(resolved, folder, resume=start, line=line)
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
     size = check(resolved, nproc or resolved.world(num_devices(resolved)))
@@ -95,12 +90,12 @@ def run(
     check_model(resolved, size)
     with locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
         if size > 1:
-            arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line, "verbose": verbose > 0}
-            code = _launch(arguments, size, folder, settings, resolved, verbose)
+            arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line}
+            code = _launch(arguments, size, folder, settings, resolved)
         else:
             from train_cli.rank import train
 
-            code = train(resolved, folder, resume=start, line=line, verbose=verbose > 0)
+            code = train(resolved, folder, resume=start, line=line)
     raise typer.Exit(code)
 
 
@@ -119,14 +114,10 @@ def _check_source(plan: Plan, start: str | None) -> None:
         check_checkpoint_path(plan, start)
 
 
-def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan, verbose: int) -> int:
+def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan) -> int:
     """Starts the local ranks, waits for them, prints their failure if there is one, and returns the exit code."""
     from train_cli.local_launch import launch
 
-    if verbose > 1:
-        logging.basicConfig(level=logging.INFO)
-    if verbose:
-        console.say(f"starting {size} ranks of {arguments['path']}")
     fault = launch(
         "train_cli.rank:train_plan",
         arguments,
@@ -135,7 +126,6 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
         say=console.say,
         terminated_s=terminated_s(plan),
         stop_signals=plan.run.stop_signals,
-        verbose=verbose > 1,
     )
     console.show(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
