@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Tables]] = {
         "layer": {"parallel": WP, "weights": {"use": ISP}},
         "module": {"parallel": WP, "weights": {"use": ISP, "unit": "module", "overlap": False}},
         "step": {"parallel": WP, "weights": {"use": ISP, "reduce": "step"}},
+        "vocabulary": {"parallel": WP, "weights": {"use": ISP, "head": "vocabulary"}},
         "canonical": {"parallel": WP | {"reduction": "canonical"}, "weights": {"use": ISP}},
         "slices": {"parallel": {"dp": 1, "wp": 2, "sp": 2}, "weights": {"use": ISP}, "sequence": {"use": "isp.all_to_all"}},
     },

@@ -113,7 +113,9 @@ def test_tables_with_uneven_shards_that_are_read_twice(assert_parities):
 def test_a_head_with_a_bias_and_ranks_without_a_class(assert_parities):
     """Three ranks have two, two and no classes. All labels of some samples are ignored."""
     sizes = {"batch": {"global_size": 6, "micro_size": 1}}
-    assert_parities(3, [classifier(frozen=name) for name in ("", "head", "embed")], weights=CLASSES, **sizes)
+    cases = [classifier(frozen=name) for name in ("", "head", "embed")]
+    chunks = {"loss": {"use": "core.cross_entropy", "label_smoothing": 0.1, "chunk_tokens": 4}}
+    assert_parities(3, [*cases, *(case | chunks for case in cases)], weights=CLASSES, **sizes)
 
 
 def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
@@ -133,12 +135,19 @@ def batches(num_steps: int, target: str) -> list[list[dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "weights", "target"), [({"factory": "tables"}, HIDDEN, "y"), (classifier(), CLASSES, "labels")]
+    ("changes", "weights", "target", "chunks"),
+    [
+        ({"factory": "tables"}, HIDDEN, "y", False),
+        (classifier(), CLASSES, "labels", False),
+        (classifier(), CLASSES, "labels", True),
+    ],
 )
-def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, target):
+def test_unequal_numbers_of_tokens(ranks, texts, sharded, changes, weights, target, chunks):
     """Gathers pad short microbatches, and the gradient of the padding row stays zero."""
     given = batches(3, target)
     reference = record(sharded(1, 1, **changes), 3, folder=texts, batches=given)
+    if chunks:
+        changes = changes | {"loss": changes["loss"] | {"chunk_tokens": 4}}
     layouts = ranks(2)(record, sharded(2, weights=weights, **changes), 3, folder=texts, batches=given)
     assert_parity(reference, layouts, "fp64")
     assert_equal_replicas(layouts)

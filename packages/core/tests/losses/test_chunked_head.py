@@ -49,6 +49,7 @@ def open_run(tables: Tables, folder: Path) -> AbstractContextManager[Run]:
         ({"optimizer__groups": [{"match": "[eb]*", "freeze": True}]}, "fp64"),
         ({"model": {"factory": "own_heads:layers", "options": {"change": "soft cap"}}}, "fp64"),
         ({"model": {"factory": "own_heads:layers", "options": {"change": "method"}}}, "fp64"),
+        ({"model": {"factory": "own_heads:layers", "options": {"change": "linear"}}}, "fp64"),
         (MODEL | {"optimizer__groups": [{"match": "*.weight", "freeze": True}]}, "fp64"),
     ],
 )

@@ -25,9 +25,9 @@ from sley_core.api.plan import suggestion
 from sley_core.api.weights import StandIn
 from sley_core.errors import PlanError
 from sley_core.protocols import WeightCommunicator
+from sley_isp.chunked_heads import ChunkedVocabularyHead, GatheredHead
 from sley_isp.config import ANYWHERE
 from sley_isp.embedding_columns import ColumnEmbeddings, TokenGather, check_embeddings
-from sley_isp.gathered_head import GatheredHead
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import GradientReducer, WriteGradient
@@ -199,13 +199,19 @@ class Communicator(WeightCommunicator):
             sharded.sink = Handover(partial(self._reduce, sharded), self._parts.queue)
             self.reducer.register(group, sharded.params)
             self.modules.append(sharded)
+            forward: Callable[[Tensor], Any] = sharded.forward
+            chunks = self._parts.head
+            is_chunked = chunks is not None and name == chunks.name
             if module is head:
-                self._patch(module, VocabularyHead(sharded, self._token_gather, self._parts, self.pool).forward)
+                vocabulary_head = VocabularyHead(sharded, self._token_gather, self._parts, self.pool)
+                forward = vocabulary_head.forward
+                if chunks is not None and is_chunked:
+                    forward = ChunkedVocabularyHead(chunks, vocabulary_head).forward
             else:
                 modules.append(sharded)
-                chunks = self._parts.head
-                is_chunked = chunks is not None and name == f"{chunks.layer}.{chunks.path}"
-                self._patch(module, GatheredHead(chunks, sharded).forward if chunks and is_chunked else sharded.forward)
+                if chunks is not None and is_chunked:
+                    forward = GatheredHead(chunks, sharded).forward
+            self._patch(module, forward)
         points = set(prefetch_points(layer, self.config.launch) if layer_groups else ())
         if others:
             self._gather_for_layer(layer, others).can_prefetch = not points

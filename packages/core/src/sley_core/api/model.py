@@ -5,6 +5,7 @@ from sley_core.engine.call import Recompute as Recompute
 from sley_core.engine.call import tensors_in as tensors_in
 from sley_core.generators import derive as derive
 from sley_core.losses.chunked_head import HeadChunks as HeadChunks
+from sley_core.losses.chunked_head import HeadLoss as HeadLoss
 from sley_core.losses.chunked_head import LazyLogits as LazyLogits
 from sley_core.losses.chunked_head import LogitsHead as LogitsHead
 from sley_core.losses.chunked_head import autocast_input as autocast_input

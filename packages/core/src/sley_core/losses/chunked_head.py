@@ -61,6 +61,11 @@ class HeadChunks:
     is_active: bool = False
     is_patched: bool = False
 
+    @property
+    def name(self) -> str:
+        """The full name of the linear."""
+        return f"{self.layer}.{self.path}" if self.path else self.layer
+
     @contextmanager
     def expect_loss(self, weight: BatchWeight | None) -> Iterator[None]:
         """Makes the head return `LazyLogits` within the block."""
@@ -135,10 +140,25 @@ class LogitsHead:
     def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropies over `labels` int64 [...], as `SplitLogits.cross_entropy`."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        options = self, logits.apply if logits.functions else None, labels.reshape(-1), ignore_index, smoothing
+        loss = HeadLoss(logits.functions, ignore_index, smoothing)
         if not torch.is_grad_enabled():
-            return _sum_losses(hidden, None, None, False, *options)
-        total: Tensor = _LossSum.apply(hidden, *self.parameters, *options)  # type: ignore[no-untyped-call]
+            return self.sum_losses(loss, hidden, labels.reshape(-1))
+        total: Tensor = _LossSum.apply(hidden, *self.parameters, labels.reshape(-1), self, loss)  # type: ignore[no-untyped-call]
+        return total
+
+    def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of the losses of `hidden` [n, h]. With `loss.scale`, also computes the gradients."""
+        total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
+        with self.weights() as (weight, bias):
+            for tokens in self.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
+                logits = _linear(hidden[tokens], weight, bias)
+                for rows in row_chunks(logits):
+                    total += loss.replace_by_gradient(logits[rows], labels[tokens][rows])
+                if loss.hidden_gradient is not None:
+                    torch.mm(logits, weight.to(logits.dtype), out=loss.hidden_gradient[tokens])
+                if loss.has_weight:
+                    self.accumulate(logits, hidden[tokens])
+                del logits  # before the next chunk is allocated
         return total
 
     def full_logits(self, logits: LazyLogits) -> Tensor:
@@ -154,7 +174,7 @@ class DirectHead(LogitsHead):
         super().__init__(chunks, linear)
         self.store = parts.store
         names = [name for name, parameter in linear._parameters.items() if parameter is not None]
-        self.params = {name: parts.registry[f"{chunks.layer}.{chunks.path}.{name}"] for name in names}
+        self.params = {name: parts.registry[f"{chunks.name}.{name}"] for name in names}
         self.originals = dict(linear._parameters)
         self.patch = ForwardPatch(linear, self.forward)
         for param in self.params.values():
@@ -188,10 +208,10 @@ def patch_head(parts: Parts) -> Callable[[], None]:
         if chunks is None or layer.name != chunks.layer:
             continue
         linear = cast("nn.Linear", layer.module.get_submodule(chunks.path))
-        if parts.registry[f"{layer.name}.{chunks.path}.weight"].shard is None:
+        if parts.registry[f"{chunks.name}.weight"].shard is None:
             return DirectHead(parts, chunks, linear).patch.undo
         if not chunks.is_patched:
-            message = f"the weight of `{layer.name}.{chunks.path}` is sharded in a way that does not allow chunks"
+            message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
             hint = "remove `chunk_tokens`, or `[model] compile`"
             raise PlanError("head-chunks", message, path=("loss", "chunk_tokens"), hint=hint)
     return lambda: None
@@ -267,27 +287,63 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "po
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
+@dataclass
+class HeadLoss:
+    """The loss of a microbatch from its hidden states.
+
+    functions: elementwise functions of the logits. scale: the factor of the gradients; None computes no gradient.
+    hidden_gradient: receives the gradient of the hidden states [n, h]. has_weight: whether weight or bias need a gradient.
+    """
+
+    functions: Sequence[Callable[[Tensor], Tensor]]
+    ignore_index: int
+    smoothing: float
+    scale: Tensor | None = None
+    hidden_gradient: Tensor | None = None
+    has_weight: bool = False
+
+    def apply(self, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], object]]:
+        """Returns the results of the functions for `logits`, which may be overwritten, and the functions' backward.
+
+        The backward gets the gradient of the results, and overwrites `logits` with their gradient.
+        """
+        if not self.functions:
+            return logits, lambda gradient: None
+        with torch.set_grad_enabled(self.scale is not None):
+            leaf = logits.detach().requires_grad_()
+            output = leaf
+            for function in self.functions:
+                output = function(output)
+        return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
+
+    def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of the losses of `logits` [n, v]. With `scale`, overwrites them with its gradient times `scale`."""
+        output, run_backward = self.apply(logits)
+        if self.scale is None:
+            return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)
+        log_probabilities = torch.log_softmax(output, -1, dtype=softmax_dtype(output))
+        total = F.nll_loss(log_probabilities, labels, ignore_index=self.ignore_index, reduction="sum")
+        if self.smoothing:
+            sums = log_probabilities.sum(-1).masked_fill(labels == self.ignore_index, 0.0)
+            total = (1.0 - self.smoothing) * total - self.smoothing / logits.shape[-1] * sums.sum()
+        write_gradient(log_probabilities.exp_(), labels, self.ignore_index, self.smoothing, self.scale, out=output)
+        run_backward(output)
+        return total
+
+
 class _LossSum(torch.autograd.Function):
     """Makes the sum of the losses differentiable. The gradients of weight and bias are accumulated in the forward."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        _weight: Tensor,
-        _bias: Tensor | None,
-        head: LogitsHead,
-        function: Callable[[Tensor], Tensor] | None,
-        labels: Tensor,
-        ignore_index: int,
-        smoothing: float,
+        ctx: Any, hidden: Tensor, _weight: Tensor, _bias: Tensor | None, labels: Tensor, head: LogitsHead, loss: HeadLoss
     ) -> Tensor:
         assert head.chunks.weight is not None, "a training step without the weight of its batch"
-        scale = head.chunks.weight.inverse(hidden.new_empty((), dtype=softmax_dtype(hidden)))
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        has_weight = any(ctx.needs_input_grad[1:3])
-        total = _sum_losses(hidden, gradient, scale, has_weight, head, function, labels, ignore_index, smoothing)
-        ctx.save_for_backward(gradient, scale)
+        loss.scale = head.chunks.weight.inverse(hidden.new_empty((), dtype=softmax_dtype(hidden)))
+        loss.hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        loss.has_weight = any(ctx.needs_input_grad[1:3])
+        total = head.sum_losses(loss, hidden, labels)
+        ctx.save_for_backward(loss.hidden_gradient, loss.scale)
         return total
 
     @staticmethod
@@ -306,70 +362,7 @@ class _LossSum(torch.autograd.Function):
                 )
         elif scale.is_cuda:
             torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
-        return gradient, *[None] * 7
-
-
-def _sum_losses(
-    hidden: Tensor,
-    hidden_gradient: Tensor | None,
-    scale: Tensor | None,
-    has_weight: bool,
-    head: LogitsHead,
-    function: Callable[[Tensor], Tensor] | None,
-    labels: Tensor,
-    ignore_index: int,
-    smoothing: float,
-) -> Tensor:
-    """Returns the sum of the losses of `hidden` [n, h]. With `scale`, also computes the gradients of the sum times `scale`.
-
-    hidden_gradient: receives the gradient of `hidden`. has_weight: whether weight or bias need a gradient. function: an
-    elementwise function of the logits.
-    """
-    total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
-    with head.weights() as (weight, bias):
-        for tokens in head.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
-            inputs, targets = hidden[tokens], labels[tokens]
-            logits = _linear(inputs, weight, bias)
-            for rows in row_chunks(logits):
-                if scale is None:
-                    output = logits[rows] if function is None else function(logits[rows])
-                    total += sum_cross_entropy(output, targets[rows], ignore_index, smoothing)
-                else:
-                    total += _replace_by_gradient(logits[rows], function, targets[rows], ignore_index, smoothing, scale)
-            if hidden_gradient is not None:
-                torch.mm(logits, weight.to(logits.dtype), out=hidden_gradient[tokens])
-            if has_weight:
-                head.accumulate(logits, inputs)
-            del logits  # before the next chunk is allocated
-    return total
-
-
-def _replace_by_gradient(
-    logits: Tensor,
-    function: Callable[[Tensor], Tensor] | None,
-    labels: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    scale: Tensor,
-) -> Tensor:
-    """Overwrites `logits` [n, v] with the gradient of the sum of losses times `scale`. Returns the sum."""
-    leaf = output = logits
-    if function is not None:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            output = function(leaf)
-    log_probabilities = torch.log_softmax(output.detach(), -1, dtype=softmax_dtype(output))
-    total = F.nll_loss(log_probabilities, labels, ignore_index=ignore_index, reduction="sum")
-    if smoothing:
-        sums = log_probabilities.sum(-1).masked_fill(labels == ignore_index, 0.0)
-        total = (1.0 - smoothing) * total - smoothing / logits.shape[-1] * sums.sum()
-    if function is None:
-        write_gradient(log_probabilities.exp_(), labels, ignore_index, smoothing, scale, out=logits)
-    else:
-        gradient = torch.empty_like(output)
-        write_gradient(log_probabilities.exp_(), labels, ignore_index, smoothing, scale, out=gradient)
-        logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
-    return total
+        return gradient, *[None] * 5
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

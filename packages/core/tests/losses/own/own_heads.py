@@ -42,7 +42,7 @@ class Head(nn.Module):
 
 def layers(data: Any, change: str = "", two: bool = False) -> list[tuple[str, nn.Module]]:
     width = 16
-    head: Any = Head(width, data.vocab_size, change)
+    head: Any = nn.Linear(width, data.vocab_size) if change == "linear" else Head(width, data.vocab_size, change)
     if two:
         head = nn.Sequential(nn.Linear(width, width), head)
     return [("embed", Embed(data.vocab_size, width)), ("block", nn.Linear(width, width)), ("head", head)]

@@ -1,0 +1,119 @@
+"""The last linear and the cross-entropy: with all logits, with torch's functions, and in chunks of tokens. One process.
+
+Each contestant computes forward and backward of one microbatch, and adds the weight's gradient to an accumulator, as a step
+does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peaks import peak_live_mb
+from protocol import compare, interleave, noise_of, parser, report
+from sley_core.engine.direct import DirectLinear, Handover, WeightQueue
+from sley_core.engine.step_batch import BatchWeight
+from sley_core.losses.chunked_head import HeadChunks, LazyLogits, LogitsHead
+from sley_core.losses.cross_entropy import cross_entropy_of_logits
+
+BASE, AGAIN = "all logits", "all logits again"
+IGNORED = -100
+
+
+class Microbatch:
+    """Hidden states [n, h], the weight [v, h], its accumulated gradient in fp32, and labels."""
+
+    def __init__(self, num_tokens: int, width: int, num_classes: int, dtype: torch.dtype) -> None:
+        self.hidden = torch.randn(num_tokens, width).to(dtype).requires_grad_()
+        self.weight = nn.Parameter((0.02 * torch.randn(num_classes, width)).to(dtype))
+        self.gradient = torch.zeros(num_classes, width)
+        self.labels = torch.randint(num_classes, (num_tokens,))
+        self.scale = torch.tensor(1.0 / num_tokens)
+
+    def accumulate(self, rows: Tensor, inputs: Tensor) -> None:
+        if rows.dtype == self.gradient.dtype:
+            self.gradient.addmm_(rows.t(), inputs)
+        else:
+            self.gradient += rows.t() @ inputs
+
+    def backward(self, total: Tensor) -> None:
+        total.backward(self.scale)
+        self.hidden.grad = None
+
+    def all_logits(self) -> None:
+        sink: Any = Handover(self.accumulate, WeightQueue())
+        logits: Any = DirectLinear.apply(self.hidden, self.weight, None, sink, None)
+        total = cross_entropy_of_logits(logits, self.labels, IGNORED, 0.0)
+        del logits
+        self.backward(total)
+
+    def in_chunks(self) -> None:
+        logits = LazyLogits(_Head(self), self.hidden)
+        self.backward(logits.cross_entropy(self.labels, IGNORED, 0.0))
+
+    def torchs(self, function: Callable[[], Tensor]) -> None:
+        """Lets autograd compute the weight's gradient of `function`, and adds it."""
+        self.backward(function())
+        gradient, self.weight.grad = self.weight.grad, None
+        assert gradient is not None
+        self.gradient += gradient
+
+    def cross_entropy(self) -> Tensor:
+        return F.cross_entropy(F.linear(self.hidden, self.weight).float(), self.labels, reduction="sum")
+
+    def linear_cross_entropy(self) -> Tensor:
+        options = nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]  # from torch 2.13
+        return F.linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum", options=options)  # type: ignore[attr-defined]
+
+
+class _Head(LogitsHead):
+    """The head of a microbatch."""
+
+    def __init__(self, microbatch: Microbatch) -> None:
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.weight = microbatch.weight
+        super().__init__(HeadChunks("", "", None, BatchWeight(lambda: len(microbatch.labels))), linear)
+        self.accumulate = microbatch.accumulate  # type: ignore[method-assign]
+
+
+def contestants(microbatch: Microbatch) -> dict[str, Callable[[], None]]:
+    result = {
+        BASE: microbatch.all_logits,
+        AGAIN: microbatch.all_logits,
+        "in chunks": microbatch.in_chunks,
+        "torch cross_entropy": partial(microbatch.torchs, microbatch.cross_entropy),
+    }
+    if hasattr(F, "linear_cross_entropy"):
+        result["torch linear_cross_entropy"] = partial(microbatch.torchs, microbatch.linear_cross_entropy)
+    return result
+
+
+def main() -> None:
+    options = parser(__doc__ or "", rounds=7)
+    options.add_argument("--tokens", type=int, default=2048)
+    options.add_argument("--width", type=int, default=1024)
+    options.add_argument("--classes", type=int, default=32000)
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--only", choices=("times", "memory"), default=None)
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    microbatch = Microbatch(chosen.tokens, chosen.width, chosen.classes, getattr(torch, chosen.dtype))
+    steps = contestants(microbatch)
+    title = f"{chosen.tokens} tokens, width {chosen.width}, {chosen.classes} ids, {chosen.dtype}"
+    if chosen.only in (None, "memory"):
+        peaks = {name: round(peak_live_mb(step)) for name, step in steps.items() if name != AGAIN}
+        report(f"peak MiB of live tensors, {title}", [], peaks, chosen.json)
+    if chosen.only in (None, "times"):
+        torch.set_num_threads(chosen.threads)
+        rows = compare(interleave(steps, chosen.rounds, warmup=1), BASE)
+        report(f"forward and backward, {title}", rows, {"noise": round(noise_of(rows, AGAIN), 3)}, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
