@@ -1,4 +1,4 @@
-"""A run with `[adapters]` is exported for peft and as a merged model, evaluated and sampled."""
+"""A run with `[adapters]`, averaged or not, is exported for peft and as a merged model, evaluated and sampled."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def trained(texts: Path, folder: Path) -> Trained:
             precision__compute="fp32",
             model={"use": use, "weights": str(trained_runs.save_model(folder / "base", family, **CHANGES))},
             adapters={"use": "hf.lora", "rank": 4, "alpha": 8.0, **adapters},
+            averaging={"use": "optim.ema", "decay": 0.5} if use == "hf.decoder" else None,
         )
         return folder / "run", trained_runs.train(tables, texts, folder / "run", save)
 

@@ -60,7 +60,7 @@ def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], Non
         save(run, to)
         (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
         output: Any = TOKENS
-        with torch.no_grad():
+        with torch.no_grad(), run.stepper.update.evaluated():
             for layer in run.layers:
                 output = layer.module(output)
     return output.float()
