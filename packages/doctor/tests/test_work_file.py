@@ -1,4 +1,4 @@
-"""A rank's file of windows: failures of its file system, and damaged lines."""
+"""Tests the file of a rank's windows: failures of its file system, and damaged lines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STEPS = 10
 
 
 def window(number: int, forward_s: float = 0.5, **changed: Any) -> Window:
-    """The window number `number`, from 0, of as many steps as each."""
+    """Returns window `number`, from 0, of STEPS steps."""
     first = number * STEPS + 1
-    found = Window(
+    default = Window(
         first,
         first + STEPS - 1,
         float(number),
@@ -27,11 +27,11 @@ def window(number: int, forward_s: float = 0.5, **changed: Any) -> Window:
         work={"F0": Spread(forward_s, forward_s, forward_s)},
         waits=Spread(0.0, 0.1, 0.2),
     )
-    return replace(found, **changed)
+    return replace(default, **changed)
 
 
-def written(folder: Path, numbers: range) -> Path:
-    """The file of a rank that has written these windows."""
+def write_windows(folder: Path, numbers: range) -> Path:
+    """Returns the file of a rank that has written these windows."""
     path = folder / "work" / "rank-0.jsonl"
     notes: list[str] = []
     file = WorkFile(path, START, notes)
@@ -42,20 +42,20 @@ def written(folder: Path, numbers: range) -> Path:
     return path
 
 
-def test_a_line_that_was_written_in_part_costs_only_itself(tmp_path: Path) -> None:
-    """The disk was full. What the next start wrote was taken for that of the one before."""
-    path = written(tmp_path, range(2))
+def test_a_partly_written_line_is_skipped(tmp_path: Path) -> None:
+    """A full disk cuts the last line; the next start begins a new line."""
+    path = write_windows(tmp_path, range(2))
     path.write_bytes(path.read_bytes()[:-40])
-    again = WorkFile(path, replace(START, host="there", time=2.0), [])
-    again.add(format_line(window(5)))
-    again.close()
-    (found,) = read_records(tmp_path)
-    assert (found.start.host, [one.first for one in found.windows]) == ("there", [51])
+    restarted = WorkFile(path, replace(START, host="there", time=2.0), [])
+    restarted.add(format_line(window(5)))
+    restarted.close()
+    (record,) = read_records(tmp_path)
+    assert (record.start.host, [window.first for window in record.windows]) == ("there", [51])
 
 
-def test_a_system_that_takes_a_line_in_parts_gets_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = work_file.os.write
     monkeypatch.setattr(work_file.os, "write", lambda file, data: write(file, data[:100]))
-    written(tmp_path, range(2))
-    (found,) = read_records(tmp_path)
-    assert len(found.windows) == 2
+    write_windows(tmp_path, range(2))
+    (record,) = read_records(tmp_path)
+    assert len(record.windows) == 2

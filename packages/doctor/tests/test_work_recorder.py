@@ -1,4 +1,4 @@
-"""What ranks record of their work: it adds up to the step, it stands where it was done, and the run is the same without it."""
+"""Tests that recorded work and waits add up to the step, belong to the right action, and do not change the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW_S = 0.05
 
 
 class Clock:
-    """Stands in for `time.perf_counter`, so that a busy machine adds nothing: `sleep` moves it by SLOW_S, a reading by 1 us."""
+    """Replaces `time.perf_counter`, so that a busy machine adds nothing. `sleep` adds SLOW_S, and a reading adds 1 us."""
 
     now_s = 0.0
 
@@ -61,7 +61,7 @@ class Late(torch.autograd.Function):
 
 def slow_down(run: Run, layer: str, direction: str, clock: Clock) -> None:
     """Makes the forward or the backward of `layer` sleep."""
-    (module,) = [one.module for one in run.layers if one.name == layer]
+    (module,) = [candidate.module for candidate in run.layers if candidate.name == layer]
     if direction == "forward":
         module.register_forward_pre_hook(lambda *_: clock.sleep())
     else:
@@ -80,10 +80,10 @@ def recorded(run: Run, folder: Path) -> AbstractContextManager[None]:
     return record_work(run.parts, run.feed, folder, run.notes)
 
 
-def losses_of(
+def record_losses(
     tables: Mapping[str, Any], own: Path, folder: Path, slow: tuple[str, str, Clock] | None = None, steps: int = 5
 ) -> list[float]:
-    """Takes steps, and returns their losses. slow: the layer that sleeps, in which direction, by which clock."""
+    """Takes steps and returns their losses. slow: the layer that sleeps, its direction, and the clock."""
     plan = plan_from_dict(tables, own)
     with World.join(plan.run.device) as world, assemble(plan, world) as run, one_step_windows():
         if slow:
@@ -92,20 +92,20 @@ def losses_of(
             return [run.step()["loss"] for _ in range(steps)]
 
 
-def alone(*args: Any, **options: Any) -> WorkRecord:
-    losses_of(*args, **options)
-    (found,) = read_records(args[2])
-    return found
+def record_one_process(*args: Any, **options: Any) -> WorkRecord:
+    record_losses(*args, **options)
+    (record,) = read_records(args[2])
+    return record
 
 
 def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
-    found = alone(small_plan(), texts, tmp_path)
-    assert [(one.first, one.last) for one in found.windows] == [(step, step) for step in range(1, 6)]
-    for one in found.windows[:-1]:
-        work = sum(spent.median for spent in one.work.values())
-        assert work == pytest.approx(one.seconds.median, rel=1e-3, abs=1e-5)
-        assert all(spent.median >= 0 for spent in one.work.values()), one.work
-        assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= one.work.keys()
+    record = record_one_process(small_plan(), texts, tmp_path)
+    assert [(window.first, window.last) for window in record.windows] == [(step, step) for step in range(1, 6)]
+    for window in record.windows[:-1]:
+        work = sum(spread.median for spread in window.work.values())
+        assert work == pytest.approx(window.seconds.median, rel=1e-3, abs=1e-5)
+        assert all(spread.median >= 0 for spread in window.work.values()), window.work
+        assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= window.work.keys()
 
 
 @pytest.mark.sample(2)
@@ -113,7 +113,7 @@ def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", ["embed", "blocks.1"])
 def test_slow_work_counts_for_its_action(slow: str, layer: str, clock: Clock, texts: Path, tmp_path: Path) -> None:
     """Each of four microbatches sleeps."""
-    record = alone(small_plan(), texts, tmp_path, slow=(layer, slow, clock), steps=3)
+    record = record_one_process(small_plan(), texts, tmp_path, slow=(layer, slow, clock), steps=3)
     for window in record.windows:
         for location, direction in {"F0": "forward", "B0": "backward"}.items():
             assert window.work[location].median == pytest.approx(4 * SLOW_S * (slow == direction), abs=1e-3)
@@ -121,23 +121,23 @@ def test_slow_work_counts_for_its_action(slow: str, layer: str, clock: Clock, te
 
 def test_recomputation_counts_for_the_backward(clock: Clock, texts: Path, tmp_path: Path) -> None:
     tables = small_plan(activations={"use": "core.recompute"})
-    for window in alone(tables, texts, tmp_path, slow=("blocks.0", "forward", clock), steps=3).windows:
+    for window in record_one_process(tables, texts, tmp_path, slow=("blocks.0", "forward", clock), steps=3).windows:
         for location in ("F0", "B0"):
             assert window.work[location].median == pytest.approx(4 * SLOW_S, abs=1e-3)
 
 
-def test_the_run_has_the_same_bits_and_nothing_follows_it_afterwards(texts: Path, tmp_path: Path) -> None:
+def test_recording_changes_no_bit_and_leaves_no_callback(texts: Path, tmp_path: Path) -> None:
     plan = plan_from_dict(small_plan(), texts)
     with World.alone("cpu") as world, assemble(plan, world) as run:
         plain = [run.step()["loss"] for _ in range(5)]
-    assert losses_of(small_plan(), texts, tmp_path) == plain
+    assert record_losses(small_plan(), texts, tmp_path) == plain
     with World.alone("cpu") as world, assemble(plan, world) as run:
         with recorded(run, tmp_path / "again"):
             run.step()
         assert run.groups.progress.step_progress.follow is run.groups.progress.follow_wait is None
 
 
-def test_an_evaluation_is_told_apart_from_what_comes_between_steps(clock: Clock, texts: Path, tmp_path: Path) -> None:
+def test_an_evaluation_is_separate_from_work_between_steps(clock: Clock, texts: Path, tmp_path: Path) -> None:
     plan = small_plan(run__steps=3, data__held_out=0.5, evaluation={"every": 1, "steps": 1})
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
         assert run.held_out is not None
@@ -157,27 +157,27 @@ def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
         run.step()
         run.step()
         fail_once(run)
-    (found,) = read_records(tmp_path)
-    assert [(one.first, one.last) for one in found.windows] == [(1, 2)]
+    (record,) = read_records(tmp_path)
+    assert [(window.first, window.last) for window in record.windows] == [(1, 2)]
 
 
-def test_a_file_that_cannot_be_written_ends_the_record_and_not_the_run(texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "work").write_text("in the way", "utf-8")
+def test_a_failed_write_ends_only_the_recording(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("a file, not a folder", "utf-8")
     with World.alone("cpu") as world, assemble(plan_from_dict(small_plan(), texts), world) as run:
         with recorded(run, tmp_path):
             for _ in range(3):
                 run.step()
-        (note,) = [one for one in run.notes if "not recorded" in one]
+        (note,) = [note for note in run.notes if "not recorded" in note]
     assert "work/rank-0.jsonl" in note
 
 
-def test_a_rank_that_waits_and_one_that_is_waited_for(ranks: Any, texts: Path, tmp_path: Path) -> None:
+def test_a_rank_waits_for_a_slow_rank(ranks: Any, texts: Path, tmp_path: Path) -> None:
     """Rank 1 sleeps between two steps."""
     ranks(2)(_with_a_slow_listener, small_plan(parallel={"dp": 2}), texts, tmp_path)
     waiting, slow = read_records(tmp_path)
-    assert all(one.work["between"].median > SLOW_S for one in slow.windows[:-1])
-    assert min(one.work["between"].median for one in waiting.windows) < SLOW_S
-    assert max(one.waits.median for one in waiting.windows) > 0.8 * SLOW_S
+    assert all(window.work["between"].median > SLOW_S for window in slow.windows[:-1])
+    assert min(window.work["between"].median for window in waiting.windows) < SLOW_S
+    assert max(window.waits.median for window in waiting.windows) > 0.8 * SLOW_S
 
 
 def _with_a_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:

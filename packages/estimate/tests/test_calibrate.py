@@ -1,4 +1,4 @@
-"""What calibration measures, and what it makes of it."""
+"""Tests calibration: the measured figures, their use in estimates, and the machine file."""
 
 from __future__ import annotations
 
@@ -33,26 +33,24 @@ BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "m
 SIZES = (1e6, 1e7, 1e8, 1e9)
 
 
-def test_the_law_of_products_is_found_from_its_own_times() -> None:
-    found = fit_saturation([(n, (n + 3e7) / 2e12) for n in SIZES])
-    assert found["flops_per_s"] == pytest.approx(2e12)
-    assert found["half_flops"] == pytest.approx(3e7)
+def test_saturation_is_fitted_to_exact_times() -> None:
+    assert fit_saturation([(n, (n + 3e7) / 2e12) for n in SIZES]) == pytest.approx({"flops_per_s": 2e12, "half_flops": 3e7})
 
 
 @pytest.mark.parametrize(("kind", "rounds", "size"), [("sum", 2 * 3, 4), ("gather", 3, 4), ("send", 1, 2), ("swap", 1, 4)])
-def test_latency_and_bandwidth_are_found_from_their_own_times(kind, rounds, size) -> None:
+def test_latency_and_bandwidth_are_fitted_to_exact_times(kind, rounds, size) -> None:
     share = {"send": 1.0, "swap": (size - 1) / size}.get(kind, rounds / size)
 
     def seconds(num_bytes):
         return rounds * 2e-5 + share * num_bytes / 3e9
 
-    found = fit_link(seconds(SMALL_BYTES), seconds(LARGE_BYTES), kind, size)
-    assert found == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
-    same_host = {**found, "shared": False}
+    link = fit_link(seconds(SMALL_BYTES), seconds(LARGE_BYTES), kind, size)
+    assert link == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
+    same_host = {**link, "shared": False}
     table = LinksTable.model_validate({"ranks_per_host": size, "same_host": same_host})
     num_bytes = 3 * LARGE_BYTES
     cost = message_cost(num_bytes, 0, 1, table) if kind == "send" else collective_cost(kind, num_bytes, range(size), table)
-    assert sum(cost) == pytest.approx(seconds(num_bytes)), "what estimates compute with it"
+    assert sum(cost) == pytest.approx(seconds(num_bytes)), "estimates invert the fit"
 
 
 def links_of(timeout_s):
@@ -60,35 +58,34 @@ def links_of(timeout_s):
         return measure_links(world, timeout_s)
 
 
-def test_links_are_measured_alike_on_all_ranks(ranks) -> None:
+def test_links_are_equal_on_all_ranks(ranks) -> None:
     first, second = ranks(2)(links_of, 30.0)
     assert first == second
-    same = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
-    assert all(getattr(same, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
+    link = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
+    assert all(getattr(link, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
 
 
-def failure_of_one() -> str:
-    """What a rank says when rank 1 cannot time layers."""
+def calibration_error() -> str:
+    """Returns the error of this rank if rank 1 cannot time layers."""
 
-    def fails_on_one(plan: Plan, device: Device) -> list[dict[str, Any]]:
+    def fail_on_rank_1(plan: Plan, device: Device) -> list[dict[str, Any]]:
         if dist.get_rank() == 1:
             raise MemoryError("too large")
         return measure_layers(plan, device)
 
-    with World.join("cpu") as world, short_calibration(), patch.object(timed_layers, "measure_layers", fails_on_one):
+    with World.join("cpu") as world, short_calibration(), patch.object(timed_layers, "measure_layers", fail_on_rank_1):
         with pytest.raises((MemoryError, RunError)) as raised:
             measure_machine(world, plan_from_dict(small_plan(data=SMALL)), 30.0)
         return str(raised.value)
 
 
-def test_no_rank_waits_for_one_that_cannot_time_layers(ranks) -> None:
-    """Rank 0 was in a barrier until its time was over. Alone, its times are not those of a run."""
-    first, second = ranks(2)(failure_of_one)
+def test_a_rank_that_cannot_time_layers_ends_all(ranks) -> None:
+    first, second = ranks(2)(calibration_error)
     assert "rank 1 could not measure its device and layers: MemoryError: too large" in first
     assert second == "too large"
 
 
-def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
+def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
     plan = plan_from_dict(small_plan(data=SMALL, model__num_layers=3))
     with World.alone("cpu") as world, short_calibration():
         tables = measure_layers(plan, world.device)
@@ -98,30 +95,30 @@ def test_layers_of_a_plan_are_timed_once_each_and_priced_so() -> None:
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = build_meta_model(plan, dataset.info)
     priced = price_layers(plan, model, meta_micro_batch(plan, dataset), machine)
-    assert [one.name for one in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
-    assert all(one.source == "measured" for one in priced)
+    assert [layer.name for layer in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert all(layer.source == "measured" for layer in priced)
     assert priced[1].seconds == priced[3].seconds
     assert priced[1].output_bytes == 2 * 24 * 16 * 8
 
 
 @pytest.mark.parametrize("order", range(5))
-def test_buckets_are_stepped_and_leave_whenever_copies_happen(order: int) -> None:
-    """Gradients are there when they are stepped with, and each bucket leaves as it was rounded."""
+def test_host_optimizer_waits_for_its_copies(order: int) -> None:
+    """Gradients arrive before their step, and each bucket returns as it was rounded."""
     device = DrawnDevice(order=order)
     with short_calibration(), device.watching():
-        stepping = HostOptimizerBench(device)
-        assert stepping.step() > 0
-        first = [float(one.detach()[0]) for one in stepping.parameters]
-        stepping.step()
-    assert len(set(first)) == 1
-    assert first[0] < 1.0, "a step against a gradient of 1"
-    for parameter in stepping.parameters:
+        bench = HostOptimizerBench(device)
+        assert bench.step() > 0
+        first_values = [float(parameter.detach()[0]) for parameter in bench.parameters]
+        bench.step()
+    assert len(set(first_values)) == 1
+    assert first_values[0] < 1.0, "a step against a gradient of 1"
+    for parameter in bench.parameters:
         assert parameter.detach().unique().numel() == 1
-        assert float(parameter.detach()[0]) < first[0]
-    assert stepping.device_weights.equal(stepping.parameters[-1].detach().bfloat16())
+        assert float(parameter.detach()[0]) < first_values[0]
+    assert bench.device_weights.equal(bench.parameters[-1].detach().bfloat16())
 
 
-def test_the_bandwidth_is_one_that_machines_have() -> None:
+def test_host_bandwidth_is_plausible() -> None:
     with short_calibration():
         assert 1e6 < measure_host_bandwidth(DrawnDevice()) < 1e13
 
@@ -166,7 +163,7 @@ def read(tmp_path, text):
     return load_machine(file)
 
 
-def test_what_is_written_is_what_is_read(tmp_path):
+def test_written_machine_is_read_back(tmp_path):
     machine = read(tmp_path, GOOD)
     assert machine.device.matmul.fp16.half_flops == 1e9
     assert machine.links.other_host.shared
@@ -193,24 +190,22 @@ def test_what_is_written_is_what_is_read(tmp_path):
         ("ranks_per_host = 4", "ranks_per_host = 0", "out-of-range", 15),
     ],
 )
-def test_what_no_machine_has_is_refused_at_its_line(tmp_path, old, new, code, line):
+def test_invalid_value_is_refused_with_its_line(tmp_path, old, new, code, line):
     with pytest.raises(PlanError) as caught:
         read(tmp_path, GOOD.replace(old, new, 1))
-    found = caught.value.diagnostics
-    assert code in {one.code for one in found}, found
-    first = next(one for one in found if one.code == code)
-    assert first.place.line == line
-    assert first.hint or code in ("out-of-range", "wrong-type", "wrong-value")
+    by_code = {diagnostic.code: diagnostic for diagnostic in caught.value.diagnostics}
+    assert by_code[code].place.line == line
+    assert by_code[code].hint or code in ("out-of-range", "wrong-type", "wrong-value")
 
 
-def test_a_file_that_is_not_there_is_told_with_how_to_make_one(tmp_path):
+def test_missing_file_has_a_hint(tmp_path):
     with pytest.raises(PlanError) as caught:
         load_machine(tmp_path / "none.toml")
     assert caught.value.diagnostics[0].code == "machine-missing"
     assert "calibrate" in caught.value.diagnostics[0].hint
 
 
-def test_a_layer_stands_there_once():
+def test_duplicate_layer_is_refused():
     seconds = dict.fromkeys(("forward", "backward", "input_gradient", "weight_gradient"), 1.0)
     layer = {"key": "0" * 16, "name": "x", "output_bytes": 8, **seconds}
     tables = {
@@ -222,7 +217,7 @@ def test_a_layer_stands_there_once():
         machine_from_dict(tables)
 
 
-def test_a_cpu_runs_ahead_of_no_device():
+def test_engine_table_of_a_cpu_is_refused():
     engine = {"step_s": 1e-3, "parameter_s": 2e-5, "micro_s": 2e-4, "gradient_s": 1e-5}
     with pytest.raises(PlanError, match="ahead of no device"):
         machine_from_dict(small_machine(device__kind="cpu", engine=engine))

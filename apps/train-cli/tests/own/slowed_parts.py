@@ -1,7 +1,7 @@
-"""A model, data and an optimizer of which one is slow on one rank, as the variable SLEY_TEST_SLOW says.
+"""A model, data and an optimizer. The environment variable SLEY_TEST_SLOW makes one of them slow on one rank.
 
 {"kind": "backward", "rank": 1, "layer": 2, "seconds": 0.05}: the backward of the third block takes 50 ms more in each step.
-kind: data, forward, backward or optimizer; none where nothing is slow.
+kind: data, forward, backward, optimizer or none.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from sley_testing.habits import Embed
 VARIABLE = "SLEY_TEST_SLOW"
 HIDDEN, SEQUENCE, VOCABULARY, NUM_BLOCKS = 64, 32, 64, 4
 NUM_MICROS = 2
-"""Of a rank in a step."""
+"""The number of microbatches of a rank in a step."""
 
 
 class Slow:
-    """What is slow on this rank, as it is now: a process may run several cases."""
+    """The slow part of this rank. A process may run several cases."""
 
     def __init__(self) -> None:
-        told = json.loads(os.environ.get(VARIABLE, "{}"))
-        is_own = bool(told) and int(os.environ.get("RANK", "0")) == told["rank"]
-        self.kind = told["kind"] if is_own else "none"
-        self.layer = told.get("layer", -1)
-        self.seconds = told.get("seconds", 0.0)
+        case = json.loads(os.environ.get(VARIABLE, "{}"))
+        is_slow = bool(case) and int(os.environ.get("RANK", "0")) == case["rank"]
+        self.kind = case["kind"] if is_slow else "none"
+        self.layer = case.get("layer", -1)
+        self.seconds = case.get("seconds", 0.0)
 
     def is_at(self, kind: str, layer: int) -> bool:
         return self.kind == kind and self.layer == layer
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose backward sleeps."""
+    """Returns its input, and sleeps in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
@@ -52,30 +52,30 @@ class Late(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, place: int, slow: Slow) -> None:
+    def __init__(self, index: int, slow: Slow) -> None:
         super().__init__()
-        self.place, self.slow = place, slow
+        self.index, self.slow = index, slow
         self.inner = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.outer = nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
         slow = self.slow
-        made = hidden + self.outer(torch.relu(self.inner(hidden)))
+        output = hidden + self.outer(torch.relu(self.inner(hidden)))
         if not self.training:
-            return made
-        if slow.is_at("forward", self.place):
+            return output
+        if slow.is_at("forward", self.index):
             time.sleep(slow.seconds / NUM_MICROS)
-        return Late.apply(made, slow.seconds / NUM_MICROS) if slow.is_at("backward", self.place) else made  # type: ignore[no-any-return, no-untyped-call]
+        return Late.apply(output, slow.seconds / NUM_MICROS) if slow.is_at("backward", self.index) else output  # type: ignore[no-any-return, no-untyped-call]
 
 
 def layers() -> list[tuple[str, nn.Module]]:
     slow = Slow()
-    blocks: list[tuple[str, nn.Module]] = [(f"blocks.{place}", Block(place, slow)) for place in range(NUM_BLOCKS)]
+    blocks: list[tuple[str, nn.Module]] = [(f"blocks.{index}", Block(index, slow)) for index in range(NUM_BLOCKS)]
     return [("embed", Embed(VOCABULARY, HIDDEN)), *blocks, ("head", nn.Linear(HIDDEN, VOCABULARY))]
 
 
 class Samples:
-    """Tokens that count up; on a rank with slow data each takes its share of the seconds."""
+    """Samples of ascending tokens. On a rank with slow data, each sample takes its share of the seconds."""
 
     def __init__(self, context: DataContext) -> None:
         self.slow = Slow()
@@ -92,7 +92,7 @@ class Samples:
 
 
 class Sgd(torch.optim.SGD):
-    """SGD, which sleeps on a rank with a slow optimizer."""
+    """Sleeps on a rank with a slow optimizer."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
