@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from sley_core.errors import UsageError
-from sley_estimate.commands.estimate import parse_size
+from sley_estimate.commands.estimate import UNCOMPILED, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
 from train_cli.main import main
@@ -29,6 +29,12 @@ def test_each_stage_is_told_with_its_parts_and_whether_it_fits(cli: Cli, plan: P
     assert "on stage 0, which fits into 1.00 GiB " in result.out
     result = cli("estimate", plan, "--memory", "20000B")
     assert (result.code, "exceeds 19.53 KiB by " in result.out) == (1, True)
+
+
+def test_a_compiled_plan_is_estimated_as_if_it_were_not_compiled(cli: Cli, plan: Path) -> None:
+    result = cli("estimate", plan, changes=["model.compile=true"])
+    assert result.code == 0, result.err
+    assert result.out.splitlines() == [*cli("estimate", plan).out.splitlines(), UNCOMPILED]
 
 
 def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: Path) -> None:

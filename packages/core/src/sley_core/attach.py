@@ -83,7 +83,7 @@ def build_stepper(
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
-    if config := plan.model.config.compile:
+    if (config := plan.model.config.compile) and parts.world.simulation is None:
         head = parts.head and parts.head.layer  # its call would return no tensor
         layers = [layer for layer in stage.layers if layer.name != head]
         compile_layers(layers, CompileConfig() if config is True else config, undo)

@@ -41,7 +41,7 @@ def test_a_closed_run(small, own, monkeypatch, is_compiled):
     changes = {"model__compile": True} if is_compiled else direct
     plan = plan_from_dict(small(evaluation={"every": 9, "steps": 1}, **changes), own)
     with record_built_models() as kept, assemble(plan, World.alone("cpu")) as run:
-        assert len(compiled_forwards) == (len(run.layers) if is_compiled else 0)
+        assert len(compiled_forwards) == (len(run.layers) + 1 if is_compiled else 0), "the layers and the loss"
         run.step()
         run.evaluate()
         before = output(run)

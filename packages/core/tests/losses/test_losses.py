@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +48,27 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "many":
         monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 2 * CLASSES})
     return str(request.param)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_a_compiled_run_sums_many_logits_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph serves batches with and without ignored labels, and the sum and gradient are those of the definition."""
+    from torch._dynamo.utils import counters  # loads the compiler
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 2 * CLASSES})
+    loss = CrossEntropy(CrossEntropyConfig(label_smoothing=0.1))
+    parts: Any = SimpleNamespace(is_compiled=True, world=SimpleNamespace(simulation=None))
+    loss.attach(parts)
+    counters.clear()
+    logits, labels = samples()
+    for batch_labels in (labels, labels.abs() % CLASSES):
+        total = loss.loss(logits, {"labels": batch_labels})
+        (gradient,) = torch.autograd.grad(total, logits)
+        expected, expected_gradient = oracle(logits, batch_labels, 0.1)
+        torch.testing.assert_close(total.detach(), expected, rtol=1e-13, atol=0)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-13, atol=1e-13)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.model.tensors import device_kind, uniform_items
 from sley_core.protocols import Loss, SplitLogits
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 """The number of logits per chunk. A chunk fits the cache of a CPU, and hides the launch overhead of a GPU."""
@@ -34,6 +37,12 @@ class CrossEntropy(Loss):
         self.fields = (config.labels,)
         self._highest = -1
         self._is_first = not config.copying
+        self._compiled_sum: Any = None
+
+    def attach(self, parts: Parts) -> None:
+        """Compiles the sum over many logits if the plan compiles the layers and the run is real."""
+        if parts.is_compiled and parts.world.simulation is None:
+            self._compiled_sum = torch.compile(sum_cross_entropy)
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         """Returns the number of labels that are not ignored, computed on the host. Records the highest label for `loss`.
@@ -69,7 +78,8 @@ class CrossEntropy(Loss):
             hint = "return only the logits from the last layer, or set your own loss by `factory`"
             raise RunError("loss-output", message, hint=hint)
         _check_fit(output.shape, labels, output.dtype)
-        return cross_entropy_of_logits(output, labels, self.config.ignore_index, self.config.label_smoothing)
+        options = self.config.ignore_index, self.config.label_smoothing
+        return cross_entropy_of_logits(output, labels, *options, sum_many=self._compiled_sum)
 
     def _label_range(self, labels: Tensor) -> tuple[int, int]:
         """Returns the lowest and highest label. The lowest is negative if any label is ignored, the highest if all are."""
@@ -109,9 +119,14 @@ class CrossEntropy(Loss):
         return batch[name]
 
 
-def cross_entropy_of_logits(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...], in chunks if there are many."""
-    function = sum_cross_entropy if logits.numel() <= _chunk_elements(logits) else ChunkedCrossEntropy.apply
+def cross_entropy_of_logits(
+    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, *, sum_many: Any = None
+) -> Tensor:
+    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...]. Many logits are processed by
+    `sum_many`, a compiled `sum_cross_entropy` that fuses the softmax, or by default in chunks.
+    """
+    is_few = logits.numel() <= _chunk_elements(logits)
+    function = sum_cross_entropy if is_few else sum_many or ChunkedCrossEntropy.apply
     total: Tensor = function(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index, smoothing)
     return total
 

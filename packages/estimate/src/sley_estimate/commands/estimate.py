@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sley_estimate.step.estimate import PlanSeconds
 
 GIB = 1 << 30
+UNCOMPILED = "the layers are estimated as if they were not compiled"
 COUNTED = "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
 
 UNITS = {
@@ -109,6 +110,8 @@ def estimate(
         typer.echo("\n".join(bytes_lines(stages, size, limit)))
         if seconds is not None and machine_file is not None:
             typer.echo("\n".join(seconds_lines(seconds, machine_file)))
+        if resolved.model.config.compile:
+            typer.echo(UNCOMPILED)
     if limit is not None and max(stage.peak for stage in stages) > limit:
         raise typer.Exit(1)
 
