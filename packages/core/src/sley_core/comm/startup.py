@@ -19,11 +19,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
 from torch.distributed.rendezvous import rendezvous
 
-_FIRST_BYTES = 1016
-"""The number of text bytes in the same message as the length."""
-
-_LENGTH = 8
-
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's `value` in the order of ranks, by default over the default group. Blocks.
@@ -31,30 +26,22 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     value: serialisable as JSON; tuples return as lists, and keys of mappings as strings.
     """
     local = _encode(value, group)
-    length = torch.tensor([local.numel()], dtype=torch.int64, device=local.device).view(torch.uint8)
-    heads = _gather_padded(torch.cat((length, local[:_FIRST_BYTES])), _LENGTH + _FIRST_BYTES, group)
-    lengths = [int(head[:_LENGTH].view(torch.int64)) for head in heads]
-    num_remaining = max(lengths) - _FIRST_BYTES
-    # All members see the same lengths.
-    tails = _gather_padded(local[_FIRST_BYTES:], num_remaining, group) if num_remaining > 0 else [local[:0]] * len(heads)
-    texts = (torch.cat((head[_LENGTH:], tail)) for head, tail in zip(heads, tails, strict=True))
-    return [_decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    sizes = _gather_padded(torch.tensor([local.numel()], dtype=torch.int64, device=local.device), 1, group)
+    lengths = [int(size) for size in sizes]
+    texts = _gather_padded(local, max(lengths), group)  # all members see the same lengths
+    return [json.loads(bytes(text[:length].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
 
-def _gather_padded(local: Tensor, num_bytes: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Returns every rank's `local`, padded to `num_bytes`. A collective over `group`."""
-    outputs = [torch.zeros(num_bytes, dtype=torch.uint8, device=local.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(outputs, torch.nn.functional.pad(local, (0, num_bytes - local.numel())), group=group)
+def _gather_padded(local: Tensor, numel: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Returns every rank's `local`, padded to `numel` elements. A collective over `group`."""
+    outputs = [local.new_zeros(numel) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(outputs, torch.nn.functional.pad(local, (0, numel - local.numel())), group=group)
     return outputs
 
 
 def _encode(value: Any, group: dist.ProcessGroup | None) -> Tensor:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-
-
-def _decode(text: Tensor) -> Any:
-    return json.loads(bytes(text.tolist()))
 
 
 STORE = "SLEY_STORE"
