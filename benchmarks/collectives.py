@@ -23,7 +23,7 @@ def times(mebibytes: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds on this rank for a whole tensor of that size, by kind and form."""
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    topology = Topology.of(size, wp=size)
+    topology = Topology.from_sizes(size, wp=size)
     limit = timedelta(seconds=60)
     group = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit)["wp"]
     near = make_groups(topology, dist.get_rank(), backend="gloo", timeout=limit, cross_memory=True)["wp"]

@@ -143,7 +143,7 @@ class Contestant:
 
 def speed_text(run: Run, work: Workload, counts: BatchCounts, seconds: float, peak_bytes: int | None) -> str:
     """Returns the tokens/s, TFLOP/s, MFU and peak memory of a step that takes `seconds`."""
-    flops_per_s = run.samples.meter.flops.of(counts) / seconds
+    flops_per_s = run.samples.meter.flops.total(counts) / seconds
     peak_flops = run.samples.meter.peak_flops
     text = f"{work.num_tokens / seconds:,.0f} tok/s, {flops_per_s / 1e12:,.3g} TFLOP/s"
     text += f", MFU {100 * flops_per_s / peak_flops:.1f} %" if peak_flops else ""
@@ -185,7 +185,7 @@ def compare_with_plain_loop(work: Workload, device: str, is_compiled: bool) -> l
         if is_compiled:
             figures += [Figure("a, compiled: Sley's first step, which compiles", f"{contestants['Sley'].first_s:.1f} s")]
         if is_compiled and peak_flops is not None:
-            mfu = run.samples.meter.flops.of(counts) / peak_flops / (sley.milliseconds / 1e3)
+            mfu = run.samples.meter.flops.total(counts) / peak_flops / (sley.milliseconds / 1e3)
             figures += [Figure("a, compiled: Sley's MFU", f"{100 * mfu:.1f} %", f">= {100 * MIN_MFU:.0f} %", mfu >= MIN_MFU)]
         if device == "cuda":
             num = count_synchronisations(run, batch)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from acting_model import FIRST_LINE, doing
 
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.processes import assert_none_left, processes_with
 from train_cli import rank
@@ -67,7 +67,7 @@ def test_a_signal_stops_a_run_after_its_step(
     assert summary(folder)["outcome"] == "interrupted"
     assert "  weights        runs/small/weights\n" in result.err
     assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
-    assert [row["step"] for row in rows(folder / "runs" / "small")] == list(range(1, steps + 1))
+    assert [row["step"] for row in read_rows(folder / "runs" / "small")] == list(range(1, steps + 1))
     exported = cli("export", "runs/small", "--format", "huggingface", "--out", folder / "out")
     assert f"the weights of step {steps} in" in exported.err
     assert "transformers computes the run's logits" in exported.err

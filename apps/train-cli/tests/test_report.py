@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from started_program import Result
 
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_doctor.reports.fault_report import LaunchReport, write_launch_report
 
 Cli = Callable[..., Result]
@@ -60,7 +60,7 @@ def test_a_report_has_the_results_of_the_run(cli: Cli, run: Path) -> None:
     assert "url(http" not in html
     assert "@import" not in html
     assert page.texts.keys() >= set(SECTIONS)
-    last, summary = list(rows(run))[-1], json.loads((run / "summary.json").read_text("utf-8"))
+    last, summary = list(read_rows(run))[-1], json.loads((run / "summary.json").read_text("utf-8"))
     assert f"{last['loss']:,.6g}" in page.texts["summary"]
     assert f"{summary['held_out_loss']:,.6g}" in page.texts["summary"]
     assert page.charts == {"curves": 10}

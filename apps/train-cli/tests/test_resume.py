@@ -26,7 +26,7 @@ EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
 
 def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
-    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.rows(folder / "runs" / name)]
+    return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.read_rows(folder / "runs" / name)]
 
 
 @pytest.fixture

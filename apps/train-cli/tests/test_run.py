@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from acting_model import FIRST_LINE, doing
 
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from sley_testing.processes import listening_sockets
 from train_cli.run_folder import check_run_folder
@@ -32,7 +32,7 @@ def assert_is_complete(folder: Path, plan: Path, *options: str) -> None:
     assert actual.model == expected.model
     resolved_keys = {"samples_per_epoch"}
     assert actual.data.config.model_dump(exclude=resolved_keys) == expected.data.config.model_dump(exclude=resolved_keys)
-    assert [row["step"] for row in rows(folder)] == list(range(1, expected.run.steps + 1))
+    assert [row["step"] for row in read_rows(folder)] == list(range(1, expected.run.steps + 1))
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     assert (summary["outcome"], summary["steps"]) == ("finished", expected.run.steps)
 
@@ -82,7 +82,8 @@ def test_data_without_tokens_has_samples_per_second(cli: Cli, own_model: Callabl
     assert result.code == 0, result.err
     assert " samples/s  " in result.err
     assert not any(unit in result.err for unit in ("tok/s", "FLOP/s", "MFU")), "the FLOPs of convolutions are not known"
-    (row, *_), summary = rows(folder / "runs" / "small"), json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
+    (row, *_) = read_rows(folder / "runs" / "small")
+    summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (row["samples"], summary["tokens"], summary["tokens_per_s"], summary["mfu"]) == (4, 0, None, None)
 
 
@@ -96,7 +97,7 @@ def test_a_run_is_replaced_only_with_overwrite(cli: Cli, plan: Path, folder: Pat
     assert "--overwrite" in result.err
     assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8") == before
     assert cli(*arguments, "--overwrite").code == 0
-    assert len(list(rows(folder / "runs" / "small"))) == 1
+    assert len(list(read_rows(folder / "runs" / "small"))) == 1
 
 
 def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> None:
@@ -124,7 +125,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     assert_is_complete(folder / "runs" / "small", plan, *many)
     one_rank = ("--set", "run.steps=3", "--set", "parallel.dp=1", "--set", 'run.name="alone"')
     assert cli("run", plan, *one_rank).code == 0
-    for actual, expected in zip(rows(folder / "runs" / "small"), rows(folder / "runs" / "alone"), strict=False):
+    for actual, expected in zip(read_rows(folder / "runs" / "small"), read_rows(folder / "runs" / "alone"), strict=False):
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 

@@ -73,7 +73,7 @@ def test_handlers_have_their_tolerance(cli: Cli, plan: Path, install: Callable[.
 
 
 def test_a_large_world_has_few_lines(cli: Cli, plan: Path) -> None:
-    topology = Topology.of(2048, pp=4, sp=4, wp=16)
+    topology = Topology.from_sizes(2048, pp=4, sp=4, wp=16)
     lines = [*rank_lines(topology, None), *group_lines(list(topology.groups()))]
     assert len(lines) < 60
     assert any("wp.gather" in line and "128 groups of 16: " in line and "2032-2047" in line for line in lines)

@@ -19,7 +19,7 @@ from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_text import decode_value, encode_value
-from sley_core.run_state.pieces import Rectangle, Region, rectangles
+from sley_core.run_state.pieces import Rectangle, Region, covering_rectangles
 from sley_core.run_state.tensors import join_leaves, state_leaves
 from sley_testing.checkpointer_contract import stretch
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
@@ -35,7 +35,7 @@ def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
     first = data.draw(st.integers(0, numel))
     last = data.draw(st.integers(first, numel))
     whole = torch.arange(numel).view(shape)
-    found = list(rectangles(shape, first, last))
+    found = list(covering_rectangles(shape, first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     parts = [whole[one.slices_in(Rectangle.full(shape))].reshape(-1) for one in found]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), torch.arange(first, last))

@@ -28,7 +28,7 @@ LIMIT = timedelta(seconds=30)
 
 def groups(limit: timedelta = LIMIT, **axes: int) -> Groups:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return make_groups(Topology.of(size, **axes), rank, backend="gloo", timeout=limit, cross_memory=True)
+    return make_groups(Topology.from_sizes(size, **axes), rank, backend="gloo", timeout=limit, cross_memory=True)
 
 
 def wp(limit: timedelta = LIMIT) -> Any:

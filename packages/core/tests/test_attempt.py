@@ -47,15 +47,15 @@ def test_what_an_attempt_has_taken_is_what_a_list_of_its_steps_says(seed):
         taken += [attempt.id] * drawn.randrange(4)
         saved.append((attempt.lineage, list(taken)))
         lineage, steps = drawn.choice(saved)
-        assert attempt.has_taken(lineage, len(steps)) == (taken[: len(steps)] == steps or not steps)
-        assert attempt.wrote(lineage), "all of them are of one run"
+        assert attempt.shares_steps(lineage, len(steps)) == (taken[: len(steps)] == steps or not steps)
+        assert attempt.is_writer_of(lineage), "all of them are of one run"
         assert min(len(steps), count_common_steps(attempt.lineage, lineage)) == _same(taken, steps), "rows that stay"
         if steps:
-            assert attempt.took(steps[-1], len(steps)) == (taken[: len(steps)] == steps)
+            assert attempt.includes_steps(steps[-1], len(steps)) == (taken[: len(steps)] == steps)
         if drawn.random() < 0.5 and steps:
             attempt = resume_attempt(attempt, lineage, len(steps), "given", "path")
             taken = list(steps)
-    assert not attempt.wrote(new_attempt().lineage)
+    assert not attempt.is_writer_of(new_attempt().lineage)
 
 
 def _same(one, other):

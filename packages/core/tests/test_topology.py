@@ -29,7 +29,7 @@ from sley_testing.plans import small_plan
 def topologies(draw: st.DrawFn) -> Topology:
     """A valid topology of at most some hundred ranks; `sp` and `wp` need not divide one another."""
     pp, sp, wp = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    return Topology.of(pp * lcm(sp, wp) * draw(st.integers(1, 4)), pp, sp, wp)
+    return Topology.from_sizes(pp * lcm(sp, wp) * draw(st.integers(1, 4)), pp, sp, wp)
 
 
 def groups_of(topology: Topology, axis: str) -> list[tuple[int, ...]]:
@@ -39,7 +39,7 @@ def groups_of(topology: Topology, axis: str) -> list[tuple[int, ...]]:
 
 def test_sixteen_ranks_in_two_stages() -> None:
     """The worked example: world 16, pp 2, sp 4, wp 2."""
-    topology = Topology.of(16, pp=2, sp=4, wp=2)
+    topology = Topology.from_sizes(16, pp=2, sp=4, wp=2)
     assert (topology.dp, topology.wdp, topology.ranks_per_stage) == (2, 4, 8)
     assert groups_of(topology, "sp") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
     assert groups_of(topology, "wp") == [(rank, rank + 1) for rank in range(0, 16, 2)]
@@ -108,7 +108,7 @@ def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology:
 def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
     """With the numbers put in, before any group is made."""
     with pytest.raises(ValueError, match=f"^{equation}$"):
-        Topology.of(**sizes)
+        Topology.from_sizes(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
 def test_groups_that_cannot_be(monkeypatch, records, told):
     monkeypatch.setattr(Plan, "call", lists(*records))
     with pytest.raises(PluginError) as caught:
-        list(plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.of(4)))
+        list(plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.from_sizes(4)))
     assert told in str(caught.value)
     assert "plugin `zeta` (sley-zeta 1.0) failed in sley_process_groups" in str(caught.value)
 
 
 def test_the_groups_of_a_hundred_thousand_ranks_take_seconds() -> None:
     start = time.process_time()
-    topology = Topology.of(100_000, pp=10, sp=8, wp=16)
+    topology = Topology.from_sizes(100_000, pp=10, sp=8, wp=16)
     table = list(topology.groups())
     seconds = time.process_time() - start
     members = Counter(entry.axis for entry in table for _ in entry.ranks)

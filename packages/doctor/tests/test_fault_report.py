@@ -131,7 +131,7 @@ def gone_apart(folder: Any) -> str:
     """Two sums together, and one of rank 0 alone; rank 1 comes too late to answer."""
     rank = int(os.environ["RANK"])
     with World.join("cpu", timeout_s=20) as world:
-        groups = world.groups(Topology.of(2), timedelta(seconds=LIMIT_S).total_seconds())
+        groups = world.groups(Topology.from_sizes(2), timedelta(seconds=LIMIT_S).total_seconds())
         for name in ("one", "two"):
             groups["all"].all_reduce(torch.ones(2), label=name).wait()
         if rank == 1:

@@ -127,7 +127,7 @@ def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
 
 def sum_of_ones(num_terms):
     """Returns sums over all ranks, to which the first rank contributes `num_terms` and every other rank 1."""
-    topology, rank = Topology.of(torch.distributed.get_world_size()), torch.distributed.get_rank()
+    topology, rank = Topology.from_sizes(torch.distributed.get_world_size()), torch.distributed.get_rank()
     stage = make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30))["stage"]
     results = []
     for numel in (1, 65, 1000):

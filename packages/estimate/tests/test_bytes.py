@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.groups import nothing
+from sley_core.comm.groups import do_nothing
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -160,7 +160,7 @@ def make_transport() -> tuple[FakeTransport, Members, list[int]]:
     def scratch(tensor: Tensor) -> None:
         allocated.append(tensor.numel())
 
-    return FakeTransport(members, "reduce", lambda *_: nothing, lambda rows: 0, scratch), members, allocated
+    return FakeTransport(members, "reduce", lambda *_: do_nothing, lambda rows: 0, scratch), members, allocated
 
 
 def test_sum_is_computed_once_at_its_wait() -> None:

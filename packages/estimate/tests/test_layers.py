@@ -14,7 +14,7 @@ from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.call import Keep, Recompute
-from sley_core.engine.execute import describe
+from sley_core.engine.execute import describe_output
 from sley_core.errors import PlanError
 from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer, Model
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 def meta_input(requires_grad: bool = True) -> tuple:
     value = torch.empty(BATCH, 8, WIDTH, device="meta", requires_grad=requires_grad)
-    return describe(value)
+    return describe_output(value)
 
 
 def work_of(module: nn.Module, policy=None, value=None, **more) -> LayerWork:

@@ -30,7 +30,7 @@ class Deep(Table):
 class Outsider:
     @hookimpl
     def sley_records(self):
-        build = "sley_core.engine.call:keep"
+        build = "sley_core.engine.call:build_keep"
         return [
             ActivationPolicyRecord(name="deep", config=Deep, build=build),
             ActivationPolicyRecord(name="silent", config=Deep, build=build),

@@ -270,7 +270,7 @@ def test_a_copy_that_runs_ahead_is_awaited_with_all_before_it_on_its_stream(fake
     first = out.record()
     out.copy(host, device)
     out.copy(host, device)
-    into.after(out.record())
+    into.wait_for(out.record())
     into.copy(device, host)
     assert not first.is_done()
     out.record().hold_device()
@@ -423,7 +423,7 @@ def test_a_link_that_the_file_does_not_have_is_told() -> None:
 
 
 def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> None:
-    topology = Topology.of(
+    topology = Topology.from_sizes(
         12, pp=2, sp=3
     )  # hosts of ranks 0-3, 4-7, 8-11; the first group lies on one host, the second crosses
     first, crossing = range(3), range(3, 6)
@@ -437,13 +437,13 @@ def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> N
 
 
 def test_ties_of_all_ranks_of_a_stage_are_priced() -> None:
-    topology = Topology.of(6, pp=2)  # rank 0 and 3 share a host of four, 1 and 4 do not
+    topology = Topology.from_sizes(6, pp=2)  # rank 0 and 3 share a host of four, 1 and 4 do not
     groups = concurrent_groups(topology, "tie[a]", (0, 3), links())
     assert slowest_cost("sum", MB, groups, links()) == collective_cost("sum", MB, (1, 4), links())
 
 
 def test_of_messages_between_two_stages_the_slowest_counts() -> None:
-    topology = Topology.of(6, pp=2)
+    topology = Topology.from_sizes(6, pp=2)
     assert slowest_message_cost(MB, (0, 1), topology, links()) == message_cost(MB, 1, 4, links())
     assert slowest_message_cost(MB, (0, 1), topology, links(per_host=6)) == message_cost(MB, 0, 3, links(per_host=6))
-    assert slowest_message_cost(MB, (0, 1), Topology.of(16, pp=2), links()) == message_cost(MB, 0, 8, links())
+    assert slowest_message_cost(MB, (0, 1), Topology.from_sizes(16, pp=2), links()) == message_cost(MB, 0, 8, links())

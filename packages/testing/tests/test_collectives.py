@@ -146,7 +146,7 @@ def test_swapped_order_is_reported(ranks):
 
 def reduce_over_axes(axes_by_rank):
     """Reduces over groups of equal ranks, which share a communicator, in the order of this rank."""
-    groups = make_groups(Topology.of(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
+    groups = make_groups(Topology.from_sizes(WORLD), dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))
     with collectives() as calls:
         for axis in axes_by_rank[dist.get_rank()]:
             groups[axis].all_reduce(torch.ones(1), label="a test").wait()

@@ -26,7 +26,7 @@ class Bench:
 
     def offload(self) -> None:
         """Copies the weights to the host without a wait."""
-        self.first.follow()
+        self.first.wait_for_device()
         self.first.copy(self.host, self.weights)
 
     def finish_offload(self) -> None:
@@ -38,7 +38,7 @@ class Bench:
         """Offloads the weights, and copies them back without a wait."""
         self.finish_offload()
         self.weights.zero_()
-        self.first.follow()
+        self.first.wait_for_device()
         self.first.copy(self.weights, self.host)
 
 
@@ -101,13 +101,13 @@ def copy_into_new_memory(bench: Bench) -> None:
 def reload_before_offload_ends(bench: Bench) -> None:
     bench.offload()
     target = torch.zeros(4)
-    bench.second.follow()
+    bench.second.wait_for_device()
     bench.second.copy(target, bench.host)
 
 
 def copy_twice_into_same_memory(bench: Bench) -> None:
     bench.offload()
-    bench.second.follow()
+    bench.second.wait_for_device()
     bench.second.copy(bench.host, torch.zeros(4))
 
 
@@ -119,11 +119,11 @@ RACES: dict[Callable[[Bench], None], str] = {
     read_on_host_during_copy: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     read_as_numpy_during_copy: r"Tensor.numpy reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     write_on_host_during_copy: r"aten.zero_.default writes float32 \[4\] while copy 2 of stream 1, from .*`wait` is missing",
-    copy_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `follow` is missing",
-    copy_into_tensor_in_use: r"stream 1 copies into float32 \[4\], which the device read .*: `follow` is missing",
-    copy_into_new_memory: r"stream 1 copies into float32 \[4\], which the device wrote .*: `follow` is missing",
-    reload_before_offload_ends: r"stream 2 copies from float32 \[4\] while copy 1 of stream 1, into .*`after` is missing",
-    copy_twice_into_same_memory: r"stream 2 copies into float32 \[4\] while copy 1 of stream 1, into .*`after` is missing",
+    copy_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
+    copy_into_tensor_in_use: r"stream 1 copies into float32 \[4\], which the device read .*: `wait_for_device` is missing",
+    copy_into_new_memory: r"stream 1 copies into float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
+    reload_before_offload_ends: r"stream 2 copies from float32 \[4\] while copy 1 of stream 1, into .*`wait_for` is missing",
+    copy_twice_into_same_memory: r"stream 2 copies into float32 \[4\] while copy 1 of stream 1, into .*`wait_for` is missing",
 }
 
 
@@ -144,9 +144,9 @@ def test_ordered_accesses_pass() -> None:
             bench.offload()
             assert bench.weights.sum() == 6
             event = bench.first.record()
-            bench.second.after(event)
+            bench.second.wait_for(event)
             twin = torch.zeros(4)
-            bench.second.follow()
+            bench.second.wait_for_device()
             bench.second.copy(twin[:2], bench.host[:2])
             twin[2:].fill_(7)
             bench.second.record().hold_device()
@@ -200,8 +200,8 @@ def test_all_permitted_orders_of_streams_occur(is_after: bool, orders: set[str])
             event = None
             for stream, target in zip(streams, targets, strict=True):
                 if is_after and event is not None:
-                    stream.after(event)
-                stream.follow()
+                    stream.wait_for(event)
+                stream.wait_for_device()
                 stream.copy(target, source)
                 event = stream.record()
             for _ in range(8):
@@ -230,16 +230,16 @@ def move_weights(order: int) -> list[float]:
     bench = Bench(order)
     with bench.device.watching():
         bench.weights.mul_(1.5)
-        bench.first.follow()
+        bench.first.wait_for_device()
         bench.first.copy(bench.host, bench.weights)
         offloaded = bench.first.record()
         twin = torch.zeros(4)
-        bench.second.follow()
-        bench.second.after(offloaded)
+        bench.second.wait_for_device()
+        bench.second.wait_for(offloaded)
         bench.second.copy(twin, bench.host)
         offloaded.hold_device()
         grow(bench.weights, free(bench.weights))
-        bench.second.follow()
+        bench.second.wait_for_device()
         bench.second.copy(bench.weights, bench.host)
         bench.second.record().hold_device()
         values = (bench.weights + 2 * twin).tolist()
@@ -255,7 +255,7 @@ SITES = wait_sites(partial(move_weights, 0))
 
 def test_all_orders_give_same_bits_and_waits_have_sites() -> None:
     assert {tuple(move_weights(order)) for order in range(20)} == {(0.0, 4.5, 9.0, 13.5, 0.0, 1.5, 3.0, 4.5)}
-    waits = ["follow", "follow", "after", "hold_device", "follow", "hold_device", "wait", "wait"]
+    waits = ["wait_for_device", "wait_for_device", "wait_for", "hold_device", "wait_for_device", "hold_device", "wait", "wait"]
     assert [site.wait for site in SITES] == waits
     assert {site.function for site in SITES} == {"move_weights"}
     assert len({site.line for site in SITES}) == len(SITES)

@@ -41,7 +41,7 @@ def write_too_early(group: Group) -> float:
 
 def results(*programs: Callable[[Group], float]) -> list[float]:
     with World.join("cpu") as world, late_exchanges():
-        groups = make_groups(Topology.of(2, dp=2), world.rank, backend="gloo", timeout=timedelta(seconds=30))
+        groups = make_groups(Topology.from_sizes(2, dp=2), world.rank, backend="gloo", timeout=timedelta(seconds=30))
         return [program(groups["dp"]) for program in programs]
 
 

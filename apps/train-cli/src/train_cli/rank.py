@@ -20,7 +20,7 @@ from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.json_text import write_json
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from train_cli.console import say
 from train_cli.environment import num_cores, write_start
@@ -159,7 +159,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if run.held_out is not None and (note := repeats(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
-    for row in rows(folder) if resume else ():
+    for row in read_rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}

@@ -149,7 +149,7 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
     final: tuple[Path, int | None] | None = None
     if (folder / WEIGHTS).is_dir() and not best:
         writer, step = _weights_origin(folder / WEIGHTS)
-        if attempt is None or step is None or attempt.took(writer, step):
+        if attempt is None or step is None or attempt.includes_steps(writer, step):
             final = folder / WEIGHTS, step
     checkpoints = checkpoint_folder(plan, folder)
     if is_remote(checkpoints) or Path(checkpoints).is_dir():
@@ -161,7 +161,7 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
                 continue
             if final is not None and (final[1] is None or final[1] >= saved.step):
                 break
-            if (attempt is None or attempt.has_taken(saved.lineage, saved.step)) and files.is_whole(path):
+            if (attempt is None or attempt.shares_steps(saved.lineage, saved.step)) and files.is_whole(path):
                 return path, saved.step
     if final is None:
         if best:
@@ -259,7 +259,7 @@ def continues_in_folder(plan: Plan, resume: str | None) -> bool:
         return False
     candidates = (_description_or_none(files, path) for path in _paths_in(files, resume))
     saved = _description_or_none(files, resume) or next(candidates, None)
-    return saved is not None and attempt.wrote(saved.lineage)
+    return saved is not None and attempt.is_writer_of(saved.lineage)
 
 
 def is_finished(run: Run, folder: Path) -> bool:

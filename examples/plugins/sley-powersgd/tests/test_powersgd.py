@@ -37,7 +37,7 @@ SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 
 
 def make_stage_group():
-    topology = Topology.of(dist.get_world_size())
+    topology = Topology.from_sizes(dist.get_world_size())
     return make_groups(topology, dist.get_rank(), backend="gloo", timeout=timedelta(seconds=30))["stage"]
 
 

@@ -62,7 +62,7 @@ class AnyLayout(Checkpointer):
         self._check_success(failure)
         self._is_written = self._is_written or path is None
         if path is None:
-            self.state.attempt.saved(step)
+            self.state.attempt.record_save(step)
         return writer.target.text
 
     def probe(self) -> None:
@@ -167,7 +167,7 @@ class AnyLayout(Checkpointer):
         try:
             self._check_success(background.failure)
             self._is_written = True
-            self.state.attempt.saved(background.writer.index.step)
+            self.state.attempt.record_save(background.writer.index.step)
         except RunError as error:
             self._record_failure(format_cause(error))
         self._counts["seconds_waited"] += time.perf_counter() - start
@@ -182,7 +182,7 @@ class AnyLayout(Checkpointer):
                 self._record_failure(background.failure)
             else:
                 self._counts["saved"] += 1
-                self.state.attempt.saved(background.writer.index.step)
+                self.state.attempt.record_save(background.writer.index.step)
         self._host.free()
 
     def _prepare(self, destination: Destination, step: int) -> RankWriter:
@@ -350,13 +350,13 @@ def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_
     names = complete_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
         return _candidate_message(_child_paths(folder, names))
-    attempt = state.attempt.known
+    attempt = state.attempt.latest
     own_names: list[str] = []
     foreign_names: list[str] = []
     for name in names:
         index = index_or_none(folder.child(name))
         # An unreadable checkpoint stays a candidate, so that its damage is reported.
-        is_own = index is None or (attempt is not None and attempt.has_taken(index.lineage, index.step))
+        is_own = index is None or (attempt is not None and attempt.shares_steps(index.lineage, index.step))
         (own_names if is_own else foreign_names).append(name)
     paths = _child_paths(folder, own_names)
     origin = attempt.origin if attempt is not None else ""

@@ -111,7 +111,7 @@ def file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes
     """Returns the header of a file that holds `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about the
     file.
     """
-    specs = [Spec.of(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
+    specs = [Spec.from_dtype(piece.name, piece.tensor.dtype, piece.rectangle.sizes) for piece in pieces]
     offsets = {piece.name: {"saved_offsets": list(piece.rectangle.offsets)} for piece in pieces}
     header, starts = build_header(
         specs, {"sley": json.dumps(info), "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}

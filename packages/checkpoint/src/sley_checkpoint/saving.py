@@ -96,7 +96,7 @@ class SavePreparation:
         """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`; else ""."""
         for name in complete_checkpoints(folder):
             index = index_or_none(folder.child(name))
-            if index is not None and index.run != self._run and (attempt is None or not attempt.wrote(index.lineage)):
+            if index is not None and index.run != self._run and (attempt is None or not attempt.is_writer_of(index.lineage)):
                 return f"the folder {folder.text} has checkpoints of the run {index.run!r}, but this run is {self._run!r}"
             if index is not None:
                 return ""
@@ -122,7 +122,7 @@ class SavePreparation:
             if (index := index_or_none(folder.child(name))) is None:
                 return False
             self._lineages[name] = index.lineage, index.is_best
-        return attempt.wrote(self._lineages[name][0])
+        return attempt.is_writer_of(self._lineages[name][0])
 
     def _rank_values(self) -> tuple[list[TensorPiece], dict[str, Any], str]:
         """Returns this rank's tensors, its other state, and an error message if the rank cannot save, else ""."""

@@ -186,7 +186,7 @@ class HostCopies:
         if self._memory is None or self._memory.data.numel() < offsets[-1]:
             self.free()
             self._memory = self.device.host_memory(offsets[-1])
-        self._stream.follow()
+        self._stream.wait_for_device()
         copies = []
         for tensor, offset in zip(tensors, offsets, strict=False):
             copies.append(self._memory.data[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -31,20 +31,22 @@ class CmaTransport(Transport):
         self.sums = SumQueue(inputs, slices)
 
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        return Gather(self.rows, outputs, shards, Mark.of("all-gather", label, shards))
+        return Gather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
         """Offers all `shards` at once, and returns an object that gathers them without further messages."""
-        return PublishedOffer(self.published, shards, Mark.of("share", label, shards))
+        return PublishedOffer(self.published, shards, Mark.from_tensors("share", label, shards))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        return ReduceScatter(self.rows, tensors, self.members.size, Mark.of("reduce-scatter", label, tensors, contents))
+        return ReduceScatter(
+            self.rows, tensors, self.members.size, Mark.from_tensors("reduce-scatter", label, tensors, contents)
+        )
 
     def all_to_all(self, output: Tensor, input: Tensor, *, label: str, contents: int = 0) -> Work:
-        return AllToAll(self.rows, output, input, Mark.of("all-to-all", label, [input], contents))
+        return AllToAll(self.rows, output, input, Mark.from_tensors("all-to-all", label, [input], contents))
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return Sum(self.sums, tensor, Mark.of("all-reduce", f"{label} over {self.members}", [tensor], contents))
+        return Sum(self.sums, tensor, Mark.from_tensors("all-reduce", f"{label} over {self.members}", [tensor], contents))
 
 
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:

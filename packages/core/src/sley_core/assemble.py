@@ -41,7 +41,7 @@ from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.metrics.throughput import DOCUMENTS
 from sley_core.model.attention import BACKENDS, kernel_of_attention
-from sley_core.model.buffers import evaluation_notes, train
+from sley_core.model.buffers import evaluation_notes, set_train_mode
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import keeps_fp32
@@ -84,7 +84,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         draft = draft or build_draft(plan, world)
         dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
         names, sizes = collect_names(model.layers), model.num_parameters()
-        stage = draft.stage.at(topology.coordinates(world.rank).stage)
+        stage = draft.stage.for_stage(topology.coordinates(world.rank).stage)
         groups = make_groups(plan, world, topology, model, stage, dataset)
         simulation = world.simulation
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
@@ -307,7 +307,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     for name in frozen_names(registry.names, optimizer, aliases):
         registry[name].parameter.requires_grad_(False)
     head_chunks(plan, model.layers)  # may raise
-    train(model)
+    set_train_mode(model)
     return model
 
 

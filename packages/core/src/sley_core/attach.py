@@ -342,7 +342,7 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
         weighs_micros=parts.store.reduction.fixed_order,
     )
     reads = frozenset(name for layer in model.layers for name in layer.fields)
-    samples = Samples(dataset, splitter, Meter.of(plan, parts, model.layers, dataset.info), reads)
+    samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), reads)
     if not has_feed:
         return samples
     if names := getattr(dataset, "sources", ()):

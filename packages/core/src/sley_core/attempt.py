@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError
 from sley_core.metrics.jsonl import NAME as METRICS
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_core.run_files import CHECKPOINTS as CHECKPOINTS
 from sley_core.run_files import COPIES as COPIES
 from sley_core.run_files import PLAN as PLAN
@@ -105,15 +105,15 @@ class Attempt:
         """The ids of all attempts of this run."""
         return frozenset(self.left) | {start.id for start in self.lineage}
 
-    def wrote(self, lineage: Lineage) -> bool:
+    def is_writer_of(self, lineage: Lineage) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint with the lineage `lineage`."""
         return lineage[-1].id in self.ids
 
-    def has_taken(self, lineage: Lineage, step: int) -> bool:
+    def shares_steps(self, lineage: Lineage, step: int) -> bool:
         """Returns whether this attempt and `lineage` share their first `step` steps."""
-        return self.wrote(lineage) and count_common_steps(self.lineage, lineage) >= step
+        return self.is_writer_of(lineage) and count_common_steps(self.lineage, lineage) >= step
 
-    def took(self, name: str, step: int) -> bool:
+    def includes_steps(self, name: str, step: int) -> bool:
         """Returns whether the first `step` steps of the attempt with the id `name` are also steps of this attempt."""
         index = next((index for index, start in enumerate(self.lineage) if start.id == name), None)
         return index is not None and (index + 1 == len(self.lineage) or step <= self.lineage[index + 1].step)
@@ -130,11 +130,11 @@ def resume_attempt(previous: Attempt | None, lineage: Lineage, step: int, given:
     path that the user passed, or "" if the run selected the checkpoint.
     """
     new = new_attempt(step)
-    if previous is not None and previous.wrote(lineage):
+    if previous is not None and previous.is_writer_of(lineage):
         new = replace(new, lineage=(*(start for start in lineage if start.step < step), *new.lineage))
     left = () if previous is None else tuple(sorted(previous.ids - {start.id for start in new.lineage}))
     if given or previous is None:
-        return replace(new, left=left if previous and previous.wrote(lineage) else (), given=given, origin=path)
+        return replace(new, left=left if previous and previous.is_writer_of(lineage) else (), given=given, origin=path)
     return replace(new, left=left, given=previous.given, origin=previous.origin, saved=previous.saved)
 
 
@@ -186,7 +186,7 @@ class RunAttempt:
         self._has_begun = False
 
     @property
-    def known(self) -> Attempt | None:
+    def latest(self) -> Attempt | None:
         """The attempt of this process, or else that of the folder. Raises RunError "attempt"."""
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
@@ -194,7 +194,7 @@ class RunAttempt:
         """Writes the attempt file once, before the first step or save. Raises RunError "attempt"."""
         if self._has_begun or not self._is_first_rank:
             return
-        if self.current is None and self.folder is not None and next(rows(self.folder), None) is not None:
+        if self.current is None and self.folder is not None and next(read_rows(self.folder), None) is not None:
             hint = 'use `load_checkpoint("auto")` to resume that attempt, or an empty folder for a new run'
             raise RunError("attempt", f"`{self.folder}` contains rows of another attempt", hint=hint)
         self.current = self.current or new_attempt(step)
@@ -202,7 +202,7 @@ class RunAttempt:
             write_attempt(self.folder, self.current)
         self._has_begun = True
 
-    def saved(self, step: int) -> None:
+    def record_save(self, step: int) -> None:
         """Records that the attempt has saved a checkpoint after `step`."""
         if self.current is not None:
             self.current = replace(self.current, saved=step)
@@ -220,10 +220,10 @@ class RunAttempt:
         if not self._is_first_rank:
             return 0, ""
         # Without a folder, only the checkpoint itself records its run.
-        previous = self.known if self.current or self.folder is not None else Attempt(lineage)
+        previous = self.latest if self.current or self.folder is not None else Attempt(lineage)
         common, note = 0 if previous is None else count_common_steps(previous.lineage, lineage), ""
         if previous is not None and common < step and previous.origin != path:
-            owner = "an earlier attempt of this run" if previous.wrote(lineage) else "another run"
+            owner = "an earlier attempt of this run" if previous.is_writer_of(lineage) else "another run"
             note = f"{path} belongs to {owner}; rows of steps after the checkpoint are dropped"
         self.current, self._has_begun = resume_attempt(previous, lineage, step, given, path), False
         return min(step, common), note
@@ -235,8 +235,8 @@ class RunAttempt:
         attempts in it.
         """
         assert self.folder is not None, "a run without a folder has no steps"
-        attempt = self.known
-        last_step = max((int(row["step"]) for row in rows(self.folder)), default=0)
+        attempt = self.latest
+        last_step = max((int(row["step"]) for row in read_rows(self.folder)), default=0)
         work = [f"rows up to step {last_step}"] if last_step else []
         if attempt is not None and not (self.folder / METRICS).exists():
             work = [f"an attempt without rows in {METRICS}"]

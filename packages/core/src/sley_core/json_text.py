@@ -15,7 +15,7 @@ from sley_core.whole_files import write_atomically
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for an unsupported type."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return json.dumps(_replace_nonfinite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -23,14 +23,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, to_json(value, indent=2) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Replaces floats that are not finite by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_nonfinite(item) for item in value]
     return value
 
 

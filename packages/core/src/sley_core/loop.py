@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.step_batch import BatchCounts
-from sley_core.engine.totals import PendingTotals, Votes, refusal
+from sley_core.engine.totals import PendingTotals, Votes, build_refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
 from sley_core.plan.tables import row_name
@@ -116,7 +116,7 @@ class Loop:
                 self.parts.registry.check_complete(self.parts.layers)
             if outputs is not None:
                 outputs.micros = batch.micros
-            batch = replace(batch, counts=reduce(BatchCounts.plus, map(meter.count, batch.whole)))
+            batch = replace(batch, counts=reduce(BatchCounts.add, map(meter.count, batch.whole)))
             votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
             by_micro = None if outputs is None else outputs.by_micro
             totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=by_micro)
@@ -179,7 +179,7 @@ class Loop:
             skips.settle(pending.totals)
         is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
         if result.is_refused and not is_skipped:
-            raise refusal(
+            raise build_refusal(
                 self.parts,
                 pending.number,
                 result,

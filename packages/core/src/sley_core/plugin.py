@@ -28,8 +28,8 @@ def sley_records() -> list[records.Record]:
         records.LRScheduleRecord(
             name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
         ),
-        records.ActivationPolicyRecord(name="keep", config=config.KeepConfig, build=f"{activations}:keep"),
-        records.ActivationPolicyRecord(name="recompute", config=config.RecomputeConfig, build=f"{activations}:recompute"),
+        records.ActivationPolicyRecord(name="keep", config=config.KeepConfig, build=f"{activations}:build_keep"),
+        records.ActivationPolicyRecord(name="recompute", config=config.RecomputeConfig, build=f"{activations}:build_recompute"),
         records.MetricsWriterRecord(name="jsonl", config=config.JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter"),
     ]
 

@@ -386,8 +386,8 @@ class Checkpointer(Protocol):
         """Writes a checkpoint of the run after `step` steps; returns its path or URL once it is complete on all ranks.
 
         path: None selects the next path in the run's checkpoint folder (`TrainingState.folder`). For such a save, the method
-        calls `TrainingState.attempt.begin(step)` before it saves and `TrainingState.attempt.saved(step)` afterwards. Raises
-        RunError "checkpoint-failed" on all ranks if the checkpoint cannot be written.
+        calls `attempt.begin(step)` of the state before it saves, and `attempt.record_save(step)` afterwards. Raises RunError
+        "checkpoint-failed" on all ranks if the checkpoint cannot be written.
         """
         ...
 

@@ -303,7 +303,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """The reason why `train` ends before the plan's last step (`[evaluation] patience`), or ""; the same on all ranks."""
         if self.best is None or self.num_steps_done >= self.plan.run.steps:
             return ""
-        return self.best.why_over
+        return self.best.stop_reason
 
     def stop(self) -> None:
         """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""

@@ -69,7 +69,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes. `of` checks that all sizes divide."""
+    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that all sizes divide."""
 
     world: int
     pp: int = 1
@@ -77,7 +77,7 @@ class Topology:
     wp: int = 1
 
     @classmethod
-    def of(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
+    def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
         """Returns the topology of `world` ranks. Raises ValueError for sizes that do not divide."""
         for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
             if size is not None and size < 1:

@@ -21,7 +21,7 @@ from sley_core.topology import Topology
 
 def results():
     with World.join("cpu") as world:
-        groups = world.groups(Topology.of(4, sp=2), 30)
+        groups = world.groups(Topology.from_sizes(4, sp=2), 30)
         rank = float(world.rank)
         found = {}
         for axis in ("all", "dp", "sp", "wp"):
@@ -70,7 +70,7 @@ def lonely(how, path):
     value = torch.ones(3)
     groups = {}
     if how != "groups":
-        groups = world.groups(Topology.of(2), 3)
+        groups = world.groups(Topology.from_sizes(2), 3)
         groups["dp"].all_reduce(value, label="the first").wait()
     if world.rank == 1:
         if how in ("absent", "groups"):
@@ -79,7 +79,7 @@ def lonely(how, path):
     began = time.monotonic()
     try:
         if how == "groups":
-            world.groups(Topology.of(2), 1.5)
+            world.groups(Topology.from_sizes(2), 1.5)
         elif how == "objects":
             groups["control"].gather_objects(1, label="the facts")
         else:
@@ -116,7 +116,7 @@ def messages_by_host():
     """Rank 0 sends two messages to rank 1, which waits for each twice; both go as those of a device that gloo cannot reach."""
     Group.needs_host_copy = lambda *_: True
     with World.join("cpu") as world:
-        group = world.groups(Topology.of(2, pp=2), 30)["pp"]
+        group = world.groups(Topology.from_sizes(2, pp=2), 30)["pp"]
         if world.rank == 0:
             given = torch.arange(3.0)
             pending = group.send(given, "up", 1, label="the test")

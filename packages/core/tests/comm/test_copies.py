@@ -40,7 +40,7 @@ def test_a_copy_reads_what_earlier_work_wrote(device: Device, host: torch.Tensor
     source, stream = device_bytes(1), device.copy_stream()
     torch.cuda._sleep(SLEEP_CYCLES)
     source.fill_(2)
-    stream.follow()
+    stream.wait_for_device()
     stream.copy(host, source)
     event = stream.record()
     assert not event.is_done()
@@ -52,7 +52,7 @@ def test_work_that_is_held_reads_what_a_copy_wrote(device: Device, host: torch.T
     target, stream = device_bytes(1), device.copy_stream()
     host.fill_(2)
     torch.cuda._sleep(SLEEP_CYCLES)
-    stream.follow()  # so the copy is as late as the sleep
+    stream.wait_for_device()  # so the copy is as late as the sleep
     stream.copy(target, host)
     stream.record().hold_device()
     assert (target == 2).all()
@@ -63,7 +63,7 @@ def test_freed_memory_is_not_reused_while_a_copy_reads_it(device: Device, host: 
     torch.cuda.empty_cache()
     source, stream = device_bytes(1), device.copy_stream()
     torch.cuda._sleep(SLEEP_CYCLES)
-    stream.follow()
+    stream.wait_for_device()
     stream.copy(host, source)
     event = stream.record()
     event.hold_device()
@@ -78,9 +78,9 @@ def test_freed_memory_is_not_reused_while_a_copy_reads_it(device: Device, host: 
 def test_a_copy_waits_for_the_event_of_another_stream(device: Device, host: torch.Tensor) -> None:
     source, target, out, into = device_bytes(2), device_bytes(1), device.copy_stream(), device.copy_stream()
     torch.cuda._sleep(SLEEP_CYCLES)
-    out.follow()
+    out.wait_for_device()
     out.copy(host, source)
-    into.after(out.record())
+    into.wait_for(out.record())
     into.copy(target, host)
     into.record().wait()
     assert (target == 2).all()
@@ -89,7 +89,7 @@ def test_a_copy_waits_for_the_event_of_another_stream(device: Device, host: torc
 def test_another_thread_waits_for_an_event(device: Device, host: torch.Tensor) -> None:
     source, stream = device_bytes(1), device.copy_stream()
     torch.cuda._sleep(SLEEP_CYCLES)
-    stream.follow()
+    stream.wait_for_device()
     stream.copy(host, source)
     event, results = stream.record(), []
     thread = Thread(target=lambda: results.append((event.wait(), event.is_done(), bool((host == 1).all()))))

@@ -20,7 +20,7 @@ by_both = pytest.mark.parametrize("memory", [pytest.param(True, marks=reads), Fa
 
 
 def make(memory: bool = True, **sizes: int) -> Groups:
-    topology = Topology.of(int(os.environ["WORLD_SIZE"]), **sizes)
+    topology = Topology.from_sizes(int(os.environ["WORLD_SIZE"]), **sizes)
     limit = timedelta(seconds=20)
     return make_groups(topology, int(os.environ["RANK"]), backend="gloo", timeout=limit, cross_memory=memory)
 
@@ -132,14 +132,14 @@ def test_a_channel_without_memory_and_shares(ranks):
 def test_a_mark_is_of_all_that_an_exchange_is():
     tensor = torch.zeros(4)
     marks = {
-        Mark.of("reduce", "w", [tensor]),
-        Mark.of("gather", "w", [tensor]),
-        Mark.of("reduce", "v", [tensor]),
-        Mark.of("reduce", "w", [tensor.long()[:2]]),
-        Mark.of("reduce", "w", [tensor[:2], tensor[2:]]),
-        Mark.of("reduce", "w", [tensor[:1], tensor[1:]]),
-        Mark.of("reduce", "w", [tensor], A),
+        Mark.from_tensors("reduce", "w", [tensor]),
+        Mark.from_tensors("gather", "w", [tensor]),
+        Mark.from_tensors("reduce", "v", [tensor]),
+        Mark.from_tensors("reduce", "w", [tensor.long()[:2]]),
+        Mark.from_tensors("reduce", "w", [tensor[:2], tensor[2:]]),
+        Mark.from_tensors("reduce", "w", [tensor[:1], tensor[1:]]),
+        Mark.from_tensors("reduce", "w", [tensor], A),
     }
     assert len({mark.number for mark in marks}) == 7
     assert checksum(["a", "bc"]) != checksum(["ab", "c"])
-    assert Mark.of("reduce", "w", [tensor]) == Mark.of("reduce", "w", [tensor + 1])
+    assert Mark.from_tensors("reduce", "w", [tensor]) == Mark.from_tensors("reduce", "w", [tensor + 1])

@@ -26,7 +26,7 @@ def value(rank, number, shape, dtype):
 
 def groups_of(cross_memory, **sizes):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    topology = Topology.of(size, **(sizes or {"wp": size}))
+    topology = Topology.from_sizes(size, **(sizes or {"wp": size}))
     return make_groups(topology, rank, backend="gloo", timeout=timedelta(seconds=30), cross_memory=cross_memory)
 
 
@@ -147,7 +147,7 @@ def together(dtype, device, coalesced):
     coalesced: whether it is asked to take several tensors in one call; None leaves that to it.
     """
     with World.join(device) as world:
-        group = world.groups(Topology.of(world.size, wp=world.size), 30)["wp"]
+        group = world.groups(Topology.from_sizes(world.size, wp=world.size), 30)["wp"]
         channel = group.channel(REDUCE)
         is_coalesced = can_coalesce(channel) if coalesced is None else coalesced
         transport = CollectiveTransport(group, REDUCE, channel, group.log, is_coalesced=is_coalesced)

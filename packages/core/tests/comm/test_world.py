@@ -25,7 +25,7 @@ def members():
     sums = {}
     with World.join("cpu", timeout_s=20) as world:
         for _ in range(2):  # a program may assemble twice
-            groups = world.groups(Topology.of(4), 20, extra)
+            groups = world.groups(Topology.from_sizes(4), 20, extra)
             # Nobody leaves while another still connects, as no run does: it agrees on its plan first.
             for axis in ("control", *sorted(axis for axis in groups if axis.startswith("tie"))):
                 value = torch.ones(())
@@ -52,7 +52,7 @@ def port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    startup.reset()  # the system may give a port twice
+    startup.reset_stores()  # the system may give a port twice
     return number
 
 
@@ -67,7 +67,7 @@ def sums_twice(port):
     for _ in range(2):
         with World.join("cpu", timeout_s=10, environ=environ) as world:
             value = torch.full((), float(world.rank + 1))
-            world.groups(Topology.of(2), 10)["control"].all_reduce(value, label="a test").wait()
+            world.groups(Topology.from_sizes(2), 10)["control"].all_reduce(value, label="a test").wait()
             if port is not None:
                 time.sleep(0.5 * (1 - world.rank))
         found.append(value.item())
@@ -122,7 +122,7 @@ def gloo_threads():
 
 def threads_before_and_after():
     with World.join("cpu", timeout_s=20) as world:
-        groups = world.groups(Topology.of(2), 20)
+        groups = world.groups(Topology.from_sizes(2), 20)
         groups["dp"].all_reduce(torch.ones(3), label="the test").wait()
         before = gloo_threads()
     return before, gloo_threads(), groups["dp"].channels
@@ -142,7 +142,7 @@ def leave_with_an_error(path):
     began = 0.0
     try:
         with World.join("cpu", timeout_s=20) as world:
-            groups = world.groups(Topology.of(2), 20)
+            groups = world.groups(Topology.from_sizes(2), 20)
             if world.rank == 1:
                 time.sleep(3)
                 os._exit(0)

@@ -12,7 +12,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.group import Group
 from sley_core.comm.world import World
-from sley_core.engine.agreement import difference
+from sley_core.engine.agreement import difference_term
 from sley_core.errors import RunError
 from sley_core.model.tensors import CHUNK_WORDS, fingerprint
 from sley_core.plan.load import plan_from_dict
@@ -107,7 +107,7 @@ PAIRS = {0: (0, 2), 2: (0, 2), 1: (1, 3), 3: (1, 3)}
 def test_what_differs_in_one_place_is_not_made_up_for_in_another(numbers, groups):
     def total(numbers: tuple[int, ...]) -> int:
         return sum(
-            difference(Group("pp", ranks, rank, {}), number)
+            difference_term(Group("pp", ranks, rank, {}), number)
             for (rank, ranks), number in zip(sorted(groups.items()), numbers, strict=True)
         )
 

@@ -75,7 +75,7 @@ def test_shards_cover_the_whole_once(length, count, rest, dim):
     assert all(
         not cut.narrow(dim, shard.own_size, shard.size - shard.own_size).any() for cut, shard in zip(cuts, shards, strict=True)
     )
-    joined = shards[0].joined(torch.stack(cuts))
+    joined = shards[0].join(torch.stack(cuts))
     assert torch.equal(joined, whole)
     assert joined.is_contiguous()
 
@@ -94,7 +94,7 @@ def test_nested_states_have_the_way_to_them_in_their_names(texts):
         assert of_first["factors.both.0"] is left
         assert of_first["factors.both.1.0"] is right
         seen = {f"{one.name}.{one.state}" for one in states_of(update) if one.state != MASTER}
-        assert {name for name, _ in run.memory.inventory.everything("optimizer_states")} == {*seen, "optimizer.count"}
+        assert {name for name, _ in run.memory.inventory.all_tensors("optimizer_states")} == {*seen, "optimizer.count"}
 
 
 class Layer(nn.Module):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.canonical.totals import digits, max_abs, norm_of, tree_sum, weight_digits, weight_of
-from sley_core.engine.canonical.tree import Node, PartialSums, SumMemory, cover, leaf, leaf_range, parent, sibling
+from sley_core.engine.canonical.totals import digit_sums, max_abs, norm_from_digits, tree_sum, weight_digits, weight_of
+from sley_core.engine.canonical.tree import Node, PartialSums, SumMemory, covering_nodes, leaf_node, leaf_range, parent, sibling
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -55,9 +55,9 @@ def test_any_cut_and_any_order_take_the_additions_of_the_one_tree(num_leaves, da
     everything: list[Node] = []
     done: set[tuple[Node, Node]] = set()
     for first, last in pairwise(borders):
-        leaves = data.draw(st.permutations([leaf(at) for at in range(first, last)]))
+        leaves = data.draw(st.permutations([leaf_node(at) for at in range(first, last)]))
         left, made = joined(leaves, num_leaves)
-        assert left == cover(first, last, num_leaves)
+        assert left == covering_nodes(first, last, num_leaves)
         assert len(left) <= 2 * log2(num_leaves) + 1
         everything += left
         done |= made
@@ -74,8 +74,8 @@ def canonical(gradients: list[Tensor], dp: int) -> Tensor:
         own = PartialSums(num_leaves)
         first, last = leaf_range(coord, dp, num_leaves)
         for at in range(first, last):
-            own.put(0, leaf(at), gradients[at].clone())
-        for node in cover(first, last, num_leaves):
+            own.put(0, leaf_node(at), gradients[at].clone())
+        for node in covering_nodes(first, last, num_leaves):
             total.put(0, node, own.pop(0, node, gradients[0]))
     return total.pop(0, Node(0, num_leaves), gradients[0])
 
@@ -95,7 +95,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
         incoming = sum_memory.allocate(torch.empty(4))
         incoming.fill_(at)
         most = max(most, len(sums))
-        sums.put(0, leaf(at), incoming)
+        sums.put(0, leaf_node(at), incoming)
     assert most == 3
     assert len(sum_memory.created) == 3 + 1
     assert sums.pop(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
@@ -104,7 +104,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
 def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
     """So a gradient of -0.0 becomes 0.0, as it does where another rank adds its zeros."""
     sums = PartialSums(4)
-    sums.put(0, leaf(1), torch.tensor([-0.0, 2.0]))
+    sums.put(0, leaf_node(1), torch.tensor([-0.0, 2.0]))
     found = sums.pop(0, Node(0, 4), torch.empty(2))
     assert found.tolist() == [0.0, 2.0]
     assert not torch.signbit(found).any()
@@ -113,7 +113,7 @@ def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
 def norm(ranks: list[list[Tensor]], kind: float) -> Tensor:
     """The norm of what the tensors of several ranks hold together."""
     most = torch.stack([max_abs(tensors, CPU) for tensors in ranks]).max()
-    return norm_of(torch.stack([digits(tensors, most, kind) for tensors in ranks]).sum(0), most, kind)
+    return norm_from_digits(torch.stack([digit_sums(tensors, most, kind) for tensors in ranks]).sum(0), most, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,7 +155,7 @@ def test_losses_are_added_in_the_order_of_the_tree(count):
     values = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
     sums = PartialSums(count)
     for at in range(count):
-        sums.put(0, leaf(at), values[at].clone())
+        sums.put(0, leaf_node(at), values[at].clone())
     assert torch.equal(tree_sum(values), sums.pop(0, Node(0, count), values[0]))
 
 

@@ -53,7 +53,7 @@ class Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        ctx.sink(gradient, x, is_shared=ctx.sink.shares(gradient))
+        ctx.sink(gradient, x, is_shared=ctx.sink.shares_memory(gradient))
         return gradient * 1.0, None
 
 
@@ -66,7 +66,7 @@ def products(branch):
     for step in range(3):
         x = torch.arange(1.0, 7.0).reshape(3, 2).requires_grad_()
         hidden = x * 1.0
-        with queue.collecting(PLACE):
+        with queue.collect(PLACE):
             result = branch(hidden, lambda hidden=hidden: Given.apply(hidden, sink), step)
             (result * torch.full_like(result, 2.0)).sum().backward()
         queue.run(PLACE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sley_core.config import RecomputeConfig
-from sley_core.engine.call import Recompute, recompute
+from sley_core.engine.call import Recompute, build_recompute
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import RunError
 
@@ -140,4 +140,4 @@ def test_the_fraction_is_rounded_to_whole_blocks_as_the_plan_writes_it():
     """Halves up, also where the float is a little less than what is written."""
     for fraction, count, due in [(0.0, 9, 0), (0.5, 3, 2), (0.285, 100, 29), (0.145, 100, 15), (0.14, 10, 1), (1.0, 7, 7)]:
         names = ["embed", *(f"blocks.{at}" for at in range(count)), "head"]
-        assert recompute(RecomputeConfig(fraction=fraction), names).names == frozenset(names[1 : 1 + due]), fraction
+        assert build_recompute(RecomputeConfig(fraction=fraction), names).names == frozenset(names[1 : 1 + due]), fraction

@@ -46,7 +46,7 @@ class Shelf:
 
     def offload(self, part: Any) -> Callable[[], None]:
         self.calls.append(f"offload {part}")
-        pieces = self.inventory.pieces(part)
+        pieces = self.inventory.storages(part)
         self.copies = [(piece, piece.memory.clone(), free(piece.memory)) for piece in pieces]
         self.cost.copied_out += sum(size for _, _, size in self.copies)
         return lambda: self.calls.append(f"wait {part}")
@@ -61,7 +61,7 @@ class Shelf:
 
     def require(self, part: Any, caller: str) -> None:
         if self.copies:
-            raise StateError.away(part, caller)
+            raise StateError.offloaded(part, caller)
 
     def where(self, part: Any) -> Where:
         return Where.AWAY if self.copies else Where.HERE
@@ -155,7 +155,7 @@ def test_a_storage_that_two_parts_have_moves_with_the_first(run):
     optimizer = run.stepper.update.optimizer
     parameter = next(one.parameter for one in run.stepper.update.masters.stepped if one.param is param)
     optimizer.state[parameter]["alias"] = param.parameter.detach()
-    names = [name for piece in run.memory.inventory.pieces("optimizer_states") for name in piece.tensors]
+    names = [name for piece in run.memory.inventory.storages("optimizer_states") for name in piece.tensors]
     assert f"{param.name}.exp_avg" in names
     assert f"{param.name}.alias" not in names
     stepped = [one for one in run.stepper.update.masters.stepped if one.param is param]

@@ -17,7 +17,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORE_INDEX, DataInfo, Fiel
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
 from sley_core.metrics.jsonl import JsonlWriter
-from sley_core.metrics.jsonl import rows as rows_of
+from sley_core.metrics.jsonl import read_rows as rows_of
 from sley_core.metrics.throughput import Meter, ModelFlops, device_peak_flops, memory_mb, model_flops, peak_flops, resident_mb
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer

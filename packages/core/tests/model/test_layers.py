@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.model.buffers import check_written_buffers, evaluation_notes, train
+from sley_core.model.buffers import check_written_buffers, evaluation_notes, set_train_mode
 from sley_core.model.layers import ForwardPatch, Model, as_model, set_fields
 from sley_testing.plans import TOKENS
 
@@ -265,7 +265,7 @@ def evaluated(model: Model) -> list[str]:
 )
 def test_a_pretrained_model_is_trained(layers: list[nn.Module]) -> None:
     model = Model(copy.deepcopy(layers))
-    train(model)
+    set_train_mode(model)
     assert evaluated(model) == []
     assert evaluation_notes(model.layers) == []
 
@@ -273,7 +273,7 @@ def test_a_pretrained_model_is_trained(layers: list[nn.Module]) -> None:
 def test_what_was_frozen_on_purpose_stays_in_evaluation_mode() -> None:
     tower, norm = Wrap(block().eval().requires_grad_(False)), Wrap(nn.BatchNorm1d(2).eval())
     model = Model([("tower", tower), ("norm", norm), ("own", Own()), ("frozen", block().eval().requires_grad_(False))])
-    train(model)
+    set_train_mode(model)
     kept = ("tower.inner", "norm.inner", "own.tower", "frozen")
     assert all(name.startswith(kept) for name in evaluated(model))
     assert set(kept) <= set(evaluated(model))
@@ -285,5 +285,5 @@ def test_what_was_frozen_on_purpose_stays_in_evaluation_mode() -> None:
 @pytest.mark.parametrize("patterns", [(), ("*.running_mean", "*.running_var", "*.num_batches_tracked")])
 def test_a_batch_norm_of_a_pretrained_model_is_trained_where_each_rank_may_have_its_own(patterns: tuple[str, ...]) -> None:
     model = Model([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()], per_rank_buffers=patterns)
-    train(model)
+    set_train_mode(model)
     assert evaluated(model) == ([] if patterns else ["0.1"])

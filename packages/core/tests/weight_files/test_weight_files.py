@@ -113,7 +113,7 @@ class Given:
         return list(self.values)
 
     def kind(self, name: str) -> TensorKind:
-        spec = Spec.of(name, self.values[name].dtype, self.values[name].shape)
+        spec = Spec.from_dtype(name, self.values[name].dtype, self.values[name].shape)
         return TensorKind(spec.dtype, spec.shape)
 
     def tensor(self, name: str) -> Tensor:
@@ -153,7 +153,7 @@ def test_what_is_not_written_in_full_leaves_nothing(tmp_path: Path, error: BaseE
 
 def test_a_type_without_a_name_is_refused_by_the_tensors_name() -> None:
     with pytest.raises(RunError, match=r"'phase' is torch.complex64"):
-        Spec.of("phase", torch.complex64, (1,))
+        Spec.from_dtype("phase", torch.complex64, (1,))
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ class ShardSums(Sums):
         """Starts to sum `buffer` over `group`, the ranks that share a copy. Only this rank's shard remains defined."""
         transport = group.transport(SUMS)
         copies_group = self._groups.get(copies_axis(buffer.reduce_group))
-        scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.own.numel()))
+        scratch = self._acquire_scratch(buffer, transport.num_scratch_rows(buffer.local_part.numel()))
         # Over the ranks that share a copy, on a separate channel. They start their buckets in the same order.
         scatter = transport.reduce_scatter([buffer.data], [scratch], label=describe_bucket(buffer), contents=buffer.contents)
         self._sums.append(_ShardSum(buffer, scatter, copies_group.transport if copies_group else None))
@@ -224,7 +224,7 @@ class _ShardSum:
         self._has_scattered = True
         self.scatter.wait()
         if self._copies_transport is not None:
-            shard, contents = self.buffer.own, self.buffer.contents
+            shard, contents = self.buffer.local_part, self.buffer.contents
             # Over the ranks that hold the same shard. They call this in the order in which the buckets were started.
             self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), contents=contents)
 

@@ -131,7 +131,7 @@ class ShardedLayer:
             gradient, tensor.grad = tensor.grad, None
             assert gradient is not None
             sink = self.sinks[param]
-            sink(gradient, gradient, is_shared=sink.shares(gradient))
+            sink(gradient, gradient, is_shared=sink.shares_memory(gradient))
 
         return hook
 

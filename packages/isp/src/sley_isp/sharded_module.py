@@ -184,7 +184,7 @@ def needs_shard_gradients(ctx: Any) -> bool:
 
     The result is False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
     """
-    return any(GradientUse.of(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
+    return any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
 
 
 class _Linear(torch.autograd.Function):
@@ -207,7 +207,7 @@ class _Linear(torch.autograd.Function):
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
         with module.unshard_for_backward() as unsharded:
-            is_shared = module.sink.shares(gradient)
+            is_shared = module.sink.shares_memory(gradient)
             rows = gradient.reshape(-1, gradient.shape[-1])
             weight_gradient = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_weight_grad else None
             bias_gradient = rows.sum(0) if ctx.needs_bias_grad else None
@@ -240,6 +240,6 @@ class _Embedding(torch.autograd.Function):
             with module.unshard_for_backward():
                 pass
         if module.trainable_params and needs_shard_gradients(ctx):
-            is_shared = module.sink.shares(gradient)
+            is_shared = module.sink.shares_memory(gradient)
             module.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1), is_shared=is_shared)
         return None, None, None

@@ -124,7 +124,7 @@ class MovedStorage:
         if sums_bits:
             for handle in self._live_handles():
                 handle.sum_bits()
-        self._stream.follow()
+        self._stream.wait_for_device()
         with torch.inference_mode(False), torch.no_grad():
             source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._source)
         self._stream.copy(self._host[: self.num_bytes], source)
@@ -149,7 +149,7 @@ class MovedStorage:
             return False
         with torch.inference_mode(False), torch.no_grad():
             fetched = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        self._stream.follow()  # the device's earlier work may still use this memory
+        self._stream.wait_for_device()  # the device's earlier work may still use this memory
         self._stream.copy(fetched, self._host[: self.num_bytes])
         self._event = self._stream.record()
         self._fetched = fetched.untyped_storage()

@@ -93,8 +93,8 @@ class HostOptimizer(OffloadManager):
         """
         self._build_buckets(stepped)
         streams = self._streams
-        streams.out.follow()  # gradients are clipped
-        streams.into.follow()  # the backward has read the weights
+        streams.out.wait_for_device()  # gradients are clipped
+        streams.into.wait_for_device()  # the backward has read the weights
         fetches = [self._fetch(index) for index in range(min(RING, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):

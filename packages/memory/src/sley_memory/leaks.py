@@ -69,7 +69,7 @@ def _find_leaks_now(run: Any, min_bytes: int) -> list[Leak]:
     inventory = run.memory.inventory
     # By address: memory may have a second storage, which starts at the tensor (`Device.again`).
     tensors = [
-        tensor for part in get_args(Part) for _, tensor in inventory.everything(part) if tensor.device == inventory.device
+        tensor for part in get_args(Part) for _, tensor in inventory.all_tensors(part) if tensor.device == inventory.device
     ]
     known_addresses = {address for tensor in tensors if _address(tensor) for address in (_address(tensor), tensor.data_ptr())}
     gc.collect()

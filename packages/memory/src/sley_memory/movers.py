@@ -259,7 +259,7 @@ class HostCopy(Mover):
     def _send(self, placed: Sequence[HostPlace]) -> None:
         """Copies all pieces to the host and frees them, bucket by bucket."""
         # The copies read memory that earlier device work writes.
-        self._streams.out.follow()
+        self._streams.out.wait_for_device()
         for bucket in self._buckets(placed):
             for piece, host, _ in bucket:
                 self._streams.out.copy(host, piece.memory)
@@ -275,14 +275,14 @@ class HostCopy(Mover):
             return
         self._start_s = time.perf_counter()
         into = self._streams.into
-        into.after(self._streams.out.record())
+        into.wait_for(self._streams.out.record())
         if self._makes_room and self._offloaded:
             make_room((num_bytes for _, _, num_bytes in self._offloaded), self._offloaded[0][0].memory.device)
         for bucket in self._buckets(self._offloaded):
             for piece, _, _ in bucket:
                 piece.grow()
             # The copies wait for earlier device work that used this memory.
-            into.follow()
+            into.wait_for_device()
             for piece, host, _ in bucket:
                 into.copy(piece.memory, host)
         num_bytes = sum(num_bytes for _, _, num_bytes in self._offloaded)

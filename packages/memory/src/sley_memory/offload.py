@@ -104,7 +104,7 @@ class BetweenSteps(Mover):
         shared: set[int] = set()
 
         def pieces() -> list[StorageEntry]:
-            states = self._inventory.states_of(bucket)
+            states = self._inventory.state_storages(bucket)
             keys = {storage_id(piece.memory) for piece in states}
             if not keys <= known_ids:  # new in the first step, and after a program has loaded states
                 shared.update(keys & self._inventory.storage_ids_without(bucket))
@@ -183,9 +183,9 @@ class Manager(OffloadManager):
             return TrimOnly(partial(inventory.trim, part), counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:
             return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, counters)
-        pieces: Pieces = partial(inventory.pieces, part)
+        pieces: Pieces = partial(inventory.storages, part)
         if part == "optimizer_states":
-            pieces = lambda: pack_small(inventory.pieces(part), bucket_bytes)  # noqa: E731
+            pieces = lambda: pack_small(inventory.storages(part), bucket_bytes)  # noqa: E731
         copies = HostCopy(pieces, self._streams, arena, bucket_bytes, counters)
         if not isinstance(self.config, CopiedConfig) or not self.config.shared or parts.groups["wdp"].size == 1:
             return copies
@@ -215,7 +215,7 @@ class Manager(OffloadManager):
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
-            raise StateError.away(part, caller)
+            raise StateError.offloaded(part, caller)
         mover.require()
         self._open_gate()
 

@@ -115,7 +115,7 @@ class SharedCopies(Mover):
             (self._host,) = self._arena.allocate([size], self._moved)
         if self._host is not None:
             start_s = time.perf_counter()
-            self._streams.out.follow()
+            self._streams.out.wait_for_device()
             for memory, offset in self._slices(self._group.coord * size, size):
                 self._streams.out.copy(self._host[offset : offset + memory.numel()], memory)
             # The allocator may reuse the memory for the next device work, which must wait for the copies.
@@ -162,10 +162,10 @@ class SharedCopies(Mover):
         local_part = torch.empty(step, dtype=torch.uint8, device=device)
         all_parts = torch.empty(count * step, dtype=torch.uint8, device=device)
         into = self._streams.into
-        into.after(self._streams.out.record())
+        into.wait_for(self._streams.out.record())
         for start in range(0, size, step):
             length = min(step, size - start)
-            into.follow()  # the previous gather has read this memory
+            into.wait_for_device()  # the previous gather has read this memory
             into.copy(local_part[:length], self._host[start : start + length])
             into.record().hold_device()
             # The ranks of the group have agreed on these pieces and on this call.

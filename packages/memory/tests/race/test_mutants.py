@@ -36,13 +36,13 @@ Named = tuple[str, str, int]
 """A wait as it is called in this file: function, method, and which of these in the function."""
 
 IMPLIED: dict[Named, str] = {
-    ("onload", "after", 0): "the device was held until each copy out was done, and the stream follows the device",
+    ("onload", "wait_for", 0): "the device was held until each copy out was done, and the stream follows the device",
     (
         "begin",
         "hold_device",
         0,
     ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
-    ("_step", "follow", 1): "the host has waited for gradients, whose stream followed the device after the backward",
+    ("_step", "wait_for_device", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
     ("_step", "wait", 1): "the device was held until these copies were done, the next step's gradients follow it, and the "
     "host waits for them before it writes",
@@ -50,9 +50,9 @@ IMPLIED: dict[Named, str] = {
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
 
 OTHERS_RACES: dict[str, Named] = {
-    "copies do not wait for the optimizer's writes": ("_send", "follow", 0),
+    "copies do not wait for the optimizer's writes": ("_send", "wait_for_device", 0),
     "memory is used anew while a copy reads it": ("_send", "hold_device", 0),
-    "a copy writes memory in which the device still works": ("onload", "follow", 0),
+    "a copy writes memory in which the device still works": ("onload", "wait_for_device", 0),
 }
 """The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""
 

@@ -133,7 +133,7 @@ class Link:
             for pending in receive.pending:
                 pending.wait()
             flags = self._read_flags(transfer, receive.message)
-            description, tensors = description.flagged(flags), receive.message.aliases()
+            description, tensors = description.with_flags(flags), receive.message.aliases()
             self._message_pool.release_when_unused(receive.message)
         if transfer.flow == "forward":
             self._gradients_to_send[transfer.chunk, transfer.micro] = description.gradients

@@ -104,7 +104,7 @@ class Message:
         self._separate_header = separate_header
         self.lease: tuple[AbstractContextManager[Tensor], Tensor] | None = None
         with torch.inference_mode(False):
-            self._memory = device.again(memory)
+            self._memory = device.alias(memory)
         self._storage = self._memory.untyped_storage()
         self.set_layout(layout)
 

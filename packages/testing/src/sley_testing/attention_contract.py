@@ -59,7 +59,7 @@ class CaseResult:
 
 
 def _slice_group(world: World) -> Group:
-    return world.groups(Topology.of(world.size, sp=world.size), 60)["sp"]
+    return world.groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
 
 
 def _build_attention(sequence: Table, group: Group) -> SequenceCommunicator:

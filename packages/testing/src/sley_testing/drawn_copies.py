@@ -205,11 +205,11 @@ class DrawnStream(CopyStream):
     def _clock(self) -> Clock:
         return self._copies.ledger.streams[self._number]
 
-    def follow(self) -> None:
+    def wait_for_device(self) -> None:
         self._copies.handle_call()
         merge(self._clock, self._copies.ledger.device)
 
-    def after(self, event: CopyEvent) -> None:
+    def wait_for(self, event: CopyEvent) -> None:
         self._copies.handle_call()
         if isinstance(event, DrawnEvent):
             merge(self._clock, event.clock)
@@ -361,7 +361,7 @@ class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]
         assert_allocated(name, accesses)
 
 
-WAITS = ((DrawnStream, "follow"), (DrawnStream, "after"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
+WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))
 
 
 class Site(NamedTuple):

@@ -3,10 +3,10 @@
 The device and each copy stream work in order. The clock of a worker counts the work of the other workers that is complete
 before its next operation. A wait merges clocks:
 
-    stream.follow()      stream <- device       the work that was issued to the device so far
-    stream.after(e)      stream <- e            the work of the event's stream before the event, and its dependencies
-    e.hold_device()      device <- e
-    e.wait()             host, device <- e      the host issues all work, so later work is ordered after the event
+    stream.wait_for_device()   stream <- device       the work that was issued to the device so far
+    stream.wait_for(e)         stream <- e            the work of the event's stream before the event, and its dependencies
+    e.hold_device()            device <- e
+    e.wait()                   host, device <- e      the host issues all work, so later work is ordered after the event
 
 Two accesses to the same bytes must be ordered by clocks if one is a write. A missing order is found in every run, even if it
 did no harm. Freed memory, and memory without references, counts as written by the device.
@@ -168,10 +168,10 @@ class Ledger:
             number = max(last_read, last_write) if writes else last_write
             assert not (start < last and first < end) or number <= clock.get(DEVICE, 0), (
                 f"stream {stream} copies {text}, which the device {'wrote' if number == last_write else 'read'} after "
-                "the stream last followed it: `follow` is missing"
+                "the stream last followed it: `wait_for_device` is missing"
             )
         ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
-        self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`after`")
+        self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`wait_for`")
 
     def _check_copies(self, memory: _Memory, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
         """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""

@@ -138,7 +138,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
     plan = plan_from_dict(tables([], 1))  # provides the other tables
     with World.join("cpu", timeout_s=timeout_s) as world:
-        topology = Topology.of(world.size, pp=world.size)
+        topology = Topology.from_sizes(world.size, pp=world.size)
         groups, registry = world.groups(topology, timeout_s), ParameterRegistry([[]])
         link.prepare(make_parts(plan, world, topology, groups, (), registry))
         yield link, groups["pp"].coord

@@ -133,7 +133,9 @@ def gradients(run: Run) -> Tensors:
         if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
             group = run.groups[buffer.shard.axis]
             full_buffer = torch.empty_like(buffer.data)
-            group.all_gather(full_buffer, buffer.own, label="parts of gradients", channel=next(iter(group.channels))).wait()
+            group.all_gather(
+                full_buffer, buffer.local_part, label="parts of gradients", channel=next(iter(group.channels))
+            ).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
                 gathered[param] = full_buffer[start : start + view.numel()].view(view.shape)
     # The order of the registry is the same on all ranks of `wp`.

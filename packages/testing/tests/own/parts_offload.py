@@ -27,8 +27,8 @@ class Naive(OffloadManager):
         if part in self._away:
             moved.num_no_ops += 1
             return lambda: None
-        self._stream.follow()
-        self._away[part] = [(piece, self._copied(piece.memory)) for piece in self._inventory.pieces(part)]
+        self._stream.wait_for_device()
+        self._away[part] = [(piece, self._copied(piece.memory)) for piece in self._inventory.storages(part)]
         self._hold(self._stream.record())
         moved.given_back = sum(piece.free() for piece, _ in self._away[part])
         moved.copied_out += moved.given_back
@@ -42,14 +42,14 @@ class Naive(OffloadManager):
         copies = self._away.pop(part)  # keeps host memory until its copies are complete
         for piece, copy in copies:
             piece.grow()
-            self._stream.follow()
+            self._stream.wait_for_device()
             self._stream.copy(piece.memory, copy.data)
         self._hold(self._stream.record())
         return lambda: None
 
     def require(self, part, caller) -> None:
         if part in self._away:
-            raise StateError.away(part, caller)
+            raise StateError.offloaded(part, caller)
 
     def where(self, part):
         return Where.AWAY if part in self._away else Where.HERE

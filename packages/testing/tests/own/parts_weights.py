@@ -19,7 +19,7 @@ def gather_weight(param, group):
     own = param.parameter.detach()
     parts = own.new_empty((group.size, *own.shape))
     group.all_gather(parts, own[None].contiguous(), label=param.name, channel="gather").wait()
-    return param.shard.joined(parts)
+    return param.shard.join(parts)
 
 
 def reduce_gradient(param, group, gradient):

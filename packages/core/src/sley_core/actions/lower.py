@@ -143,7 +143,7 @@ def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     return {delivery: index for index, delivery in enumerate(sorted(sent_s, key=key))}
 
 
-class _Issue(NamedTuple):
+class _TransferEnd(NamedTuple):
     """One end of a transfer in one stage's list.
 
     order: the index of the transfer in the global order. action: the index of the action that computes or uses the value. post:
@@ -168,20 +168,20 @@ def schedule_posts(
     """Returns the posts of `stage` by the index of the action that they precede. outputs: the value that each action computes
     for a neighbouring chunk. order: the index of each transfer. ahead: the number of actions between post and use, if possible.
     """
-    issues: dict[Direction, list[_Issue]] = {direction: [] for direction in DIRECTIONS}
+    issues: dict[Direction, list[_TransferEnd]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
     positions, latest_order = placement.positions(stage), -1
     for number, (action, output) in enumerate(zip(actions, outputs, strict=True)):
         needed = placement.input_of(action, positions[action.chunk])
         if output is not None and output in order:
             direction = direction_of(stage, placement.holder(output.position).stage)
-            issues[direction].append(_Issue(order[output], number, None, number))
+            issues[direction].append(_TransferEnd(order[output], number, None, number))
         if needed is not None and needed in order:
             position = order[needed]
             source = placement.holder(needed.origin)
             post = Transfer("post", needed.flow, action.chunk, action.micro, source.stage, source.chunk)
             latest = bisect_right(latest_taken, position)
-            issues[direction_of(source.stage, stage)].append(_Issue(position, number, post, latest))
+            issues[direction_of(source.stage, stage)].append(_TransferEnd(position, number, post, latest))
             latest_order = max(latest_order, position)
         latest_taken.append(latest_order)
     posts: dict[int, list[Transfer]] = {}
@@ -191,7 +191,7 @@ def schedule_posts(
     return posts
 
 
-def _place_posts(issues: Sequence[_Issue], ahead: int) -> list[tuple[int, Transfer]]:
+def _place_posts(issues: Sequence[_TransferEnd], ahead: int) -> list[tuple[int, Transfer]]:
     """Returns each post in `issues`, which are sorted and of one direction, with the index of the action that it precedes.
 
     The backward pass over the issues puts a post `ahead` actions before its use, but not after its latest index nor after a

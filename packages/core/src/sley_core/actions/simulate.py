@@ -189,7 +189,7 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     """
     machine = Machine(lists, placement, costs, posted=True)
     machine.run()
-    timeline = Timeline.of(placement.stages, machine.spans)
+    timeline = Timeline.from_spans(placement.stages, machine.spans)
     return SimulatedStep(timeline, tuple(compute_peaks(steps, stage, placement, costs) for stage, steps in enumerate(lists)))
 
 
@@ -216,7 +216,7 @@ class Timeline:
     computing_s: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
+    def from_spans(cls, stages: int, spans: Iterable[TimedAction]) -> Timeline:
         """Returns a timeline of `spans`, which may have any order."""
         return cls(stages, tuple(sorted(spans, key=lambda span: (span.stage, span.start_s, span.end_s))))
 

@@ -42,7 +42,7 @@ class CollectiveTransport(Transport):
         self._is_coalesced = is_coalesced
 
     def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        mark = Mark.of("all-gather", label, shards)
+        mark = Mark.from_tensors("all-gather", label, shards)
         self._log.add(self._name, mark)
         turn = begin_turn("all-gather", self.members, label, self._name, mark.num_bytes)
         return GroupWork(run_guarded(lambda: self._start_gather(wholes, shards), turn), [], turn)
@@ -50,13 +50,13 @@ class CollectiveTransport(Transport):
     def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own_rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        mark = Mark.of("reduce-scatter", label, wholes, contents)
+        mark = Mark.from_tensors("reduce-scatter", label, wholes, contents)
         self._log.add(self._name, mark)
         turn = begin_turn("reduce-scatter", self.members, label, self._name, mark.num_bytes)
         return GroupWork(run_guarded(lambda: self._start_reduce(own_rows, wholes), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        self._log.add(self._name, Mark.of("all-to-all", label, [sent], contents))
+        self._log.add(self._name, Mark.from_tensors("all-to-all", label, [sent], contents))
         turn = begin_turn("all-to-all", self.members, label, self._name, sent.nbytes)
         work = run_guarded(lambda: dist.all_to_all_single(received, sent, group=self._channel, async_op=True), turn)
         return GroupWork([work], [], turn)
@@ -111,7 +111,7 @@ class MessageTransport(Transport):
         rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         places = [[whole[peer] for peer in self._peers] for whole in rows]
         parts = [[shard] * len(self._peers) for shard in shards]
-        started = self._start_messages(places, parts, Mark.of("all-gather", label, shards), "all-gather")
+        started = self._start_messages(places, parts, Mark.from_tensors("all-gather", label, shards), "all-gather")
         for whole, shard in zip(rows, shards, strict=True):
             copy_shard(shard, whole[self.members.coord])
         return started
@@ -132,12 +132,12 @@ class MessageTransport(Transport):
                     total.add_(part)
 
         parts = [[buffer[peer] for peer in self._peers] for buffer in rows]
-        mark = Mark.of("reduce-scatter", label, wholes, contents)
+        mark = Mark.from_tensors("reduce-scatter", label, wholes, contents)
         return self._start_messages([list(buffer) for buffer in arriving], parts, mark, "reduce-scatter", finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
-        started = self._start_messages(places, parts, Mark.of("all-to-all", label, [sent], contents), "all-to-all")
+        started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
 

@@ -1,6 +1,6 @@
 """Copies tensors between a device and the host in parallel with the device's own work.
 
-    stream.follow()                  # copies start after all work that is queued on the device so far
+    stream.wait_for_device()         # copies start after all work that is queued on the device so far
     stream.copy(host, weights)       # several copies, in this order
     event = stream.record()
     event.hold_device()              # work that is queued on the device from now on starts after the copies
@@ -42,10 +42,10 @@ class CopyEvent:
 class CopyStream:
     """Runs copies in order. Here, on the CPU, a copy is done at its return; on CUDA it overlaps with other work."""
 
-    def follow(self) -> None:
+    def wait_for_device(self) -> None:
         """Makes all later copies wait for the work that is queued on the device's own stream so far."""
 
-    def after(self, event: CopyEvent) -> None:
+    def wait_for(self, event: CopyEvent) -> None:
         """Makes all later copies wait for `event` of another copy stream."""
         event.wait()
 
@@ -89,10 +89,10 @@ class CudaStream(CopyStream):
         self._main = main
         self._stream = torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
-    def follow(self) -> None:
+    def wait_for_device(self) -> None:
         self._stream.wait_stream(self._main)
 
-    def after(self, event: CopyEvent) -> None:
+    def wait_for(self, event: CopyEvent) -> None:
         if isinstance(event, _CudaEvent):
             self._stream.wait_event(event.event)
         else:

@@ -178,7 +178,7 @@ class Device:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def again(self, memory: Tensor) -> Tensor:
+    def alias(self, memory: Tensor) -> Tensor:
         """Returns a tensor over `memory` with a separate storage, whose use count shows whether it is still in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 

@@ -205,7 +205,7 @@ class Simulation:
         self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Simulates an exchange of `members`, as `Imitate` describes."""
-        return nothing
+        return do_nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
         """Returns a function (stage, chunk) that describes the output of another stage's chunk, or None if no steps are run or
@@ -217,5 +217,5 @@ class Simulation:
         """Replaces the meta tensors of this rank's sharded layers by tensors of `dtype` for a step. This class does nothing."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Does nothing: the wait for a simulated exchange that is complete."""

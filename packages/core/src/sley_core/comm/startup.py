@@ -83,7 +83,7 @@ def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> Prefi
     return PrefixStore(f"attempt {attempt}, {purpose} {_num_uses_by_purpose[key]}", store)
 
 
-def reset() -> None:
+def reset_stores() -> None:
     """Resets the counts and closes open stores, as in a new process."""
     _num_uses_by_purpose.clear()
     _open_stores.clear()

@@ -91,10 +91,10 @@ def collate_function(dataset: Any) -> Collate:
     if collate is not None:
         return collate  # type: ignore[no-any-return]  # part of the protocol `Dataset`
     fields: Mapping[str, Field] = dataset.info.fields
-    return lambda samples: stack(samples, fields)
+    return lambda samples: stack_samples(samples, fields)
 
 
-def stack(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
+def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
     """Stacks each field of the samples along a new dim, its `batch_dim`. Raises RunError "data-sample"."""
     for row, sample in enumerate(samples):
         if not isinstance(sample, Mapping):

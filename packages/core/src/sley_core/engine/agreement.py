@@ -104,7 +104,7 @@ class Agreement:
         counts = self.counts if is_first else NO_COUNTS
         self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *counts, *terms], dtype=torch.float64)
         for index, fact in enumerate(self._facts):
-            self._sum[index] = sum(difference(self.groups[axis], number) for axis, (_, number) in fact.items())
+            self._sum[index] = sum(difference_term(self.groups[axis], number) for axis, (_, number) in fact.items())
         # All ranks, on the host; every step and every evaluation begins with it.
         self._pending = self._control.all_reduce(self._sum, label=f"the agreement before {label}")
         return self
@@ -241,7 +241,7 @@ Exchanges = dict[str, ExchangeSummary]
 _NO_EXCHANGES = ((), 0, 0, "")
 
 
-def difference(group: Group, number: int) -> int:
+def difference_term(group: Group, number: int) -> int:
     """Returns this rank's term of a sum over all ranks that is 0 if the ranks of `group` have the same `number`.
 
     The term is an integer below 2^32 x the group's size, and float64 sums are exact below 2^53. If ranks differ, the sum is 0
@@ -260,7 +260,7 @@ def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
 def exchange_difference(groups: Iterable[Group]) -> int:
     """Returns this rank's term of a sum over all ranks that is 0 if the ranks of each group made the same exchanges."""
     summaries = ((group, group.log.summary(group.ranks)) for group in groups)
-    return sum(difference(group, summary.number) for group, summary in summaries if summary is not None)
+    return sum(difference_term(group, summary.number) for group, summary in summaries if summary is not None)
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:

@@ -176,7 +176,7 @@ class Leaf:
         first = 0 if self.same_as is None else self.same_as + 1
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
-    def flagged(self, flags: int) -> Leaf:
+    def with_flags(self, flags: int) -> Leaf:
         first = flags // _SAME_AS_FACTOR
         return replace(
             self,
@@ -226,11 +226,11 @@ class Description:
         pairs = zip(self.leaves, other.leaves, strict=True)
         return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
 
-    def flagged(self, flags: bytes) -> Description:
+    def with_flags(self, flags: bytes) -> Description:
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)
-        return replace(self, leaves=tuple(leaf.flagged(number) for leaf, number in pairs))
+        return replace(self, leaves=tuple(leaf.with_flags(number) for leaf, number in pairs))
 
     def __str__(self) -> str:
         return ", ".join(str(leaf) for leaf in self.leaves) or "no tensor"

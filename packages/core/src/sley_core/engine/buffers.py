@@ -206,7 +206,7 @@ class GradientBuffer(FlatBuffer):
         return checksum(param.name for param in self.params)
 
     @cached_property
-    def own(self) -> Tensor:
+    def local_part(self) -> Tensor:
         """Returns the part of `data` whose sum this rank gets, [numel / count]; `data` itself if the buffer is not sharded."""
         return self.data if self.shard is None else self.data[self._begin : self._end]
 
@@ -226,10 +226,10 @@ class GradientBuffer(FlatBuffer):
 
     @cached_property
     def parts(self) -> dict[Param, Tensor]:
-        return self.part_views(self.own)
+        return self.part_views(self.local_part)
 
     def part_views(self, memory: Tensor) -> dict[Param, Tensor]:
-        """Returns the view of each parameter's elements in `memory`, which has the length of `own`."""
+        """Returns the view of each parameter's elements in `memory`, which has the length of `local_part`."""
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]

@@ -122,11 +122,11 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
             yield from tensors_in(parts_of(value), visited)
 
 
-def keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
+def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:
     return Keep()
 
 
-def recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
+def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
     """Builds `core.recompute` for the first blocks. Their number is the fraction of all blocks, rounded half up; blocks are all
     layers but the first and the last.
     """

@@ -38,7 +38,7 @@ Work = Callable[[], None]
 
 
 class WeightQueue:
-    """Holds the deferred products of every I until its W runs. I opens `collecting(key)`, in which linears call `put`. W calls
+    """Holds the deferred products of every I until its W runs. I opens `collect(key)`, in which linears call `put`. W calls
     `run(key)`. on_last: called with a parameter after its last product of a `run`.
     """
 
@@ -52,7 +52,7 @@ class WeightQueue:
         return self._open is not None
 
     @contextmanager
-    def collecting(self, key: ActionKey) -> Iterator[None]:
+    def collect(self, key: ActionKey) -> Iterator[None]:
         assert self._open is None, f"I of {key} within that of {self._open}"
         self._queued[key] = []
         self._open = key
@@ -104,7 +104,7 @@ class Handover:
     _copies: bool | None = field(default=None, init=False)
 
     def __call__(self, rows: Tensor, inputs: Tensor, *, is_shared: bool = False) -> None:
-        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: the result of `shares` for the gradient."""
+        """Multiplies or queues `rows` [n, out] and `inputs` [n, in]. is_shared: as `shares_memory` returns."""
         if not self.queue.is_collecting:
             self.multiply(rows, inputs)
             return
@@ -112,7 +112,7 @@ class Handover:
         work = partial(self._multiply, rows, inputs, copied, version_of(rows), version_of(inputs))
         self.queue.put(work, self.param)
 
-    def shares(self, gradient: Tensor) -> bool:
+    def shares_memory(self, gradient: Tensor) -> bool:
         """Returns whether other tensors share the memory of a queued `gradient`. Must be called before a view of it exists."""
         if not self.queue.is_collecting:
             return False
@@ -156,16 +156,16 @@ class DirectLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        is_shared = ctx.sink.shares(gradient)
+        is_shared = ctx.sink.shares_memory(gradient)
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
         bias_gradient = None
         if ctx.needs_input_grad[2]:
-            if ctx.bias_sink is not None and not torch.is_grad_enabled() and GradientUse.of(ctx, 2) is GradientUse.SUM:
+            if ctx.bias_sink is not None and not torch.is_grad_enabled() and GradientUse.find(ctx, 2) is GradientUse.SUM:
                 ctx.bias_sink(rows)
             else:
                 bias_gradient = rows.sum(0)
-        use = GradientUse.of(ctx)
+        use = GradientUse.find(ctx)
         weight_gradient = None
         if use is GradientUse.SUM and not torch.is_grad_enabled():
             ctx.sink(rows, inputs, is_shared=is_shared)
@@ -188,7 +188,7 @@ class GradientUse(Enum):
     VALUE = "autograd.grad of the weight"
 
     @classmethod
-    def of(cls, ctx: Any, index: int = 1) -> GradientUse:
+    def find(cls, ctx: Any, index: int = 1) -> GradientUse:
         """Returns the use of a weight's gradient by the running backward. Every backward calls it, since a forward may call
         `autograd.grad`. index: the index of the weight, a leaf, among the inputs of the autograd function.
         """
@@ -292,9 +292,9 @@ class DirectEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (tokens,) = ctx.saved_tensors
-        use = GradientUse.of(ctx)
+        use = GradientUse.find(ctx)
         if use is GradientUse.SUM and not torch.is_grad_enabled():
-            is_shared = ctx.sink.shares(gradient)
+            is_shared = ctx.sink.shares_memory(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
             ctx.sink(zero_padding_rows(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
             return None, None, None, None

@@ -33,11 +33,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 @dataclass(frozen=True)
 class Metrics:
     """Selects the metrics of an evaluation. labels: the cross-entropy of token ids, for the accuracy of next tokens; None
-    for other losses. own: the user's function, or None. whole: gathers full sequences for it.
+    for other losses. custom: the user's function, or None. whole: gathers full sequences for it.
     """
 
     labels: CrossEntropyConfig | None = None
-    own: Metric | None = None
+    custom: Metric | None = None
     whole: WholeSequences | None = None
 
     @property
@@ -72,7 +72,7 @@ class Tally:
 
     def reads(self, field: str) -> bool:
         """Returns whether the metrics may read a batch field; the user's function may read all of them."""
-        return self.metrics.own is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
+        return self.metrics.custom is not None or (self.metrics.labels is not None and field == self.metrics.labels.labels)
 
     def add(self, micro: int, output: Any, fields: Mapping[str, Tensor], batch: Batch, *, counts: bool) -> None:
         """Counts a microbatch. Raises RunError "metric-result" if the user's function writes in place or returns no numbers.
@@ -82,10 +82,10 @@ class Tally:
         """
         metrics, results = self.metrics, dict[str, Any]()
         versions = [(tensor, version_of(tensor)) for tensor in tensors_in((output, fields))]
-        if metrics.own is not None:
+        if metrics.custom is not None:
             arguments = (output, fields) if metrics.whole is None else metrics.whole(output, fields, batch)
             if metrics.whole is None or metrics.whole.counts:
-                results = self._check_results(metrics.own(*arguments))
+                results = self._check_results(metrics.custom(*arguments))
         if any(version_of(tensor) != version for tensor, version in versions):
             raise _metric_error("writes in place to the output or the batch, which the loss also uses")
         if metrics.labels is not None:

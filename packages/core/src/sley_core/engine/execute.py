@@ -188,7 +188,7 @@ class Executor:
             case Kind.BACKWARD:
                 self._backward(micro, self._in_flight[key], weight)
             case Kind.INPUT_GRADIENT:
-                with self.queue.collecting(key):
+                with self.queue.collect(key):
                     self._backward(micro, self._in_flight[key], weight)
             case Kind.WEIGHT_GRADIENT:  # the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
@@ -219,7 +219,7 @@ class Executor:
         flight.check_inputs_unwritten(layers[0].name)
         call_hooks(self.hooks, "after_forward", micro, output)
         if not self._is_last_chunk(micro.chunk):
-            description, tensors = describe(output, layers[-1].name)
+            description, tensors = describe_output(output, layers[-1].name)
             flight.edges = gradient_edges(description, tensors)
             self.crossing.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
             return
@@ -244,7 +244,7 @@ class Executor:
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
         except Exception as error:
-            note_origin(error, f"the metrics on microbatch {micro.micro}", tally.metrics.own)
+            note_origin(error, f"the metrics on microbatch {micro.micro}", tally.metrics.custom)
             raise
         finally:
             GENERATOR_LOCK.release()
@@ -425,7 +425,7 @@ class InFlight:
         return [entry.pop_gradient() for entry in self.inputs if entry.leaf.has_gradient]
 
 
-def describe(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
+def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
     """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for an error."""
     tensors, structure = flatten(value, layer)
     first_indices: dict[int, int] = {}

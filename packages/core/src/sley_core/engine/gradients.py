@@ -149,7 +149,7 @@ class GradientStore:
     def norm_groups(self) -> Iterator[NormGroup]:
         """Yields all gradients in few groups: this rank's part of each buffer, then the gradients outside the buffers."""
         for buffer in self.buffers:
-            yield NormGroup([buffer.own], buffer.reduce_group, buffer.stages, buffer.num_shards)
+            yield NormGroup([buffer.local_part], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         for accumulator in self._loose:
             if isinstance(accumulator, UnwatchedAccumulator):
@@ -308,7 +308,7 @@ class GradientStore:
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
-            raise StateError.away("gradients", "a step")
+            raise StateError.offloaded("gradients", "a step")
         self._are_freed = False
         self.refusal = None
         if name := next(

@@ -37,7 +37,7 @@ class LoadedWeights(NamedTuple):
 
 
 @dataclass
-class _Report:
+class _LoadReport:
     """Holds one rank's faults, its unknown names, and the checksums of its values by name."""
 
     faults: list[str] = field(default_factory=list)
@@ -45,27 +45,27 @@ class _Report:
     sums: dict[str, int] = field(default_factory=dict)
 
 
-class Names(NamedTuple):
+class ModelNames(NamedTuple):
     """The names of a full model. first: the registry's name by parameter name. buffers: buffers and extra states."""
 
     first: Mapping[str, str]
     buffers: set[str]
 
 
-def collect_names(layers: Sequence[Layer]) -> Names:
+def collect_names(layers: Sequence[Layer]) -> ModelNames:
     first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
     buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
-    return Names(first, buffers | {name for name, _ in modules_with_extra_state(layers)})
+    return ModelNames(first, buffers | {name for name, _ in modules_with_extra_state(layers)})
 
 
 def load_weights(
-    names: Names, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
+    names: ModelNames, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
 ) -> LoadedWeights:
     """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
     describes. Every rank calls it, since it runs two blocking collectives over `control`.
     """
     Agreement(parts.groups).begin("loading weights").check()
-    loading = _Loader(names, parts, masters)
+    loading = _WeightLoader(names, parts, masters)
     if not isinstance(state, Mapping):
         loading.check_pairs(state, writes=True)
         return loading.exchange_reports(strict)
@@ -76,10 +76,10 @@ def load_weights(
     return loaded
 
 
-class _Loader:
+class _WeightLoader:
     """Holds the state of one call of `load_weights` on this rank."""
 
-    def __init__(self, names: Names, parts: Parts, masters: Masters) -> None:
+    def __init__(self, names: ModelNames, parts: Parts, masters: Masters) -> None:
         self.names = names
         self.masters = masters
         self.control = parts.groups["control"]
@@ -89,7 +89,7 @@ class _Loader:
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
         self.extra = dict(modules_with_extra_state(parts.layers))
-        self.report = _Report()
+        self.report = _LoadReport()
         self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
@@ -125,7 +125,7 @@ class _Loader:
             self.report.faults += [f"{name!r} is unknown" for name in self.report.unknown]
         # over all ranks: each of them gets here, also with faults
         reports = control.gather_objects([asdict(self.report), missing], label="the reports on loaded weights")
-        reports_and_missing = [(_Report(**report), names) for report, names in reports]
+        reports_and_missing = [(_LoadReport(**report), names) for report, names in reports]
         faults = list(dict.fromkeys(line for report, _ in reports_and_missing for line in report.faults))
         if faults:
             suffix = f", and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""

@@ -90,7 +90,7 @@ class PartExchange:
         if self.group.axis != AXIS:
             return torch.cat(list(pieces)).view(param.parameter.shape)
         assert param.shard is not None, param
-        return param.shard.joined(torch.stack(list(pieces)).view(-1, *param.shard.own_shape))
+        return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.own_shape))
 
     def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
         if self.group.axis != AXIS:

@@ -193,7 +193,7 @@ class WeightSaver:
         master_dtype = self._masters.wide if precision == "full" else None
         for param in self._parts.registry:
             if param.stages[0] == stage:  # of a tie, the first stage
-                yield _Source(Spec.of(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
+                yield _Source(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
         for layer in self._parts.layers:
             buffers = [
                 (f"{prefix}.{name}", buffer)
@@ -203,7 +203,7 @@ class WeightSaver:
             ]
             buffers += [(name, extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
             for name, buffer in buffers:
-                yield _Source(Spec.of(name, buffer.dtype, buffer.shape), None, buffer)
+                yield _Source(Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
 
     @torch.no_grad()
     def _write(

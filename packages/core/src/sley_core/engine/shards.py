@@ -79,7 +79,7 @@ class Shard:
         shard.narrow(self.dim, 0, self.own_size).copy_(whole.narrow(self.dim, first, self.own_size))
         return shard
 
-    def joined(self, parts: Tensor) -> Tensor:
+    def join(self, parts: Tensor) -> Tensor:
         """Returns the full tensor, a contiguous copy without padding, from all ranks' shards `parts` [count, *own_shape]."""
         padded = parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return padded.narrow(self.dim, 0, self.shape[self.dim]).clone(memory_format=torch.contiguous_format)
@@ -137,7 +137,7 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
         slices = torch.split(received, [shard.numel() for shard in same_dtype.values()], dim=1)
         for (param, shard), parts_of_ranks in zip(same_dtype.items(), slices, strict=True):
             assert param.shard is not None, param
-            full_tensors[param] = param.shard.joined(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
+            full_tensors[param] = param.shard.join(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
     return {param: full_tensors[param] for param in parts}
 
 

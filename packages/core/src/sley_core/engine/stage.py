@@ -43,7 +43,7 @@ class Lists:
         self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate_actions(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
-    def at(self, stage: int) -> Lists:
+    def for_stage(self, stage: int) -> Lists:
         """Returns the lists of another stage, sharing this one's cache."""
         lists = Lists(self.generate_actions, self.placement, stage)
         lists.of_all_stages = self.of_all_stages
@@ -70,8 +70,8 @@ class Stage:
     stages: Stages
     chunks: Sequence[Sequence[Layer]]
 
-    def at(self, number: int) -> Stage:
-        lists, placement = self.lists.at(number), self.lists.placement
+    def for_stage(self, number: int) -> Stage:
+        lists, placement = self.lists.for_stage(number), self.lists.placement
         chunks = [self.stages[placement.position(number, chunk)][1] for chunk in range(placement.chunks)]
         return Stage(lists, self.stages, chunks)
 

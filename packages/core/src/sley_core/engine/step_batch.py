@@ -97,7 +97,7 @@ class BatchCounts(NamedTuple):
     positions: float = 0.0
     pairs: float = 0.0
 
-    def plus(self, other: BatchCounts) -> BatchCounts:
+    def add(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(sum, zip(self, other, strict=True)))
 
 

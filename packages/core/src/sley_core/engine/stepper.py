@@ -163,11 +163,11 @@ class Stepper:
                 group.log.clear()
             for index, batch in enumerate(batches):
                 steps = self._begin_forward("an evaluation", index, batch, state)
-                counts = tally if metrics.names or metrics.own is not None else None
+                counts = tally if metrics.names or metrics.custom is not None else None
                 losses.append(self.executor.evaluate(steps, batch.micros, state, None, counts, batch.num_counted))
                 weight += self.agreement.weight  # of all ranks
             names = metrics.names
-            if metrics.own is not None:  # a collective of all ranks, some of which may have no output
+            if metrics.custom is not None:  # a collective of all ranks, some of which may have no output
                 control = self.groups["control"]
                 names_of_ranks = control.gather_objects(tally.names, label="the names of metrics")
                 names = [*names, *merge_metric_names(dict(zip(control.ranks, names_of_ranks, strict=True)))]

@@ -221,7 +221,7 @@ class RankReport(NamedTuple):
     samples: tuple[int, ...]
 
 
-def refusal(
+def build_refusal(
     parts: Parts,
     number: int,
     result: StepResult,

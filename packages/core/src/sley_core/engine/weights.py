@@ -404,7 +404,7 @@ class Masters:
         added = set(params)
         for buffer in self.store.buffers:
             if buffer.shard and added.issuperset(buffer.params):
-                part = FlatBuffer([buffer.own.shape], self.wide, device)
+                part = FlatBuffer([buffer.local_part.shape], self.wide, device)
                 copies |= buffer.part_views(part.data)
                 self._flats.append(part)
         for param, copy in copies.items():

@@ -58,7 +58,7 @@ class MemoryInventory:
     _states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]]
     trim: Callable[[Part], int]
 
-    def everything(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+    def all_tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and tensor of all memory of `part`, including scalars and tensors on the host."""
         return iter(self._sources[part]())
 
@@ -68,12 +68,12 @@ class MemoryInventory:
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
-    def pieces(self, part: Part) -> list[StorageEntry]:
+    def storages(self, part: Part) -> list[StorageEntry]:
         """Returns the storages of `part` on the device, each once, except those that an earlier part of `PARTS` also uses."""
         earlier_ids = self._storage_ids_before(part)
         return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in earlier_ids]
 
-    def states_of(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
+    def state_storages(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
         """Returns the storages of the optimizer states of `stepped`, each once; [] before the first step."""
         states = chain.from_iterable(map(self._states_of, stepped))
         return group_by_storage((name, state) for name, state in states if self._is_state(state))

@@ -151,7 +151,7 @@ class RunMemory:
             memory = _current_memory(copies, tensor, part)
             return memory.detach().to("cpu", copy=True) if memory is tensor else memory
 
-        return ((name, value(tensor)) for name, tensor in self.inventory.everything(part))
+        return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
     def at_rest(self) -> Callable[[Tensor], Tensor]:
         """Returns a function from a tensor of the run to its current memory: the tensor itself, or the host's copy while the
@@ -190,7 +190,7 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise StateError.away(part, "reading on the host")
+        raise StateError.offloaded(part, "reading on the host")
     return tensor if copy is None else view_in_copy(tensor, copy)
 
 

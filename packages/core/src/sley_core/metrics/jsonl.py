@@ -70,7 +70,7 @@ class JsonlWriter(MetricsWriter):
         return self._file.read(1) == b"\n"
 
 
-def rows(folder: Path) -> Iterator[dict[str, float | int]]:
+def read_rows(folder: Path) -> Iterator[dict[str, float | int]]:
     """Yields the rows of the metrics file in `folder`, if it exists. Skips invalid lines."""
     with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
         yield from (json.loads(line) for line in file if _step_of(line))

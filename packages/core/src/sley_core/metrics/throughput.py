@@ -40,7 +40,7 @@ class ModelFlops(NamedTuple):
     is_flat: bool = True
     in_documents: bool = False
 
-    def of(self, counts: BatchCounts) -> float:
+    def total(self, counts: BatchCounts) -> float:
         return self.matrices * counts.positions + self.attention * counts.pairs
 
 
@@ -79,7 +79,7 @@ class Meter:
         self.unit = "samples" if self._tokens is None else "tokens"
 
     @classmethod
-    def of(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
+    def for_run(cls, plan: Plan, parts: Parts, layers: Iterable[Layer], info: DataInfo) -> Meter:
         """Returns the meter of a run, with the FLOPs of the whole model and the peak of all devices."""
         device, size, loss = parts.world.device.torch_device, parts.world.size, plan.loss.config
         peak = plan.run.peak_tflops
@@ -134,7 +134,7 @@ class Meter:
             row["trained_tokens"] = int(counts.trained_tokens)
         row |= {"seconds": seconds, f"{self.unit}_per_s": count / seconds}
         row |= {"data_wait_s": data_wait_s, "memory_mb": self._memory_mb()}
-        if flops_per_s := self.flops.of(counts) / seconds:
+        if flops_per_s := self.flops.total(counts) / seconds:
             row["tflops"] = flops_per_s / self.num_devices / 1e12
             if self.peak_flops is not None:
                 row["mfu"] = flops_per_s / self.peak_flops

@@ -42,7 +42,7 @@ def check_written_buffers(written: Sequence[tuple[str, nn.Module]]) -> None:
     )
 
 
-def train(model: Model) -> None:
+def set_train_mode(model: Model) -> None:
     """Puts the layers of `model` into training mode, except modules that must stay in evaluation mode.
 
     `from_pretrained` returns a model in evaluation mode, without dropout. This calls torch's `train()`, which a module may

@@ -221,7 +221,7 @@ def as_model(returned: Any) -> Model:
 
 def _make_layers(layers: Any) -> Iterator[Layer]:
     """Yields a layer for each module, (name, module) pair or builder. Raises PlanError "model-factory" for anything else."""
-    for index, item in enumerate(_items(layers)):
+    for index, item in enumerate(_layer_items(layers)):
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
         if not isinstance(module, nn.Module) and not is_builder:
@@ -236,7 +236,7 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
             yield Layer(layer_name, nn.Module(), builder=module) if is_builder else Layer(layer_name, module)
 
 
-def _items(layers: Any) -> Iterable[Any]:
+def _layer_items(layers: Any) -> Iterable[Any]:
     if isinstance(layers, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         # named_children would silently leave out the second occurrence of a module
         named = layers.named_modules(remove_duplicate=False)
@@ -288,13 +288,13 @@ def set_fields(model: Model, data: DataInfo) -> Model:
     """
     problems: list[Diagnostic] = []
     for index, layer in enumerate(model.layers):
-        layer.fields = tuple(_fields(layer, index == 0, data, problems))
+        layer.fields = tuple(_accepted_fields(layer, index == 0, data, problems))
     if problems:
         raise PlanError.from_diagnostics(problems)
     return model
 
 
-def _fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
+def _accepted_fields(layer: Layer, is_first: bool, data: DataInfo, problems: list[Diagnostic]) -> Iterator[str]:
     """Yields the batch fields that `layer.forward` accepts; appends mismatches to `problems`.
 
     The first parameter of every layer but the first is the previous layer's output, not a field.
@@ -389,8 +389,8 @@ class ForwardPatch:
     def __reduce__(self) -> tuple[object, ...]:
         if self._below is None:
             return getattr, (self.module, "forward")  # by then the copy has no forward but its class's
-        return _identity, (self._below,)
+        return _return_forward, (self._below,)
 
 
-def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _return_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward

@@ -250,12 +250,12 @@ def _check_memory(spans: Iterable[_Span]) -> None:
     for span in sorted(spans, key=lambda span: span.start):
         active = [earlier for earlier in active if earlier.end > span.start]
         for earlier in active:
-            if (span.is_trained or earlier.is_trained) and overlap(span.tensor, earlier.tensor):
+            if (span.is_trained or earlier.is_trained) and do_overlap(span.tensor, earlier.tensor):
                 raise _shared_memory_error(earlier, span)
         active.append(span)
 
 
-def overlap(first: Tensor, second: Tensor) -> bool:
+def do_overlap(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors have a byte in common; interleaved columns of a matrix do not overlap."""
     (start, end), (second_start, second_end) = _byte_range(first), _byte_range(second)
     if max(start, second_start) >= min(end, second_end):

@@ -26,7 +26,7 @@ from sley_core.plan.tables import (
     RunTable,
     SetTable,
 )
-from sley_core.plan.write import portable_tables, sections, to_tables
+from sley_core.plan.write import plan_sections, portable_tables, to_tables
 from sley_core.records import Record
 from sley_core.sizes import round_up
 from sley_core.table import RecordKind
@@ -153,12 +153,12 @@ class Plan:
 
     def to_toml(self) -> str:
         """Returns the full plan as TOML, from which `plan_from_text` loads an equal plan."""
-        return "\n".join(sections(self.tables))
+        return "\n".join(plan_sections(self.tables))
 
     @cached_property
     def digest(self) -> str:
         """A hash of the plan that is the same in every process and on every machine."""
-        return sha256("\n".join(sections(portable_tables(self))).encode()).hexdigest()
+        return sha256("\n".join(plan_sections(portable_tables(self))).encode()).hexdigest()
 
     def call(self, hook: str, **arguments: Any) -> Iterator[tuple[Plugin, Any]]:
         """Calls `hook` of each plugin, in the plan's order, and yields the plugin and its result unless that is None.
@@ -184,7 +184,7 @@ class Plan:
         """Returns the layout of `world` ranks. Raises PlanError "layout" if the sizes do not divide."""
         sizes = self.parallel
         try:
-            return Topology.of(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
+            return Topology.from_sizes(world, sizes.pp, sizes.sp, sizes.wp, None if sizes.dp == "auto" else sizes.dp)
         except ValueError as error:
             axis = "wp" if "x wp" in str(error) else "dp" if sizes.dp != "auto" else "pp" if sizes.pp > 1 else "sp"
             path = ("parallel", axis)

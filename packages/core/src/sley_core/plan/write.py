@@ -73,7 +73,7 @@ def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, An
         yield path, value
 
 
-def sections(tables: Mapping[str, Any]) -> Iterator[str]:
+def plan_sections(tables: Mapping[str, Any]) -> Iterator[str]:
     """Yields the sections of the plan's text: first the top-level keys, then each table with its header."""
     plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
     yield _format_table(plain_keys)
@@ -127,7 +127,7 @@ _ABSENT = "nothing"
 _SAMPLES = ("data", "samples_per_epoch")
 
 
-class Change(NamedTuple):
+class PlanChange(NamedTuple):
     """A changed value of the plan. old, new: the values as TOML; "nothing" if the plan does not have the key."""
 
     path: KeyPath
@@ -143,20 +143,20 @@ class Change(NamedTuple):
         return _has_prefix(self.path, FIXED_KEYS)
 
 
-def compare_plans(old: str, new: str) -> list[Change]:
+def compare_plans(old: str, new: str) -> list[PlanChange]:
     """Returns the differences between two resolved plans in TOML, in the order of the keys."""
     old_values, new_values = (
         {path: format_value(value) for path, value in iterate_values(tomli.loads(text))} for text in (old, new)
     )
     changes = [
-        Change(path, old_values.get(path, _ABSENT), new_values.get(path, _ABSENT))
+        PlanChange(path, old_values.get(path, _ABSENT), new_values.get(path, _ABSENT))
         for path in dict.fromkeys([*old_values, *new_values])
         if not _has_prefix(path, UNREPORTED_KEYS)
     ]
     return [change for change in changes if change.old != change.new]
 
 
-def check_changes(changes: list[Change]) -> None:
+def check_changes(changes: list[PlanChange]) -> None:
     """Raises PlanError "resume-differs" with every change that a resumed run must not have."""
     refused = [change for change in changes if change.is_refused]
     # If the record of a table changed, its other keys differ as well, so only the record is reported.
@@ -165,7 +165,7 @@ def check_changes(changes: list[Change]) -> None:
         raise PlanError.from_diagnostics(map(_change_diagnostic, causes))
 
 
-def _change_diagnostic(change: Change) -> Diagnostic:
+def _change_diagnostic(change: PlanChange) -> Diagnostic:
     path, old, new = change
     new_run = "or start a run with another name; `run.load_weights` loads only weights"
     if path == _SAMPLES and _ABSENT not in (old, new):  # the run writes this key, not its user

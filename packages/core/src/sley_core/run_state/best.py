@@ -44,7 +44,7 @@ class Best:
         return False
 
     @property
-    def why_over(self) -> str:
+    def stop_reason(self) -> str:
         """The reason why the run ends, or "" as long as `patience` allows further steps."""
         if self.patience is None or self.num_since < self.patience:
             return ""

@@ -72,7 +72,7 @@ class Rectangle(NamedTuple):
         return Rectangle(tuple(offsets), tuple(sizes))
 
 
-def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
+def covering_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
     """Yields the rectangles that cover the elements [first, last) of a flattened tensor of `shape`.
 
     Each rectangle is contiguous in the flattened tensor, and they are in ascending order. For n dims there are at most 2n - 1.
@@ -96,7 +96,7 @@ def rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangl
 
 
 def _row_rectangles(row: int, shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    for inner in rectangles(shape[1:], first, last):
+    for inner in covering_rectangles(shape[1:], first, last):
         yield Rectangle((row, *inner.offsets), (1, *inner.sizes))
 
 
@@ -154,7 +154,7 @@ class Region(NamedTuple):
             yield Rectangle.full(shape), own
             return
         start = 0
-        for rectangle in rectangles(shape, self.elements.first, self.elements.last):
+        for rectangle in covering_rectangles(shape, self.elements.first, self.elements.last):
             yield rectangle, own.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
             start += rectangle.numel
 

@@ -27,10 +27,10 @@ from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
 from sley_core.run_state.tensors import (
     BASE,
-    Restoring,
+    RunRestorer,
     RunTensors,
     base_error,
-    generators,
+    generator_states,
     plan_and_weights,
     restore_generators,
 )
@@ -108,7 +108,7 @@ class TrainingState:
 
     def rank_values(self) -> dict[str, Any]:
         """Returns this rank's state except tensors as JSON, for `SavedRun.with_ranks`."""
-        rank = {"generators": generators(self.parts.world.device)}
+        rank = {"generators": generator_states(self.parts.world.device)}
         values = self._tensors.values() | {BASE + name: value for name, value in self._tensors.base.items()}
         return {"values": values, "paths": self._tensors.paths(), "rank": rank}
 
@@ -152,7 +152,7 @@ class TrainingState:
         """
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
-        restoring = Restoring(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
+        restoring = RunRestorer(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
@@ -184,7 +184,7 @@ class TrainingState:
                 "numpy and torch) are not restored"
             )
 
-    def _check_checkpoint(self, restoring: Restoring) -> None:
+    def _check_checkpoint(self, restoring: RunRestorer) -> None:
         """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
         "data-changed" if the data certainly differ; adds a note if they may differ.
         """
@@ -257,7 +257,7 @@ class NoCheckpointer(Checkpointer):
         try:
             default = self._load_default()
         except PluginError:
-            attempt = self._state.attempt.known
+            attempt = self._state.attempt.latest
             if str(path) != AUTO or (attempt is not None and (attempt.saved >= 0 or attempt.origin)):
                 raise
             if not allow_fresh_start and self._state.attempt.folder is not None:

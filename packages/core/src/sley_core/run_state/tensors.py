@@ -172,7 +172,7 @@ def state_name(parameter: str, state: str) -> str:
     return f"{OPTIMIZER}{parameter}/{state}"
 
 
-def generators(device: Device) -> dict[str, Any]:
+def generator_states(device: Device) -> dict[str, Any]:
     """Returns the states of this process's generators (torch, Python and numpy) as JSON."""
     torch_state, python_state, numpy_state = host_state()
     states: dict[str, Any] = {"torch": torch_state, "python": python_state}
@@ -259,7 +259,7 @@ def _rebuild(node: Any, path: tuple[str | int, ...], types: Mapping[tuple[str | 
     return tuple(values) if types[path] == "tuple" else values
 
 
-class Restoring:
+class RunRestorer:
     """Restores the state of one rank from a checkpoint. is_same_layout: whether the present layout wrote the checkpoint."""
 
     def __init__(self, tensors: RunTensors, saved: CheckpointReader, *, is_same_layout: bool) -> None:
@@ -372,7 +372,7 @@ class Restoring:
         """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, with a
         note.
         """
-        saved_names = extra_states(self.saved)
+        saved_names = extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
         for name, module in modules_with_extra_state(self.tensors.parts.layers):
@@ -416,7 +416,7 @@ class Restoring:
         return local
 
 
-def extra_states(saved: CheckpointReader) -> dict[str, str]:
+def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
     """Returns the name in the checkpoint of each extra state, for the first rank that has the state."""
     names: dict[str, str] = {}
     for saved_name in saved.names:
@@ -472,7 +472,7 @@ class SavedWeights:
         self.saved = saved
         self._plan = plan
         self._base = cache(base)
-        self._saved_names = extra_states(saved) | {
+        self._saved_names = extra_state_names(saved) | {
             name.removeprefix(prefix): name
             for prefix in (WEIGHTS, AVERAGES, BUFFERS, BASE)  # an average replaces the weight of its name
             for name in (*saved.names, *saved.description.values)

@@ -55,7 +55,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
+    def from_dtype(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Spec:
         """Returns the spec of a tensor. Raises RunError "weight-files" for a dtype that is not in `DTYPES`."""
         if dtype not in DTYPES:
             raise RunError("weight-files", f"{name!r} is {dtype}, which weight files do not support")
@@ -123,7 +123,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
             self._file = self._open(self._file_by_tensor[name])
         spec = self._missing.pop(name, None)
         assert spec is not None, f"{name} is added twice"
-        assert Spec.of(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
+        assert Spec.from_dtype(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
         self._file.seek(self._starts[name])
         self._file.write(bytes_of(value.detach().cpu().contiguous()))
 

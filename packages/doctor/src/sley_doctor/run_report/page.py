@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, format_path
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.reports.fault_report import AttemptReports, read_reports
 from sley_doctor.reports.work_record import WorkRecord, read_records
@@ -65,7 +65,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
             run = RecordedRun(
                 str(plan.get("run", {}).get("name", folder.name)),
                 folder,
-                list(rows(folder)),
+                list(read_rows(folder)),
                 {format_path(path): format_value(value) for path, value in iterate_values(plan)},
                 read_start(folder),
                 json.loads((folder / SUMMARY).read_text("utf-8")) if has_summary else None,

@@ -22,7 +22,7 @@ from pathlib import Path
 from sley_core.actions.action import in_words
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.metrics.jsonl import NAME as METRICS
-from sley_core.metrics.jsonl import rows
+from sley_core.metrics.jsonl import read_rows
 from sley_doctor.reports.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.reports.work_record import WorkRecord
 from sley_doctor.verdict.divergence import Divergence, find_divergence, find_late_ranks
@@ -56,7 +56,7 @@ class RunState:
 
 def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
     """Returns the progress of the run in folder `run`. now: the time in seconds since the epoch. Raises OSError."""
-    steps = [int(row["step"]) for row in rows(run)]
+    steps = [int(row["step"]) for row in read_rows(run)]
     step = max(steps, default=0)
     time = (run / METRICS).stat().st_mtime if step else None
     if not step and records:  # a run without the writer `core.jsonl`

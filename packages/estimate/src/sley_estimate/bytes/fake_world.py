@@ -24,12 +24,12 @@ from sley_core.comm.backends import MessageTransport, installed_transports
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, storage_id
 from sley_core.comm.device import Device
 from sley_core.comm.group import Exchange
-from sley_core.comm.groups import Simulation, nothing
+from sley_core.comm.groups import Simulation, do_nothing
 from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
 from sley_core.data.dataset import AnyDataset
 from sley_core.engine.boundary import Description, unflatten
-from sley_core.engine.execute import describe
+from sley_core.engine.execute import describe_output
 from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, parameter_like
@@ -60,7 +60,7 @@ class StepListener:
         """Handles the start of an exchange of `num_bytes`. Returns a function that the caller runs when the rank waits for the
         exchange.
         """
-        return nothing
+        return do_nothing
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
         """Handles a copy on stream number `stream`, after copy number `previous`. Returns its number. Numbers ascend."""
@@ -108,7 +108,7 @@ class FakeStream(CopyStream):
         self._number = number
         self._previous_copy: int | None = None
 
-    def after(self, event: CopyEvent) -> None:
+    def wait_for(self, event: CopyEvent) -> None:
         assert isinstance(event, FakeEvent), event
         self._previous_copy = event.last
 
@@ -181,7 +181,7 @@ class FakeDevice(Device):
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
 
-    def again(self, memory: Tensor) -> Tensor:
+    def alias(self, memory: Tensor) -> Tensor:
         alias = self.tensors.empty_uncounted(memory.numel(), memory.dtype)
         self.tensors.ledger.share_address(alias, memory)
         return alias
@@ -303,9 +303,9 @@ class StepSimulation(Simulation):
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Reports collectives. Messages are already in the action lists."""
-        return (
-            self._report_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes) if kind in _COLLECTIVES else nothing
-        )
+        if kind not in _COLLECTIVES:
+            return do_nothing
+        return self._report_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
 
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
@@ -337,7 +337,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
 
     def call_layer(layer: Layer) -> Any:
         state = meta_state(layer, dtype, plan.precision.keep)
-        description, tensors = describe(args[0], layer.name) if args else (None, [])
+        description, tensors = describe_output(args[0], layer.name) if args else (None, [])
         shapes = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
         dtypes = [tensor.dtype for tensor in state.values()]
         signature = repr((module_signature(layer.module, layer.name), layer.fields, description, shapes, dtypes))
@@ -356,7 +356,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
     for _, layers in stage.stages[:-1]:
         for layer in layers:
             args = (call_layer(layer),)
-        description, tensors = describe(args[0], layers[-1].name)
+        description, tensors = describe_output(args[0], layers[-1].name)
         outputs.append(description)
         pairs = zip(description.leaves, tensors, strict=True)
         inputs = [tensor.detach().requires_grad_(leaf.has_gradient) for leaf, tensor in pairs]

@@ -205,7 +205,7 @@ def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
     reference to a tensor, unlike a loop in the caller.
     """
     for part in PARTS:
-        for _, tensor in run.memory.inventory.everything(part):
+        for _, tensor in run.memory.inventory.all_tensors(part):
             if part in on_host:
                 ledger.exclude(tensor)
             elif (allocation := ledger.live_allocation(tensor)) is not None:

@@ -71,7 +71,7 @@ def estimate_stages(
     first_stages = sorted({keys.index(key) for key in keys})
     first_results = dict(zip(first_stages, take_steps(plan, size, first_stages, cores, draft, records=records), strict=True))
     stages = ((number, *first_results[keys.index(key)]) for number, key in enumerate(keys))
-    return [(_relabel_stage(memory, draft.stage.at(number), topology), record) for number, memory, record in stages]
+    return [(_relabel_stage(memory, draft.stage.for_stage(number), topology), record) for number, memory, record in stages]
 
 
 def take_steps(
@@ -120,7 +120,7 @@ def take_steps(
 
 def _relabel_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
     """Returns the bytes of a rank as those of `stage`, which needs equal memory. Only numbers and names change."""
-    number, estimated_stage = stage.lists.stage, stage.at(memory.stage)
+    number, estimated_stage = stage.lists.stage, stage.for_stage(memory.stage)
     layers = {estimated.name: relabeled.name for estimated, relabeled in zip(estimated_stage.layers, stage.layers, strict=True)}
     lists = (estimated_stage.lists.training(memory.num_micro_batches), stage.lists.training(memory.num_micro_batches))
     entries = {str(estimated): str(relabeled) for estimated, relabeled in zip(*lists, strict=True)}
@@ -139,7 +139,7 @@ def stage_memory_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hash
     lists, num_plan_micro_batches = draft.stage.lists, plan.num_micros(topology)
     work_keys = stage_work_keys(plan, topology, draft)
     return (
-        [(work_key, _list_key(lists.at(number), num_plan_micro_batches)) for number, work_key in enumerate(work_keys)]
+        [(work_key, _list_key(lists.for_stage(number), num_plan_micro_batches)) for number, work_key in enumerate(work_keys)]
         if topology.pp > 1
         else work_keys
     )

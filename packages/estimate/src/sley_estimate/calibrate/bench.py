@@ -31,7 +31,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
-from sley_core.engine.execute import InFlight, describe, gradient_edges
+from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
@@ -212,7 +212,7 @@ class LayerBench:
         gradients = output_gradients(in_flight, self._call_layer(layer, in_flight, args, named))
 
         def first_half() -> None:
-            with queue.collecting((0, 0)):
+            with queue.collect((0, 0)):
                 run_backward(in_flight, gradients)
 
         first_s, first_device_s = self._time_work(first_half, host_s[0])
@@ -242,7 +242,7 @@ class LayerBench:
         gradients = [output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
         times.append(time.perf_counter())
         for number, (in_flight, _, _) in enumerate(calls):
-            with nullcontext() if queue is None else queue.collecting((0, number)):
+            with nullcontext() if queue is None else queue.collect((0, number)):
                 run_backward(in_flight, gradients[number])
         times.append(time.perf_counter())
         for number in range(ROW_LENGTH):
@@ -272,12 +272,12 @@ def _median_host_s(calls: Sequence[Halves]) -> tuple[float, float]:
 def time_empty_backward(device: Device) -> float:
     """Returns the host's median seconds for a backward without operators. A run starts one backward for many layers."""
     value = torch.ones(1, device=device.torch_device)
-    description, tensors = describe(value.requires_grad_())
+    description, tensors = describe_output(value.requires_grad_())
     seconds = []
     for _ in range(1 + NUM_EMPTY_BACKWARDS):
         in_flight = InFlight()
         output = in_flight.enter(description, [tensor.detach() for tensor in tensors]).view(1)
-        in_flight.edges = gradient_edges(*describe(output))
+        in_flight.edges = gradient_edges(*describe_output(output))
         gradients = [torch.ones_like(value)]
         start_s = time.perf_counter()
         in_flight.backward(gradients)

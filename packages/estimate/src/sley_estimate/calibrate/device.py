@@ -173,7 +173,7 @@ class HostOptimizerBench:
         self.device_weights = torch.ones(BUCKET_NUMEL, dtype=torch.bfloat16, device=device.torch_device)
         self._from_device, self._to_device = device.copy_stream(), device.copy_stream()
         for stream in (self._from_device, self._to_device):
-            stream.follow()
+            stream.wait_for_device()
 
     def step(self) -> float:
         """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the last rounding."""
@@ -215,7 +215,7 @@ def _copy_start_s(device: Device) -> float:
         for _ in range(2):  # the first shows how long the host needs to launch them
             lead(host_s)
             start, start_s = device.moment(), time.perf_counter()
-            stream.follow()
+            stream.wait_for_device()
             for _ in range(NUM_SMALL):
                 stream.copy(target, source)
             stream.record().hold_device()
@@ -230,13 +230,13 @@ def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, ten
     direction.
     """
     moments = [device.moment()]
-    stream.follow()
+    stream.wait_for_device()
     stream.copy(memory.data, tensor)
     stream.record().hold_device()
     num_bytes = free(tensor)
     moments.append(device.moment())
     grow(tensor, num_bytes)
-    stream.follow()
+    stream.wait_for_device()
     stream.copy(tensor, memory.data)
     stream.record().hold_device()
     moments.append(device.moment())

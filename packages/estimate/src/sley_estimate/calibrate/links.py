@@ -33,9 +33,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     has the figures of the slowest kind. A collective of two or more ranks on one host. timeout_s: the time limit of every wait.
     """
     size = world.size
-    shard_groups = world.groups(Topology.of(size, wp=size), timeout_s, cross_memory=True)
-    slice_groups = world.groups(Topology.of(size, sp=size), timeout_s, cross_memory=True)
-    stage_groups = world.groups(Topology.of(size, pp=size), timeout_s, cross_memory=True)
+    shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
+    slice_groups = world.groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
+    stage_groups = world.groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
     timer, messages = LinkTimer(shard_groups, world), LinkTimer(stage_groups, world)
     exchanges = {}
     for collective, exchange in collective_factories(

@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
-from sley_core.plan.write import sections
+from sley_core.plan.write import plan_sections
 from sley_estimate.commands.estimate import format_bytes, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
@@ -127,7 +127,7 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows from them"
     comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
     texts = []
-    for text in sections(layout.plan(plan, world).tables):
+    for text in plan_sections(layout.plan(plan, world).tables):
         comment = comments.pop(text.split("\n", 1)[0], None)  # the first of several tables with one header
         texts.append(f"# {comment}\n{text}" if comment else text)
     return head + "\n".join(texts)

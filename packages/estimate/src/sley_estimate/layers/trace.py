@@ -22,7 +22,7 @@ from sley_core.assemble import DTYPES, weight_dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
-from sley_core.engine.execute import InFlight, describe, gradient_edges
+from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
@@ -103,7 +103,7 @@ def input_of_next(output: Any, layer: Layer) -> Value:
     """Returns a layer's output, detached, as input of the next layer. For `SplitLogits`, this is the logits."""
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         output = output.logits()
-    description, tensors = describe(output, layer.name)
+    description, tensors = describe_output(output, layer.name)
     return description, [tensor.detach() for tensor in tensors]
 
 
@@ -143,7 +143,7 @@ def _record_layer(
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
             first = output_gradients(in_flight, output, torch.empty_like)
             recorder.phase = "input_gradient" if split else "backward"
-            with queue.collecting(QUEUE_KEY) if split else nullcontext():
+            with queue.collect(QUEUE_KEY) if split else nullcontext():
                 run_backward(in_flight, first)
             if split:
                 recorder.phase = "weight_gradient"
@@ -192,7 +192,7 @@ def output_gradients(
     """
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
-    description, tensors = describe(output)
+    description, tensors = describe_output(output)
     in_flight.edges = gradient_edges(description, tensors)
     return [make_gradient(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
 

@@ -284,6 +284,6 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     devices_s = max(simulator.ends_s, default=0.0)
     host_s = tuple(sum(item.host_s for item in program if isinstance(item, Compute)) for program in programs)
     timeline = replace(
-        Timeline.of(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
+        Timeline.from_spans(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
     return StepSeconds(timeline, tuple(simulator.exposed), tuple(computing), tuple(updating), devices_s, host_s)

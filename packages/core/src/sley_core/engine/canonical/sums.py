@@ -102,7 +102,7 @@ class _TreeSum:
         root = Node(0, self._num_leaves)
         local_sum = sum_uses([sums.pop(use, root, self._in[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
-            self.buffer.own.copy_(local_sum)
+            self.buffer.local_part.copy_(local_sum)
             self.buffer.zero_padding()
             return
         self.work.wait_sent()

@@ -82,7 +82,7 @@ def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.where(largest.isfinite(), largest, math.inf)
 
 
-def digits(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tensor:
+def digit_sums(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tensor:
     """Returns the digit sums of |g|^kind, float64 [6] with integer values. largest: the largest |g| of all ranks, the unit."""
     shrink = _power_of_two(-_exponent(largest))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=largest.device)
@@ -98,8 +98,8 @@ def digits(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tensor:
     return torch.cat([high, sums - (high << _HALF)]).double()
 
 
-def norm_of(summed: Tensor, largest: Tensor, kind: float) -> Tensor:
-    """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digits`."""
+def norm_from_digits(summed: Tensor, largest: Tensor, kind: float) -> Tensor:
+    """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
     halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=largest.device)
     for number in reversed(range(_NUM_DIGITS)):
@@ -138,12 +138,12 @@ class ExactTotals(Totals):
         groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:
-        digit_sums = [] if math.isinf(self._kind) else [digits(self._counted, self._largest, self._kind)]
-        return torch.cat([*digit_sums, self._loss])
+        norm_terms = [] if math.isinf(self._kind) else [digit_sums(self._counted, self._largest, self._kind)]
+        return torch.cat([*norm_terms, self._loss])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         num_losses = self._loss.numel()
         loss = tree_sum(summed[-num_losses:])
         if math.isinf(self._kind):
             return loss, self._largest
-        return loss, norm_of(summed[:-num_losses], self._largest, self._kind)
+        return loss, norm_from_digits(summed[:-num_losses], self._largest, self._kind)

@@ -64,7 +64,7 @@ class Node(NamedTuple):
         return Node(self.first, middle), Node(middle, self.last)
 
 
-def leaf(index: int) -> Node:
+def leaf_node(index: int) -> Node:
     return Node(index, index + 1)
 
 
@@ -81,11 +81,11 @@ def parent(node: Node, other: Node) -> Node:
     return Node(min(node.first, other.first), max(node.last, other.last))
 
 
-def cover(first: int, last: int, num_leaves: int) -> list[Node]:
+def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
     """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
     nodes: list[Node] = []
     while first < last:
-        node = leaf(first)
+        node = leaf_node(first)
         while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
             node = parent(node, other)
         nodes.append(node)
@@ -214,7 +214,7 @@ class CanonicalReduction(Reduction):
         """Returns the nodes whose sums rank `coord` of the group (default: this one) contributes for each gradient."""
         group = self.groups[reduce_group]
         first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
-        return cover(first, last, self.num_leaves)
+        return covering_nodes(first, last, self.num_leaves)
 
     def place_losses(self, losses: Tensor) -> Tensor:
         """Returns this rank's `losses` among zeros for other ranks, [all microbatches], so that sums over ranks are exact."""

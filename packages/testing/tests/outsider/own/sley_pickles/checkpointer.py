@@ -36,7 +36,7 @@ class Pickles(Checkpointer):
         about = self.state.describe(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
         self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
         if path is None:
-            self.state.attempt.saved(step)
+            self.state.attempt.record_save(step)
         return str(folder)
 
     def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:

@@ -121,5 +121,5 @@ def _to_text(description: Description) -> bytes:
 
 def _from_text(text: bytes) -> Description:
     found = json.loads(text)
-    leaves = (Leaf(getattr(torch, name), tuple(shape), False).flagged(flags) for name, shape, flags in found["leaves"])
+    leaves = (Leaf(getattr(torch, name), tuple(shape), False).with_flags(flags) for name, shape, flags in found["leaves"])
     return Description(tuple(leaves), found["structure"])
