@@ -16,7 +16,7 @@ from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, record
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
-REFUSED = {"zero-bubble": "split-compiled", "isp-pp": "split-compiled", "selective": "selective-compiled"}
+REFUSED = {"zero-bubble": "split-compiled", "isp-pp": "split-compiled"}
 """The code of the problem of each example plan that cannot be compiled."""
 
 NUM_STEPS = 3
@@ -66,6 +66,17 @@ PLAN = small_plan(optimizer__eps=1e-3)
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("changes", "precision"), [({"precision__compute": "fp64"}, "fp64")], ids=["fp64"])
-def test_compiled_layers_in_each_precision(ranks: Any, texts: Path, changes: dict[str, Any], precision: str) -> None:
-    assert_compiled_parity(ranks, changed(PLAN, **changes), 1, precision, texts)
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [
+        ({"data__documents": "pack"}, "fp64"),
+        ({"data__documents": "pad"}, "fp32"),
+        ({}, "fp16"),
+        ({}, "bf16"),
+        ({"adapters": {"use": "hf.lora", "rank": 4, "alpha": 8.0}}, "fp32"),
+        ({"activations": {"use": "core.recompute"}}, "fp64"),
+    ],
+    ids=["packed documents", "padded documents", "fp16", "bf16", "LoRA", "recomputed"],
+)
+def test_compiled_layers_equal_uncompiled_ones(ranks: Any, texts: Path, changes: dict[str, Any], precision: str) -> None:
+    assert_compiled_parity(ranks, changed(PLAN, precision__compute=precision, **changes), 1, precision, texts)

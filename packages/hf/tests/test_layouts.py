@@ -160,15 +160,15 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize(
-    ("family", "changes", "num_graphs"),
+    ("family", "changes", "policy", "num_graphs"),
     [
-        ("mixtral", {"num_hidden_layers": 3}, 2),
+        ("mixtral", {"num_hidden_layers": 3}, "memory.selective", 2),
         # two kinds of blocks, and the head
-        ("gemma3_text", {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 4}, 3),
+        ("gemma3_text", {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 4}, "core.keep", 3),
     ],
 )
 def test_compiled_layers_of_one_kind_share_a_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], num_graphs: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], policy: str, num_graphs: int
 ) -> None:
     from torch._dynamo.utils import counters  # loads the compiler
 
@@ -180,7 +180,8 @@ def test_compiled_layers_of_one_kind_share_a_graph(
     tables = changed(tables_of(tmp_path / "model", **options), parallel={"dp": 1}, model__experts="batched_mm")
     plain = record(tables, 1, folder=tmp_path, batches=batches_of())
     counters.clear()
-    compiled = record(changed(tables, model__compile=True), 1, folder=tmp_path, batches=batches_of())
+    tables = changed(tables, model__compile=True, activations={"use": policy})
+    compiled = record(tables, 1, folder=tmp_path, batches=batches_of())
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (num_graphs, {})
     assert [row["loss"] for row in compiled.rows] == pytest.approx([row["loss"] for row in plain.rows], rel=1e-10)
     assert_close_gradients(plain.gradients[0], compiled.gradients[0], 1e-5 if computes_in_fp32(config) else 1e-10, floor=1e-9)

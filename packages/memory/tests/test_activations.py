@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
@@ -305,8 +307,27 @@ def test_a_recomputation_may_stop_before_an_attention(own: Path) -> None:
     assert torch.equal(torch.autograd.grad(call_selectively(NestedCheckpoint(), hidden).sum(), hidden)[0], wanted)
 
 
-def test_compiled_layers_are_refused(texts: Path) -> None:
-    plan = plan_from_dict(small_plan(model__compile=True, activations=SELECTIVE), texts)
-    assert [problem.code for problem in check_plan(plan, 1)] == ["selective-compiled"]
-    with pytest.raises(PlanError, match="a compiled layer"):
-        assemble(plan, World.alone("cpu"))
+def test_a_compiled_layer_with_a_budget_or_slices_is_refused(texts: Path) -> None:
+    sequence = {"use": "isp.all_to_all"}
+    changes: dict[str, Any] = {"model__compile": True, "parallel": {"sp": 2}, "sequence": sequence}
+    plan = plan_from_dict(small_plan(activations=SELECTIVE | {"budget_bytes": 9}, **changes), texts)
+    assert [problem.code for problem in check_plan(plan, 2)] == ["selective-compiled"] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_compiled_layers_save_only_their_input_and_attention_and_change_no_bit(
+    compare_with_keep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attending import Block
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compare_with_keep(SELECTIVE, 2, model=MODEL | {"options": {"dropout": 0.3, "num_blocks": 1}, "compile": True})
+    policy, block = SelectiveRecompute(SelectiveConfig(), frozenset({"layer"})), Block(16, 2, 0.0, 0.0, False)
+    compiled = torch.compile(policy.compiled_forward("layer", block.forward))
+    hidden, saved = torch.randn(2, 24, 16, requires_grad=True), dict[int, torch.Tensor]()
+    with saved_tensors_hooks(lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor):
+        compiled(hidden)
+    weights_and_buffers = {tensor.data_ptr() for tensor in block.state_dict().values()}
+    assert sum(tensor.nbytes for pointer, tensor in saved.items() if pointer not in weights_and_buffers) == (
+        hidden.nbytes + hidden.nbytes + 4 * 2 * 2 * 24
+    ), "the input, the attention's output, and a number of each of its rows"

@@ -83,10 +83,11 @@ def build_stepper(
     """
     topology, device = parts.topology, parts.world.device
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
+    policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     if (config := plan.model.config.compile) and parts.world.simulation is None:
         head = parts.head and parts.head.layer  # its call would return no tensor
         layers = [layer for layer in stage.layers if layer.name != head]
-        compile_layers(layers, CompileConfig() if config is True else config, undo)
+        compile_layers(layers, CompileConfig() if config is True else config, policy, undo)
     undo.callback(parts.store.close)
     handlers: list[protocols.GradientHandler] = [component.build() for component in plan.gradient_handlers]
     for handler in handlers:
@@ -112,7 +113,6 @@ def build_stepper(
         communicator.attach(parts)
         undo.callback(close_stand_ins, parts.registry)
         undo.callback(communicator.detach)
-    policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     policy.attach(parts)
     undo.callback(policy.detach)
     parts.numbers.agree()

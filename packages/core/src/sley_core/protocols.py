@@ -292,6 +292,10 @@ class ActivationPolicy(Protocol):
         """Called once, before the first step. Not called when a partitioner times layers: `call` then runs without a run."""
         return
 
+    def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function that is compiled as the forward of layer `name`. `call` receives the compiled layer."""
+        return forward
+
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Called before a step or an evaluation runs `actions`. Must discard the saved tensors of a failed step."""
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
 
@@ -10,7 +11,10 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine.call import Keep, compile_layers, count_graphs
+from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.tables import CompileConfig
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import assert_equal_replicas, assert_parity, record
@@ -36,6 +40,21 @@ def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
     assert_close_gradients(plain.weights, compiled.weights, 1e-5)
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in compiled.rows] == pytest.approx([row[name] for row in plain.rows], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_each_shape_of_a_layer_is_compiled(own, monkeypatch):
+    """Also beyond the eight graphs after which torch's compiler gives up by default."""
+    from own_models import Head
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    layers, num_before = [Layer(str(width), Head(width, 3)) for width in range(2, 12)], count_graphs()
+    with ExitStack() as undo:
+        compile_layers(layers, CompileConfig(), Keep(), undo)
+        for _ in range(2):
+            for layer in layers:
+                layer.module(torch.ones(5, layer.module.in_features))
+    assert count_graphs() - num_before == len(layers)
 
 
 @pytest.mark.sample(2)

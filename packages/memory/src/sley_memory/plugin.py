@@ -31,13 +31,18 @@ _MOVES = attrgetter("moves")
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for `memory.selective` with compiled layers, and for shared host copies of states that move in each
-    step.
+    """Yields a problem for what `memory.selective` cannot do in compiled layers, and for shared host copies of states that move
+    in each step.
     """
-    if plan.activations.name == "memory.selective" and plan.model.config.compile:
-        message = "`memory.selective` must see each operation of a layer, but a compiled layer hides them"
-        hint = "use `core.recompute`, which works with compiled layers"
-        yield Problem(("activations", "use"), message, hint, "selective-compiled")
+    policy = plan.activations.config
+    if isinstance(policy, SelectiveConfig) and plan.model.config.compile:
+        hint = "use `core.recompute`, or remove `compile`"
+        if policy.budget_bytes is not None:
+            message = "a compiled layer keeps the outputs of its attention in every call, without a budget"
+            yield Problem(("activations", "budget_bytes"), message, hint, "selective-compiled")
+        if plan.parallel.sp > 1:
+            message = "`memory.selective` needs layers without graph breaks, but the exchanges of `sp` are not compiled"
+            yield Problem(("activations", "use"), message, hint, "selective-compiled")
     for number, manager in enumerate(plan.offload):
         config = manager.config
         if isinstance(config, CopiedConfig) and config.shared and config.steps_in_buckets:

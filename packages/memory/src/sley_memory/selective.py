@@ -8,14 +8,19 @@ much time for few bytes.
 
 A dispatch mode sees the operators. It costs about 20 microseconds per operator, more than many kernels take, so it is only
 active within calls that may be attention. A function mode recognizes these calls by name.
+
+In a compiled layer, torch's own policy of selective checkpointing does this: the graph of the backward contains the
+recomputation. Without a compiled layer, torch's policy would see each operator, allow one backward only, and silently use the
+result of another attention if the recomputation had fewer of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,12 +28,20 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # private: ther
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import _StopRecomputationError  # private: ends a recomputation early
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _StopRecomputationError,  # private: ends a recomputation early
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sley_core.api.memory import version_of
 from sley_core.api.model import Recompute
 from sley_core.errors import RunError
 from sley_memory.config import SelectiveConfig, match_layers
+
+if TYPE_CHECKING:
+    from sley_core.api.parts import MicroStep
 
 
 class KeptAttention:
@@ -229,12 +242,32 @@ class _Recomputation(_AttentionMode):
             self.results.check_all_reused()
 
 
+def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    """Decides which results of a compiled layer are saved for its backward."""
+    is_attention = operator in ATTENTION or operator.name() == VARLEN
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class SelectiveRecompute(Recompute):
     """Recomputes the layers `names` like `core.recompute`, but keeps the outputs of their attention."""
 
     def __init__(self, config: SelectiveConfig, names: frozenset[str]) -> None:
         super().__init__(names)
         self.stats = AttentionStats(config.budget_bytes)
+        self._compiled_names: set[str] = set()
+
+    def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `forward` as a checkpoint within its graph, whose backward recomputes all but the attention."""
+        if name not in self.names:
+            return forward
+        self._compiled_names.add(name)
+        contexts = partial(create_selective_checkpoint_contexts, _save_attention)
+        return lambda *args, **fields: checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **fields)
+
+    def call(
+        self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
+    ) -> Any:
+        return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Returns the contexts of a layer's first forward, which keeps attention, and of its recomputation, which reuses it."""

@@ -285,8 +285,8 @@ def _describe_call(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any
     return f"layer `{layer.name}` ({name}) in microbatch {micro.micro}, called with {', '.join(descriptions) or 'nothing'}"
 
 
-def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitStack) -> None:
-    """Compiles the forwards of `layers` with torch.compile until `undo` closes.
+def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: ActivationPolicy, undo: ExitStack) -> None:
+    """Compiles the forwards of `layers`, as `policy` wraps them, with torch.compile until `undo` closes.
 
     Layers of one class and shape share one graph. A module's own `compile` may compile only some of its submodules.
     """
@@ -294,20 +294,30 @@ def compile_layers(layers: Iterable[Layer], config: CompileConfig, undo: ExitSta
 
     varlen()  # imported now: compiled code cannot import it
     options: dict[str, Any] = {"mode": config.mode, "dynamic": config.dynamic, "options": config.options or None}
-    layers = list(layers)
-    # The layers of a class may all differ in shape, and each has a graph for training and one for evaluation. Beyond torch's
-    # limit of 8 graphs, they would run uncompiled.
-    undo.enter_context(compiler_config.patch(recompile_limit=max(compiler_config.recompile_limit, 4 * len(layers))))
+    compiler_options: dict[str, Any] = {
+        # The layers of a class may all differ in shape, and each has a graph for training and one for evaluation. Beyond
+        # torch's limit of 8 graphs, they would run uncompiled.
+        "recompile_limit": max(compiler_config.recompile_limit, 4 * len(layers)),
+        # A forward that changes an attribute, such as a module's counter, does so once, and not again in the backward.
+        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    }
+    undo.enter_context(compiler_config.patch(compiler_options))
+    key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
     for layer in layers:
         if type(layer.module).compile is nn.Module.compile:  # only the forward, which a weight communicator surrounds
-            undo.callback(ForwardPatch(layer.module, torch.compile(layer.module.forward, **options)).undo)
+            forward = policy.compiled_forward(layer.name, layer.module.forward)
+            is_wrapped = forward != layer.module.forward  # a graph break within a checkpoint has no meaning
+            undo.callback(ForwardPatch(layer.module, torch.compile(forward, fullgraph=is_wrapped, **options)).undo)
             continue
-        key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
-        calls = [(vars(module), vars(module).get(key)) for module in layer.module.modules()]
+        calls = [(module, vars(module).get(key)) for module in layer.module.modules()]
         layer.module.compile(**options)
-        for attributes, call in calls:
+        for module, call in calls:
+            attributes = vars(module)
             if attributes.get(key) is not call:
                 undo.callback(attributes.pop, key) if call is None else undo.callback(attributes.update, {key: call})
+                forward = policy.compiled_forward(layer.name, module._call_impl)
+                if forward != module._call_impl:
+                    attributes[key] = torch.compile(forward, fullgraph=True, **options)
 
 
 def count_graphs() -> int:
