@@ -11,7 +11,7 @@ import torch
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.call import Keep, compile_layers, count_graphs
+from sley_core.engine.call import Keep, compile_layers, count_graphs, recompile_reasons
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.tables import CompileConfig
@@ -43,8 +43,8 @@ def test_a_compiled_run_equals_one_that_is_not(own, small, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
-def test_each_shape_of_a_layer_is_compiled(own, monkeypatch):
-    """Also beyond the eight graphs after which torch's compiler gives up by default."""
+def test_each_shape_of_a_layer_is_compiled_and_recompilations_have_reasons(own, monkeypatch):
+    """There are more shapes than the eight after which torch's compiler gives up by default."""
     from own_models import Head
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -54,7 +54,13 @@ def test_each_shape_of_a_layer_is_compiled(own, monkeypatch):
         for _ in range(2):
             for layer in layers:
                 layer.module(torch.ones(5, layer.module.in_features))
-    assert count_graphs() - num_before == len(layers)
+        assert count_graphs() - num_before == len(layers)
+        reasons = recompile_reasons()
+        assert all("size mismatch" in reason for reason in list(reasons.values())[1 - len(layers) :])
+        with torch.no_grad():
+            layers[0].module(torch.ones(5, 2))
+    assert count_graphs() - num_before == len(layers) + 1
+    assert recompile_reasons() == reasons, "an evaluation has graphs of its own"
 
 
 @pytest.mark.sample(2)
