@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 import warnings
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,21 @@ def record_compiled(tables: Tables, folder: Path | None) -> tuple[Recorded, int]
 
 
 def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: str, folder: Path | None = None) -> None:
-    """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled one."""
-    plain_runs = ranks(world, 120)(record, tables, NUM_STEPS, folder=folder)
-    compiled_runs = ranks(world, 400)(record_compiled, tables, folder)
-    for plain, (compiled, num_graphs) in zip(plain_runs, compiled_runs, strict=True):
-        assert 0 < num_graphs <= 4, "layers of one class and shape share a graph"
-        assert_close_gradients(plain.gradients[0], compiled.gradients[0], GRADIENTS[precision])
-        assert_close_gradients(plain.weights, compiled.weights, WEIGHTS[precision])
-        losses, compiled_losses = ([row["loss"] for row in run.rows] for run in (plain, compiled))
-        assert compiled_losses == pytest.approx(losses, rel=WEIGHTS[precision])
+    """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled runs, which
+    compute in fp32 if `precision` is narrower.
+    """
+    # Uncompiled, torch adds the rows of an embedding's gradient in bf16 on a CPU, with errors of 3 %. Compiled layers do not.
+    reference = changed(tables, precision__compute="fp32") if precision in ("bf16", "fp16") else tables
+    plain_runs = ranks(world, 120)(record, reference, NUM_STEPS, folder=folder)
+    losses = [row["loss"] for row in plain_runs[0].rows]
+    # Stages may differ between the runs if layers are timed.
+    gradients, weights = ChainMap(*(run.gradients[0] for run in plain_runs)), ChainMap(*(run.weights for run in plain_runs))
+    for compiled, num_graphs in ranks(world, 400)(record_compiled, tables, folder):
+        assert 0 < num_graphs <= 3 * (1 + ("evaluation" in tables)), "layers of one class and shape share a graph"
+        first_gradients = compiled.gradients[0]
+        assert_close_gradients({name: gradients[name] for name in first_gradients}, first_gradients, GRADIENTS[precision])
+        assert_close_gradients({name: weights[name] for name in compiled.weights}, compiled.weights, WEIGHTS[precision])
+        assert [row["loss"] for row in compiled.rows] == pytest.approx(losses, rel=WEIGHTS[precision])
 
 
 @pytest.mark.campaign
