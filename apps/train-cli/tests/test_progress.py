@@ -131,11 +131,13 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
         run=SimpleNamespace(steps=160),
         metrics=[SimpleNamespace(name="metrics.tensorboard")],
         model=SimpleNamespace(config=SimpleNamespace(compile=True)),
+        averaging=SimpleNamespace(name="optim.ema"),
     )
     assert opening(INFO, plan, num_bytes).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
+        "evaluations and saved weights use the averages of `optim.ema`",
         "the first step also compiles the layers, which may take minutes",
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]

@@ -69,12 +69,33 @@ def test_fp32_masters_of_bf16_weights_are_averaged(ranks, tmp_path):
             assert_close_gradients(whole.files, other.files, WEIGHTS["bf16"])
 
 
-def test_matrix_optimizer_with_owners_is_averaged(ranks, tmp_path):
+def test_matrix_optimizers_with_owners_are_averaged(ranks, tmp_path):
     """Owners update whole matrices, but each rank averages its own part."""
-    tables = changed(plan(EMA), optimizer={"factory": "torch.optim:Adafactor", "lr": 0.05}, **LAYOUTS["sharded"])
-    for [(whole, resumed, _)] in ranks(2)(train_and_resume, [tables], tmp_path):
-        assert resumed.bits == whole.bits
-        assert_close_gradients(average_with_torch(EMA, whole.values), whole.files, 1e-10)
+    optimizers: list[Tables] = [
+        {"factory": "torch.optim:Adafactor", "lr": 0.05},
+        {"use": "optim.muon", "lr": 0.05, "adamw": {"lr": 0.01}},
+    ]
+    plans = [changed(plan(EMA), optimizer=optimizer, **LAYOUTS["sharded"]) for optimizer in optimizers]
+    for index, tables in enumerate(plans):
+        for [(whole, resumed, _)] in ranks(2)(train_and_resume, [tables], tmp_path / str(index)):
+            assert resumed.bits == whole.bits
+            assert_close_gradients(average_with_torch(EMA, whole.values), whole.files, 1e-10)
+
+
+class Switching(torch.optim.SGD):
+    """Has an evaluation mode, like schedule-free optimizers."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_optimizer_with_own_evaluation_weights_is_refused():
+    optimizer = {"factory": f"{__name__}:Switching", "lr": 0.05, "scope": "elementwise"}
+    with pytest.raises(PlanError, match="evaluates and saves weights of its own"), running(plan(EMA, optimizer=optimizer)):
+        pass
 
 
 def test_training_ignores_averages_and_evaluations_use_them(tmp_path):

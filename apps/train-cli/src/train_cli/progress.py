@@ -185,6 +185,8 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]
+    if plan.averaging is not None:
+        lines.append(f"evaluations and saved weights use the averages of `{plan.averaging.name}`")
     if plan.model.config.compile:
         lines.append("the first step also compiles the layers, which may take minutes")
     if all(writer.name != JSONL for writer in plan.metrics):

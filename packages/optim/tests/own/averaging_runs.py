@@ -60,8 +60,8 @@ def plan(averaging: Mapping[str, Any] | None = EMA, **tables: Any) -> Tables:
         __name__,
         loss=SQUARES,
         batch={"global_size": SIZE, "micro_size": MICRO},
-        optimizer={"use": "core.adamw", "lr": LR, "weight_decay": 0.1, "betas": [0.5, 0.5]},
         **{
+            "optimizer": {"use": "core.adamw", "lr": LR, "weight_decay": 0.1, "betas": [0.5, 0.5]},
             "data": {"factory": "sley_testing.contract:Data"},
             "run": {"name": "average", "steps": STEPS, "device": "cpu", "seed": 3},
             **averaging_table,
@@ -176,7 +176,7 @@ def train_and_resume(plans: Sequence[Tables], folder: Path) -> list[tuple[Averag
     from its checkpoint of step 3, and of a resume from the checkpoint of the previous plan.
     """
     for index in range(len(plans)):
-        (folder / str(index)).mkdir(exist_ok=True)
+        (folder / str(index)).mkdir(exist_ok=True, parents=True)
     results = [train(tables, folder / str(index), save={3: "third"}) for index, tables in enumerate(plans)]
     return [
         (results[index], *(train(tables, folder / str(source % len(plans)), load="third") for source in (index, index - 1)))
