@@ -196,11 +196,11 @@ class Connection:
         num_bytes = -1 if self._has_ended(peer) else write(self._addresses[peer].pid, local, remote)
         self._check_copy(num_bytes, remote, peer, label)
 
-    def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int], turn: Turn) -> None:
+    def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Turn) -> None:
         """Calls `condition` until it returns True. After a millisecond, sleeps between the calls.
 
-        late_peer: returns the coordinate of a peer that delays the wait. turn: the description of the exchange. Raises RunError
-        `collective-failed` if that peer has ended or exceeds `timeout_s`.
+        late_peer: returns the coordinate of a peer that delays the wait, or None. turn: the description of the exchange. Raises
+        RunError `collective-failed` if that peer has ended or exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress
@@ -212,8 +212,9 @@ class Connection:
                 continue
             time.sleep(min(max((time_s - start) / _SLEEP_DIVISOR, _MIN_SLEEP_S), _MAX_SLEEP_S))
             if time_s - last_check > _PEER_CHECK_S:
-                last_check = time_s
-                peer = late_peer()
+                last_check, peer = time_s, late_peer()
+                if peer is None:
+                    continue
                 if not self._can_reach(peer):
                     raise turn.wait_error(self._failure_message(peer, turn.label, "it has ended"), False, self._rank_of(peer))
                 if time_s - start > self.timeout_s:

@@ -94,23 +94,13 @@ class Offers:
         queue, numbers = self._read_queues[peer], self._progress.numbers
         numbers[queue] = max(number, numbers.get(queue, 0))
 
-    def is_offered(self, number: int) -> bool:
-        """Returns whether every peer has made its offer `number`, without blocking."""
-        return self._late_peer(self._inbox.number_index, number) is None
+    def late_offerer(self, number: int) -> int | None:
+        """Returns the coordinate of a peer that has not made its offer `number`, or None. Never blocks."""
+        return self._late_peer(self._inbox.number_index, number)
 
-    def is_read(self, number: int) -> bool:
-        """Returns whether every peer has read this rank's offer `number`, without blocking."""
-        return self._late_peer(self._inbox.confirmation_index, number) is None
-
-    def late_offerer(self, number: int) -> int:
-        """Returns the coordinate of a peer that has not made its offer `number`, or of any peer if all have."""
-        peer = self._late_peer(self._inbox.number_index, number)
-        return self.peers[0] if peer is None else peer
-
-    def late_reader(self, number: int) -> int:
-        """Returns the coordinate of a peer that has not read this rank's offer `number`, or of any peer if all have."""
-        peer = self._late_peer(self._inbox.confirmation_index, number)
-        return self.peers[0] if peer is None else peer
+    def late_reader(self, number: int) -> int | None:
+        """Returns the coordinate of a peer that has not read this rank's offer `number`, or None. Never blocks."""
+        return self._late_peer(self._inbox.confirmation_index, number)
 
     def wait_read(self, number: int, label: str) -> None:
         """Waits until every peer has read this rank's offer `number`, and closes the offer.

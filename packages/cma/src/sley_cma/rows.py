@@ -29,7 +29,7 @@ class _Exchange(Work):
         self._number = offers.offer(tensors, mark, self._complete)
 
     def test(self) -> bool:
-        return not self._is_open or self._offers.is_offered(self._number)
+        return not self._is_open or self._offers.late_offerer(self._number) is None
 
     def wait(self) -> None:
         if self._is_open:
@@ -139,7 +139,7 @@ class PublishedOffer(Published):
 
     def is_offered(self) -> bool:
         """Returns whether every peer has published its shards. Never blocks."""
-        return self.offers.is_offered(self._number)
+        return self.offers.late_offerer(self._number) is None
 
     def wait_sent(self) -> None:
         for peer in self.offers.peers:

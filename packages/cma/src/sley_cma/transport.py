@@ -109,10 +109,10 @@ class Sum(Work):
 
     def advance(self) -> bool:
         """Advances this sum as far as possible without waiting. Returns whether it has advanced."""
-        can_reduce = not self._is_reduced and self._is_next and self._queue.inputs.is_offered(self._number)
+        can_reduce = not self._is_reduced and self._is_next and self._queue.inputs.late_offerer(self._number) is None
         if can_reduce:
             self._reduce()
-        can_gather = self._is_reduced and not self._is_complete and self._can_gather()
+        can_gather = self._is_reduced and not self._is_complete and self._late_peer() is None
         if can_gather:
             self._gather()
         return can_reduce or can_gather
@@ -132,10 +132,14 @@ class Sum(Work):
     def wait_sent(self) -> None:
         """Waits until the sum is complete and the peers have read this rank's data. Advances other sums meanwhile."""
         self.wait()
-        for offers in (self._queue.inputs, self._queue.slices):
-            turn = partial(offers.read_turn, self._number, self._label)
-            self._wait_until(partial(offers.is_read, self._number), partial(offers.late_reader, self._number), turn)
-            offers.wait_read(self._number, self._label)
+        self._wait_read(self._queue.inputs)
+        self._wait_read(self._queue.slices)
+
+    def _wait_read(self, offers: Offers) -> None:
+        """Waits until the peers have read this rank's offer in `offers`."""
+        late_reader = partial(offers.late_reader, self._number)
+        self._wait_until(lambda: late_reader() is None, late_reader, partial(offers.read_turn, self._number, self._label))
+        offers.wait_read(self._number, self._label)
 
     @property
     def _is_next(self) -> bool:
@@ -145,10 +149,10 @@ class Sum(Work):
     def _turn(self) -> Turn:
         """Returns the description of the current wait: for the peers' inputs, or for their slices once all have offered."""
         queue = self._queue
-        offers = queue.slices if queue.inputs.is_offered(self._number) else queue.inputs
+        offers = queue.slices if queue.inputs.late_offerer(self._number) is None else queue.inputs
         return offers.turn(self._number, self._label)
 
-    def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int], turn: Callable[[], Turn]) -> None:
+    def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
         """Waits until `condition()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
 
         late_peer: returns a peer that delays the wait. turn: returns the description of the wait. The time limit restarts when
@@ -157,15 +161,10 @@ class Sum(Work):
         while not condition():
             self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or condition(), late_peer, turn())
 
-    def _can_gather(self) -> bool:
-        """Returns whether the peers have read this rank's input, so that it may be overwritten, and summed their slices."""
-        return self._queue.inputs.is_read(self._number) and self._queue.slices.is_offered(self._number)
-
-    def _late_peer(self) -> int:
-        """Returns a peer that has not read this rank's input, or has not offered its slice."""
-        if not self._queue.inputs.is_read(self._number):
-            return self._queue.inputs.late_reader(self._number)
-        return self._queue.slices.late_offerer(self._number)
+    def _late_peer(self) -> int | None:
+        """Returns a peer that has not read this rank's input, which the slices overwrite, or has not summed its slice."""
+        peer = self._queue.inputs.late_reader(self._number)
+        return self._queue.slices.late_offerer(self._number) if peer is None else peer
 
     def _reduce(self) -> None:
         """Sums this rank's slice of all peers' inputs in place, and offers it to the peers."""
