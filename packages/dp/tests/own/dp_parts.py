@@ -90,7 +90,7 @@ class Sometimes(nn.Module):
     def forward(self, hidden: Tensor, flag: Tensor) -> Tensor:
         output = self.always(hidden)
         if flag.any():
-            output = output + flag[:, None].to(hidden.dtype) * self.with_flags(hidden)
+            output = output + flag[:, None].to(hidden.dtype) * self.flagged(hidden)
         return output
 
 
