@@ -147,6 +147,19 @@ def test_first_offload_of_states_counts_with_full_pools(ranks: Any, texts: Path,
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("parallel", [{"dp": 4, "wp": 2}, {"dp": 2}])
+def test_states_of_owners_count(ranks: Any, texts: Path, parallel: dict[str, int]) -> None:
+    """The owner of a matrix has all of its states, and the whole matrix during the update."""
+    muon = {"use": "optim.muon", "lr": 0.02, "adamw": {"lr": 3e-3}}
+    layout: Tables = {"parallel": parallel, "gradient_handlers": [{"use": "dp.sharded"}]}
+    if "wp" in parallel:
+        layout["weights"] = {"use": "isp.communicator", "unit": "layer"}
+    tables = changed(PLAN, batch={"global_size": 8, "micro_size": 1}, optimizer=muon, precision={"compute": "bf16"}, **layout)
+    real = ranks(parallel["dp"], 200)(real_bytes, tables, folder=texts)
+    assert abs(worst_error(tables, texts, real)) <= USUAL
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_example_needs_estimated_bytes(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))

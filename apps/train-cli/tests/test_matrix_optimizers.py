@@ -11,7 +11,7 @@ from layouts import LAYOUTS, layout_of, num_ranks
 
 from sley_core.engine.owners import update_work
 from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
-from sley_testing.parity import assert_close_gradients, differing_names, train_bits
+from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names, train_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Tensors, assert_parity_of_parts, record, record_reference, running, weights
 
@@ -97,6 +97,37 @@ def test_owners_follow_writes_and_offloads(ranks: Any, texts: Path, layout: str,
         assert_close_gradients(expected, values, 1e-10)
 
 
+def freeze_and_unfreeze(tables: Tables, folder: Path) -> Tensors:
+    """Returns the weights after steps in which other matrices are frozen."""
+    with running(tables, folder) as run:
+        up, down = (run.registry[f"blocks.0.feed_forward.{name}.weight"].parameter for name in ("up", "down"))
+        assert not up.requires_grad
+        for up_is_trained, down_is_trained in ((False, True), (True, True), (True, False), (True, True)):
+            up.requires_grad_(up_is_trained)
+            down.requires_grad_(down_is_trained)
+            run.step()
+        return weights(run)
+
+
+@pytest.mark.parametrize("layout", ["wp2"])
+def test_unfrozen_matrices_get_an_owner(ranks: Any, texts: Path, layout: str) -> None:
+    plan = changed(PLAN, optimizer__groups=[{"match": "blocks.0.feed_forward.up.weight", "freeze": True}], run__steps=4)
+    expected = freeze_and_unfreeze(plan, texts)
+    for values in ranks(2)(freeze_and_unfreeze, layout_of(layout, plan), texts):
+        assert_close_gradients(expected, values, 1e-10)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["wp2 wdp2 sharded", "dp2 sharded"])
+def test_skipped_fp16_steps_change_nothing(ranks: Any, texts: Path, layout: str) -> None:
+    precision = {"compute": "fp16", "loss_scale": {"init_scale": 2.0**40}}
+    plan = changed(PLAN, precision=precision, run__steps=12)
+    tables = layout_of(layout, plan)
+    recorded = ranks(num_ranks(tables))(record, tables, 2, folder=texts)
+    for results in recorded:
+        assert_same_bits(results.first, results.weights)
+
+
 def test_owners_are_balanced_and_equal_on_all_ranks(ranks: Any, texts: Path) -> None:
     tables = layout_of("wp2 wdp2 sharded", PLAN)
     owned_by_rank = ranks(4)(owned_shapes, tables, texts)
@@ -113,3 +144,12 @@ def owned_shapes(tables: Tables, folder: Path) -> dict[str, tuple[int, ...]]:
         owners = run.stepper.update.masters.owners
         assert owners is not None
         return {param.name: param.shape for param in owners.owned}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("layout", ["dp2 sharded", "wp2"])
+def test_owners_on_cuda_have_the_update_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
+    plan = changed(PLAN, run__device="cuda")
+    results = ranks(2, timeout_s=180, init=False)(record, layout_of(layout, plan), 3, folder=texts)
+    assert_parity_of_parts(record(plan, 3, folder=texts), results, "fp64")

@@ -106,10 +106,14 @@ class PartExchange:
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
         send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         receive_splits = [sum(sizes) for sizes in received_sizes]
-        incoming = outgoing.new_empty(sum(receive_splits))
         # Over the ranks that share the matrices, at the end of a step, when other exchanges on this channel are done.
         channel = next(iter(self.group.channels))
+        device = outgoing.device
+        if self.group.needs_host_copy(outgoing, channel):
+            outgoing = outgoing.cpu()
+        incoming = outgoing.new_empty(sum(receive_splits))
         self.group.all_to_all(incoming, outgoing, label=label, channel=channel, splits=(receive_splits, send_splits)).wait()
+        incoming = incoming.to(device)
         blocks = torch.split(incoming, receive_splits)
         return [torch.split(block, list(sizes)) for block, sizes in zip(blocks, received_sizes, strict=True)]
 
