@@ -97,7 +97,7 @@ TINY_ADAPTERS = Workload(TINY, 64, 2, 1, num_rounds=2)
 
 
 def plan_tables(work: Workload, device: str, *, is_compiled: bool, **tables: Any) -> dict[str, Any]:
-    """Returns the plan of `work`. tables: replace whole tables."""
+    """Returns the tables of a plan that trains `work`. tables: other tables, which replace these."""
     return {
         "run": {"name": "gpu", "steps": 1_000_000, "device": device},
         "model": {"use": "models.llama", **work.sizes, "compile": is_compiled},
