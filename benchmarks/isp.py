@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "isp": {},
     "isp, sockets": {"cross_memory_attach": False},
     "isp, no overlap": {"overlap": False},
-    "isp, everything ahead": {"ahead": 8, "reductions": 64},
+    "isp, everything ahead": {"ahead": 8},
     "isp, compiled": {"compile": True},
 }
 ONCE = {"isp, reduced per step": {"reduce": "step"}, "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False}}

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import SleyError
+from sley_core.losses.cross_entropy import CrossEntropy, CrossEntropyConfig
 from sley_isp import sharded_layer
+from sley_isp.float8 import decode, encode
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
 
 STEPS, GLOBAL = 3, 8
@@ -79,6 +82,7 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"ahead": 5, "reduce": "step"}, {"activations": {"use": "core.recompute", "fraction": 0.5}}),
     ({"unit": "module", "ahead": 0, "embedding": "hidden"}, {"precision": {"compute": "fp64", "accumulation": "direct"}}),
     ({"unit": "module", "ahead": 2, "reduce": "step"}, {"activations": {"use": "core.recompute"}, "micro": 2}),
+    ({"reduce": "step", "groups": [{"match": "*.experts*", "reduce": "micro_batch", "ahead": 2}]}, {"micro": 2}),
 ]
 
 
@@ -190,3 +194,75 @@ def test_compiled_layers_with_sharded_weights(
         assert counts == expected
         assert [row["loss"] for row in run.rows] == pytest.approx([row["loss"] for row in reference.rows], rel=1e-10)
         assert_close_gradients(reference.gradients[0], run.gradients[0], 1e-10)
+
+
+# -- groups of weights, and gathers in e4m3 numbers -----------------------------------------------------------------------
+
+EXPERTS: dict[str, Any] = {"match": "*.experts*"}
+
+
+def kind_plan(kind: str, weights: dict[str, Any], micro: int = 4, **changes: Any) -> dict[str, Any]:
+    options = {"kind": kind, "width": 9, "tied": True}
+    return plan({"factory": "kinds:model", "options": options}, micro, weights, **changes)
+
+
+GROUPS: list[dict[str, Any]] = [
+    {},
+    {"groups": [EXPERTS]},
+    {"groups": [EXPERTS | {"ahead": 3, "reduce": "step"}, {"match": "*.bias"}]},
+    {"unit": "module", "groups": [EXPERTS | {"unit": "layer"}]},
+    {"overlap": False, "groups": [{"match": "block1.one.*", "unit": "module", "ahead": 0}]},
+]
+
+
+@pytest.mark.parametrize("kind", ["Experts", "Stacked"])
+def test_groups_change_no_bit(ranks: Any, own: Path, kind: str) -> None:
+    """With one microbatch, the order of sums does not depend on `reduce`. Experts that a rank does not call are gathered."""
+    plans = [kind_plan(kind, weights, precision={"compute": "fp32"}) for weights in GROUPS]
+    for reference, *runs in ranks(2, 120)(records_or_codes, plans, own, None):
+        for run in runs:
+            assert [row["loss"] for row in run.rows] == [row["loss"] for row in reference.rows]
+            assert_same_bits(reference.weights, run.weights)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Returns `weight` as two ranks gather it."""
+    rows = -(-len(weight) // 2)
+    padded = torch.cat([weight, weight.new_zeros(rows * 2 - len(weight), *weight.shape[1:])])
+    full = torch.empty_like(padded)
+    decode(torch.stack([encode(shard) for shard in padded.chunk(2)]), full)
+    return full[: len(weight)]
+
+
+def record_counts(tables: dict[str, Any], folder: Path) -> Any:
+    counts: dict[str, float] = {}
+
+    def prepare(run: Any) -> None:
+        run.listeners.append(lambda _: counts.update(run.stepper.executor.weights.counts()))
+
+    sharded_layer.MIN_BYTES = 0
+    return record(tables, STEPS, folder=folder, batches=all_batches(), prepare=prepare), counts
+
+
+def test_a_run_computes_with_rounded_weights_and_updates_the_others(ranks: Any, own: Path) -> None:
+    """Equals a plain loop that rounds the weights before each step and updates those that are not rounded."""
+    from kinds import model
+
+    options = {"kind": "Stacked", "width": 64, "tied": False}
+    tables = plan({"factory": "kinds:model", "options": options}, weights={"gather_precision": "fp8"})
+    for run, counts in ranks(2)(record_counts, tables, own):
+        loop = PlainLoop(
+            [(layer.name, layer.module.double()) for layer in model(**options).layers],
+            CrossEntropy(CrossEntropyConfig()),
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named if parameter.requires_grad], lr=0.1),
+        )
+        masters = dict(run.first)
+        for batch, row, gradients in zip(all_batches(), run.rows, run.gradients, strict=True):
+            loop.load({name: rounded(value) for name, value in masters.items()})
+            micros = [{name: value[at : at + 4] for name, value in batch.items()} for at in range(0, GLOBAL, 4)]
+            assert_step(loop.step(micros), row, gradients, {}, 1e-10)
+            for name, gradient in gradients.items():
+                masters[name] = masters[name] - 0.1 * gradient
+        assert_close_gradients(masters, run.weights, 1e-10)
+        num_bytes = sum(value.nbytes for value in run.first.values())  # half of it received, at most twice
+        assert 0 < counts["gathered_bytes_per_step"] < 0.2 * num_bytes, "an eighth of fp64, and the scales"

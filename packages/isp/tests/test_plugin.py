@@ -27,7 +27,8 @@ LABELLED = {"data": {"factory": "isp_models:Labelled"}}
         ({"head": "vocabulary"}, {}, []),
         ({"head": "vocabulary"}, {"loss": {"factory": "isp_models:Squares"}}, ["head-loss"]),
         ({"unit": "module"}, {}, []),
-        ({"unit": "module", "launch": "attention"}, {}, ["launch-unit"]),
+        ({"gather_precision": "fp8"}, {"parallel": {"reduction": "canonical"}}, ["canonical-unsupported"]),
+        ({"groups": [{"match": "*", "reduce": "step"}]}, {"parallel": {"reduction": "canonical"}}, ["canonical-unsupported"]),
         ({}, {"parallel": {"reduction": "canonical"}}, []),
         ({"reduce": "step", "head": "vocabulary"}, {"parallel": {"reduction": "canonical"}}, ["canonical-unsupported"] * 2),
         ({}, SPLIT | {"parallel": {"sp": 2}, "model__hidden": 24, "model__heads": 6}, []),
@@ -43,6 +44,7 @@ def test_unsupported_options_are_refused(sharded, texts, weights, changes, codes
     ("weights", "changes", "code"),
     [
         ({"launch": "atention.outputt"}, {}, "launch-point"),
+        ({"groups": [{"match": "blocks.*"}, {"match": "blocks.0.*"}]}, {}, "group-unmatched"),
         ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:two_linears"}}, "head-vocabulary"),
         ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:shared_head"}}, "head-vocabulary"),
         ({"embedding": "hidden"}, {"model__tie_embeddings": True}, "embedding-hidden"),
@@ -78,6 +80,10 @@ class TestByLayer(WeightCommunicatorContract):
 @pytest.mark.campaign  # test_plain_loop.py and test_unshard.py compare these options with other runs
 class TestByModuleAndOncePerStep(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "unit": "module", "ahead": 2, "reduce": "step"}
+
+
+class TestRoundedWeights(WeightCommunicatorContract):
+    weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "gather_precision": "fp8"}
 
 
 class TestAllToAll(SequenceAttentionContract):

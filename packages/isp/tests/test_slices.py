@@ -57,7 +57,7 @@ def test_wrapped_and_named_attentions(ranks, own):
         (plan_with_options(wrapped=True), {}),
         (PLAN, NAMED),
         (plan_with_options(places=False), NAMED | {"positions": False}),
-        (mixer_plan("features"), {"unchecked_layers": ["mixer.inner"]}),
+        (mixer_plan("features"), {}),
     ]
     references = records_or_codes([tables for tables, _ in cases], own)
     found = ranks(2, 120)(records_or_codes, [sliced_plan(tables, **sequence) for tables, sequence in cases], own)
@@ -69,9 +69,6 @@ def test_wrapped_and_named_attentions(ranks, own):
     assert_equal_replicas([references[1], record(sliced_plan(PLAN, sp=1, **NAMED), 2, folder=own)])
 
 
-MIXING_CLASSES = ["conv", "transposed", "lstm", "batch", "pool"]
-
-
 @pytest.mark.parametrize(
     ("tables", "code"),
     [
@@ -79,8 +76,7 @@ MIXING_CLASSES = ["conv", "transposed", "lstm", "batch", "pool"]
         (sliced_plan(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
         (sliced_plan(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
         (sliced_plan(plan_with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
-        (sliced_plan(mixer_plan("patch"), unchecked_layers=["mixer.*"]), "sequence-mixing"),  # a pattern that matches nothing
-        *((sliced_plan(mixer_plan(kind)), "sequence-mixing") for kind in MIXING_CLASSES),
+        (sliced_plan(PLAN, **NAMED, unchecked_layers=["mixer.*"]), "sequence-attention"),  # a pattern that matches nothing
     ],
 )
 def test_unsupported_models_are_refused(own, tables, code):
@@ -101,8 +97,9 @@ def test_first_steps_that_are_refused(ranks, own):
     plans = [mixing_plan(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
     plans += [changed(mixing_plan("rolled", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
     plans += [mixing_plan("rolled", True, unchecked_layers=["beside"])]
+    plans += [sliced_plan(mixer_plan(kind)) for kind in ("conv", "pool", "lstm", "batch")]
     plans += [sliced_plan(plan_with_options(heads=3, hidden=12), **NAMED)]
-    expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-heads"]
+    expected = [*cases.values(), *["sequence-mixing"] * 2, "", *["sequence-mixing"] * 4, "sequence-heads"]
     by_rank = ranks(2, 120)(records_or_codes, plans, own)
     assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 

@@ -13,6 +13,7 @@ TIES = {"use": "pp.shared_modules"}
 BUCKETED_STAGES = {"gradient_handlers": [*BUCKETED["gradient_handlers"], TIES]}
 SHARDED_STAGES = {"gradient_handlers": [*SHARDED["gradient_handlers"], TIES]}
 WP = {"parallel__wp": 2, "weights": {"use": "isp.communicator"}}
+GROUPS = {"weights__groups": [{"match": "*.feed_forward.*", "unit": "module", "ahead": 2}]}
 SP = {"parallel__sp": 2, "sequence": {"use": "isp.all_to_all"}}
 
 
@@ -27,7 +28,12 @@ LAYOUTS: dict[str, Tables] = {
     "dp2 sharded": {"parallel__dp": 2, **SHARDED},
     "dp4 sharded": {"parallel__dp": 4, **SHARDED},
     "wp2": {"parallel__dp": 2, **WP},
-    "wp2 wdp2 sharded": {"parallel__dp": 4, **WP, **SHARDED},
+    "wp2 wdp2 sharded": {
+        "parallel__dp": 4,
+        **WP,
+        **SHARDED,
+        "weights__groups": [{"match": "*.feed_forward.*", "unit": "module"}],
+    },
     "wp2 pp2": {"parallel__dp": 2, **staged("zero_bubble_h1"), **WP},
     "wp2 sp2": {**SP, **WP},
     "sp2": SP,

@@ -93,10 +93,11 @@ def loses_bounds_over_slices(original: Any, attention: Any, group: Any, *args: A
     return original(attention, group, *args, **{**kwargs, "cu_seqlens": None})
 
 
-@wrong("sley_isp.exchange:sum_copies", "shared-heads-sp")
-def leaves_copies_of_heads(original: Any, gradient: Any, num_heads: int) -> Any:
-    """Of the gradients of a head that ranks share, the first one's is taken for all."""
-    return gradient[..., :num_heads, :]
+@wrong("sley_isp.attention:repeat_heads", "shared-heads-sp")
+def detaches_copies_of_heads(original: Any, tensor: Any, num_ranks: int) -> Any:
+    """Of the gradients of a head that ranks share, only half is summed."""
+    repeated = original(tensor, num_ranks)
+    return repeated if repeated is tensor else (repeated + repeated.detach()) / 2
 
 
 @wrong("sley_pp.shared:SharedModules.finish_step", "tied-stages")
@@ -126,10 +127,10 @@ def counts_every_copy(original: Any, self: Any, groups: Any, gradients: Any, los
     original(self, groups, every, loss, kind)
 
 
-@wrong("sley_isp.communicator:Communicator._reduce", "adapters-wp")
-def trains_one_layer(original: Any, self: Any, module: Any, rows: Any, inputs: Any) -> None:
+@wrong("sley_isp.sharded_module:ShardedModule._reduce", "adapters-wp")
+def trains_one_layer(original: Any, self: Any, rows: Any, inputs: Any) -> None:
     """Of all layers only the first has gradients."""
-    original(self, module, rows if module.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)
+    original(self, rows if self.name.startswith("blocks.0.") else torch.zeros_like(rows), inputs)
 
 
 @wrong("sley_pp.link:Link.send", "adapters-pp")

@@ -239,9 +239,21 @@ class WeightCommunicatorRecord(Record):
 
     fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradient
         of each microbatch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
+    compute_tolerance: computes the relative error of gathered weights from the table.
+    gather_bytes: computes the bytes that a gather sends for an element from the table and the size of the element.
     """
 
     fixed_order: bool = False
+    compute_tolerance: Callable[[Any], float] | None = None
+    gather_bytes: Callable[[Any, int], float] | None = None
+
+    def tolerance_for(self, config: Table) -> float:
+        """Returns the relative error of each gathered weight that the table `config` allows; 0.0 means the exact weight."""
+        return 0.0 if self.compute_tolerance is None else self.compute_tolerance(config)
+
+    def gathered_bytes(self, config: Table, itemsize: int) -> float:
+        """Returns the bytes that a gather sends for each element of a weight with `itemsize` bytes."""
+        return itemsize if self.gather_bytes is None else self.gather_bytes(config, itemsize)
 
 
 class SequenceAttentionRecord(Record):

@@ -6,18 +6,30 @@ The attention receives full sequences of some heads. Its other arguments, such a
 sequence, so packed documents stay separate. Position-dependent operations on q and k, such as rotary embeddings, must come
 before. Heads must be independent of one another and of their indices, since each rank counts its heads from 0. No check proves
 this, but `train-cli verify` compares the model with a run of one process.
+
+Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1), and the backward of
+the other. w is the number of elements of a position for one rank:
+
+    by heads       [b, s/n, ..., h, d]  ──>  buffer [n, b, s/n, w]    row i: the heads of rank i
+    by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
+
+After the all-to-all, row i comes from rank i. So a buffer packed by heads is unpacked by positions, and one packed by positions
+is unpacked by heads. All ranks of a group run the same layers of the same microbatch, so their exchanges have the same order.
+A label and a checksum identify each exchange. If they differ between ranks, all ranks raise an error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sley_core.api.comm import Group, checksum
 from sley_core.api.data import DataInfo
@@ -25,8 +37,9 @@ from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import LayerCall, SequenceCommunicator
 from sley_isp.config import AllToAllConfig
-from sley_isp.exchange import gather_heads, scatter_heads
-from sley_isp.mixing import PositionProbe, check_mixing, run_attention
+from sley_isp.mixing import PositionProbe, run_attention
+
+Exchange = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class SequenceAttention(nn.Module):
@@ -36,24 +49,15 @@ class SequenceAttention(nn.Module):
     [b, s, 2, h_kv, d], or `qkv` [b, s, 3, h, d]. Other arguments are passed on unchanged. It returns only the context, [b, s,
     h, d] or [b, s, h x d].
 
-    Outside a run, and in a run that does not split sequences, the module only calls the attention.
+    A run that splits sequences replaces the forward.
     """
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attention = attention
-        self.set_group(None)
-
-    def set_group(self, group: Group | None) -> None:
-        """Sets the group whose ranks hold the slices of a sequence, or None for full sequences."""
-        self._group = None if group is None or group.size == 1 else group
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls the attention. If sequences are split, all ranks of the group must pass equal options."""
-        if self._group is None:
-            return self.attention(*args, **kwargs)
-        context: Tensor = _attend(self.attention, self._group, *args, **kwargs)
-        return context
+        return self.attention(*args, **kwargs)
 
 
 def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
@@ -62,9 +66,8 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
     attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in order. A call makes one
     exchange before and one after the attention, and two more in its backward.
 
-    The function raises RunError "sequence-attention" if arguments or the context have unsupported shapes, "sequence-heads" if
-    the number of ranks does not divide the number of query heads, and "ranks-differ" if functions, options or shapes differ
-    between ranks.
+    The function raises RunError "sequence-attention" or "sequence-heads" for unsupported shapes and numbers of heads, and
+    "ranks-differ" if functions, options or shapes differ between ranks.
     """
     return attention if group.size == 1 else partial(_attend, attention, group)
 
@@ -163,8 +166,8 @@ class AllToAllAttention(SequenceCommunicator):
     def attach(self, layers: Sequence[Layer]) -> None:
         """Patches every attention in `layers`, or none if it raises an error.
 
-        Raises PlanError "sequence-attention" if a pattern matches no module, if there is no attention, and for an
-        `nn.MultiheadAttention`, which includes its projections. Raises "sequence-mixing" for other modules that mix positions.
+        Raises PlanError "sequence-attention" if a pattern matches nothing, if there is no attention, and for an
+        `nn.MultiheadAttention`, which includes its projections. The first step finds other modules that mix positions.
         """
         with ExitStack() as undo:
             self._attach(layers, undo)
@@ -172,31 +175,28 @@ class AllToAllAttention(SequenceCommunicator):
 
     def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
         modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
-        attentions: set[nn.Module] = set()
         submodules: set[nn.Module] = set()
         for name, module in modules:
             is_named = any(fnmatchcase(name, pattern) for pattern in self.patterns)
-            if (is_named or isinstance(module, SequenceAttention | Attention)) and module not in attentions | submodules:
-                attentions.add(module)
-                submodules.update(submodule for submodule in module.modules() if submodule is not module)
-                if isinstance(module, SequenceAttention):  # no patch, since a subclass may have its own forward
-                    module.set_group(self.group)
-                    undo.callback(module.set_group, None)
-                else:
-                    undo.callback(ForwardPatch(module, wrap_attention(module.forward, self.group)).undo)
+            if (is_named or isinstance(module, SequenceAttention | Attention)) and module not in submodules:
+                submodules.update(module.modules())
+                attention = module.attention if type(module) is SequenceAttention else module.forward
+                undo.callback(ForwardPatch(module, wrap_attention(attention, self.group)).undo)
         for name, module in modules:
             if isinstance(module, nn.MultiheadAttention) and module not in submodules:
                 message = f"`{name}` is a torch.nn.MultiheadAttention, which would see only one slice"
                 hint = "project q, k and v with linears, and use a separate module for the attention"
                 raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
-        if self.group.size > 1:
-            check_mixing(layers, self.unchecked_layers, submodules)
-        for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name, _ in modules):
-                message = f"the pattern `{pattern}` in `modules` matches no module of the model"
-                hint = "use names that `train-cli show` prints"
-                raise PlanError("sequence-attention", message, path=("sequence", "modules"), hint=hint)
-        if not attentions:
+        for key, patterns, names in (
+            ("modules", self.patterns, [name for name, _ in modules]),
+            ("unchecked_layers", self.unchecked_layers, [layer.name for layer in layers]),
+        ):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    message = f"the pattern `{pattern}` in `{key}` matches nothing in the model"
+                    hint = "use names that `train-cli show` prints"
+                    raise PlanError("sequence-attention", message, path=("sequence", key), hint=hint)
+        if not submodules:
             raise PlanError(
                 "sequence-attention",
                 "the model has no attention that `isp.all_to_all` supports, so no position would see another slice",
@@ -214,3 +214,90 @@ class AllToAllAttention(SequenceCommunicator):
     def detach(self) -> None:
         """Restores every attention."""
         self._undo.close()
+
+
+def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
+    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h', d]. Blocks.
+
+    tensors: tensors of one dtype. contents: a checksum of the attention, which must be equal on all ranks.
+    h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
+    For b = 1 the results are views of one buffer.
+    """
+    scatter = partial(_scatter, group, label="queries, keys and values", contents=contents)
+    gather = partial(_gather, group, label="gradients of queries, keys and values", contents=contents)
+    repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
+    full: tuple[Tensor, ...] = _Exchange.apply(scatter, gather, *repeated)  # type: ignore[no-untyped-call]
+    return full
+
+
+def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
+    """Exchanges full sequences of this rank's heads, [b, s, ..., h/n, d], for a slice of all heads, [b, s/n, ..., h, d].
+
+    contents: as in `scatter_heads`. Blocks.
+    """
+    gather = partial(_gather, group, label="the context", contents=contents)
+    scatter = partial(_scatter, group, label="the gradient of the context", contents=contents)
+    (sliced,) = _Exchange.apply(gather, scatter, tensor)  # type: ignore[no-untyped-call]
+    return cast(Tensor, sliced)
+
+
+class _Exchange(torch.autograd.Function):
+    """Applies `exchange` to the tensors, and `reverse` to their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, reverse: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reverse = reverse
+        return tuple(exchange(tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.reverse(gradients)
+
+
+def _scatter(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
+    """Exchanges tensors [b, s/n, ..., h, d], whose h are multiples of n, for [b, s, ..., h/n, d]."""
+    shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
+    buffer = _concatenate([torch.unflatten(tensor, -2, (group.size, -1)).movedim(-3, 0) for tensor in tensors])
+    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
+    return [part.movedim(0, 1).flatten(1, 2) for part in parts]  # views of the buffer if b = 1
+
+
+def _gather(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
+    """Exchanges tensors [b, s, ..., h/n, d], whose s is a multiple of n, for [b, s/n, ..., h, d]."""
+    shapes = [tensor.shape[2:] for tensor in tensors]
+    buffer = _concatenate([torch.unflatten(tensor, 1, (group.size, -1)).movedim(1, 0) for tensor in tensors])
+    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
+    return [part.movedim(0, -3).flatten(-3, -2) for part in parts]
+
+
+def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tensor:
+    output = torch.empty_like(buffer)
+    # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
+    group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
+    return output
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenates tensors [n, b, s/n, ...] into a new buffer [n, b, s/n, w], and copies each only once."""
+    widths = [math.prod(part.shape[3:]) for part in parts]
+    buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
+    for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
+        torch.unflatten(target, -1, part.shape[3:]).copy_(part)
+    return buffer
+
+
+def _split(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    parts = torch.split(buffer, [math.prod(shape) for shape in shapes], dim=-1)
+    return [torch.unflatten(part, -1, tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
+    """Repeats each head of [b, s, ..., h, d], so that there are lcm(h, n) heads and all ranks get the same number.
+
+    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums their gradients.
+    """
+    num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
+    if num_copies == 1:
+        return tensor
+    return tensor.unsqueeze(-2).expand(*tensor.shape[:-1], num_copies, tensor.shape[-1]).flatten(-3, -2)

@@ -14,17 +14,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sley_core.api.model import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
-from sley_isp.vocabulary_head import (
-    NO_TARGET,
-    VocabularyHead,
-    combine_statistics,
-    logit_statistics,
-    logits_to_gradient,
-    token_losses,
-)
+from sley_isp.vocabulary_head import NO_TARGET, VocabularyHead, logits_to_gradient
 
 if TYPE_CHECKING:
     from sley_isp.sharded_module import ShardedModule
@@ -34,7 +27,8 @@ class GatheredHead(LogitsHead):
     """The head whose weight `sharded` gathers once per microbatch. All ranks of `wp` compute their losses in the same order."""
 
     def __init__(self, chunks: HeadChunks, sharded: ShardedModule) -> None:
-        super().__init__(chunks, sharded.module)  # type: ignore[arg-type]  # a linear
+        assert isinstance(sharded.module, nn.Linear), sharded.name
+        super().__init__(chunks, sharded.module)
         self.sharded = sharded
 
     def forward(self, input: Tensor) -> Any:
@@ -46,14 +40,15 @@ class GatheredHead(LogitsHead):
     @property
     def parameters(self) -> tuple[Any, Any]:
         """The shards, which are leaves of the graph."""
-        return self.sharded.shard("weight"), self.sharded.shard("bias")
+        bias = self.sharded.bias
+        return self.sharded.weight.parameter, None if bias is None else bias.parameter
 
     @contextmanager
     def weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         sharded = self.sharded
-        with sharded.communicator.unshard(sharded.group, sharded.params, can_prefetch=sharded.can_prefetch) as unsharded:
+        with sharded.communicator.unshard(sharded.group, can_prefetch=sharded.can_prefetch) as unsharded:
             unsharded.wait()
-            yield sharded.full_tensor(unsharded, "weight"), sharded.full_tensor(unsharded, "bias")
+            yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
         if self.sharded.trainable_params:
@@ -85,11 +80,11 @@ class ChunkedVocabularyHead(GatheredHead):
         transport = group.transport("reduce")
         num_rows = len(inputs) + transport.num_scratch_rows(tokens_per_rank) if loss.hidden_gradient is not None else 0
         gradient = inputs.new_empty((num_rows, inputs.shape[1]))
-        for tokens in self.chunks.slices(len(inputs), max(1, head.shard.shape[0]), inputs.element_size()):
+        for tokens in self.chunks.slices(len(inputs), max(1, head.module.weight.parameter.shape[0]), inputs.element_size()):
             logits = head.padded_logits(inputs[tokens])
             losses.append(self._chunk_losses(logits, targets[tokens], loss))
             if loss.hidden_gradient is not None:
-                torch.mm(logits, head.shard.to(logits.dtype), out=gradient[tokens])
+                torch.mm(logits, head.module.weight.parameter.to(logits.dtype), out=gradient[tokens])
             if loss.has_weight:
                 self.accumulate(logits, inputs[tokens])
             del logits  # before the next chunk is allocated
@@ -105,11 +100,10 @@ class ChunkedVocabularyHead(GatheredHead):
     def _chunk_losses(self, logits: Tensor, targets: Tensor, loss: HeadLoss) -> Tensor:
         """Returns the losses [c] of a chunk. Overwrites its `logits` with their gradient if `loss` has a scale."""
         head = self.head
-        leaf = head.remove_padding(logits)
-        output, pull_back = loss.apply(leaf)
-        statistics = combine_statistics(head.gather_statistics(logit_statistics(output, targets, head.classes, loss.smoothing)))
+        output, pull_back = loss.apply(logits[:, : head.classes.size])
+        losses, log_sum = head.losses(output, targets, loss.smoothing)
         if loss.scale is not None:
-            logits_to_gradient(output, targets, head.classes, statistics.log_sum, loss.scale, loss.smoothing)
+            logits_to_gradient(output, targets, head.classes, log_sum, loss.scale, loss.smoothing)
             pull_back(output)
             logits[:, head.classes.size :].zero_()
-        return token_losses(statistics, targets, head.classes.total, loss.smoothing)
+        return losses

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from sley_core.api.plan import Array, SequenceConfig, Table
 
 ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
+
+FP8_BYTES = 1 + 4 / 128
+"""The bytes of an element in e4m3 numbers, with its part of the fp32 scale of a block."""
+
+FP8_TOLERANCE = 2**-4
+"""The relative error of e4m3 numbers, which have 3 bits of mantissa."""
+
+
+class WeightGroupConfig(Table):
+    """Options of the weights that match a pattern. The first matching group applies. The table has the other defaults."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """A pattern of parameter names, in which `*` matches any text, including dots: `"*.experts.*"`."""
+
+    unit: Literal["layer", "module"] | None = None
+    """The weights of one all-gather."""
+
+    ahead: NonNegativeInt | None = None
+    """The number of layers or modules before the first use of which a gather may start."""
+
+    reduce: Literal["micro_batch", "step"] | None = None
+    """The time when gradients are reduced."""
+
+    gather_precision: Literal["full", "fp8"] | None = None
+    """The precision in which ranks send weights."""
 
 
 class CommunicatorConfig(Table):
@@ -19,15 +45,15 @@ class CommunicatorConfig(Table):
     """Whether to prefetch and reduce in the background. If false, each exchange is awaited at once, with the same bits."""
 
     unit: Literal["layer", "module"] = "layer"
-    """The weights of one all-gather: all sharded weights of a layer, or those of one module."""
+    """The weights of one all-gather: all sharded weights of a layer, or those of one plain linear or embedding."""
 
     ahead: NonNegativeInt = 1
     """The number of layers or modules to prefetch."""
 
     launch: str = ANYWHERE
     """The module before which prefetches start, by its name within the layer or a pattern of names, such as `"attention"`,
-    `"attention.output"` or `"feed_forward"`. The default, also if no name matches, is the first sharded module of the layer.
-    Only for `unit = "layer"`, in forwards and recomputations. A backward starts prefetches at once.
+    `"attention.output"` or `"feed_forward"`. The default, also if no name matches, is every sharded module. A backward starts
+    prefetches at once.
     """
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
@@ -35,11 +61,6 @@ class CommunicatorConfig(Table):
 
     Once per step saves exchanges but needs more memory, since every sharded weight has a full-size gradient in
     `precision.gradients` from its first backward to its last.
-    """
-
-    reductions: PositiveInt | None = None
-    """The limit of gradient exchanges that exist at once, including the one being written. Each needs memory for the full-size
-    gradients of a unit. Default: 2 for layers, 4 for modules.
     """
 
     head: Literal["gather", "vocabulary"] = "gather"
@@ -53,10 +74,24 @@ class CommunicatorConfig(Table):
     exchanges the tokens and the parts of their vectors.
     """
 
-    @property
-    def max_reductions(self) -> int:
-        """`reductions`, or its default."""
-        return self.reductions or (2 if self.unit == "layer" else 4)
+    gather_precision: Literal["full", "fp8"] = "full"
+    """The precision in which ranks send weights: as they are, or as e4m3 numbers with a scale for each 128 elements.
+
+    `fp8` sends about half of the bytes of bf16. All ranks compute with the rounded weights, whose relative error is at most
+    2^-4. Optimizer steps and gradients are not rounded.
+    """
+
+    groups: Array[WeightGroupConfig] = ()
+    """Groups of weights with their own options, such as the experts of a layer. Their gathers are separate."""
+
+    def group_index(self, name: str) -> int | None:
+        """Returns the index of the first group that matches the parameter `name`, or None."""
+        return next((index for index, group in enumerate(self.groups) if fnmatchcase(name, group.match)), None)
+
+    def with_group(self, index: int | None) -> CommunicatorConfig:
+        """Returns this table with the options of the group `index`."""
+        values = {} if index is None else self.groups[index].model_dump(exclude={"match"}, exclude_none=True)
+        return self.model_copy(update=values)
 
 
 class AllToAllConfig(SequenceConfig):
@@ -68,6 +103,4 @@ class AllToAllConfig(SequenceConfig):
     """
 
     unchecked_layers: Array[str] = ()
-    """Patterns of the names of convolutions, norms, pooling and recurrent modules that see one position at a time, and of
-    layers that the first step does not check for mixing positions.
-    """
+    """Patterns of the names of layers that the first step does not check for mixing positions."""

@@ -1,7 +1,6 @@
-"""Refuses modules and layers that mix positions outside their attention, since each rank has only a slice of a sequence.
+"""Refuses layers that mix positions outside their attention, since each rank has only a slice of a sequence.
 
-`check_mixing` refuses known modules, such as convolutions, before any process starts. `PositionProbe` finds all others in the
-first step:
+`PositionProbe` finds them in the first step:
 
     first run     the layer, as it is called in training; the inputs and contexts of its attentions are recorded
     second run    the same with another input at the first and the last position but one, and with the recorded contexts
@@ -12,7 +11,7 @@ second run does not communicate in attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -22,55 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.model import copy_containers, tensors_in
-from sley_core.errors import Diagnostic, PlanError, RunError
+from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.api.data import DataInfo
     from sley_core.api.model import Layer
     from sley_core.protocols import LayerCall
-
-MIXING_CLASSES = (
-    *(nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-)
-"""Module classes that mix positions, and so would see only one slice. The first step finds forwards that mix positions by
-`roll`, `cumsum` or a mean.
-"""
-
-
-def check_mixing(layers: Sequence[Layer], excluded: Sequence[str], attention_submodules: Collection[nn.Module]) -> None:
-    """Raises PlanError "sequence-mixing" if modules mix positions outside attentions, or if a pattern matches nothing.
-
-    excluded: name patterns of modules that are not checked. attention_submodules: the modules within attentions, which see full
-    sequences.
-    """
-    modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
-    mixing = {name: module for name, module in modules if _is_mixing(module) and module not in attention_submodules}
-    problems = [
-        Diagnostic(
-            "sequence-mixing",
-            f"`{name}` is a {type(module).__name__}, which mixes positions but would see only one slice",
-            ("sequence", "use"),
-            hint="set `sp = 1`, or list the module in `[sequence] unchecked_layers` if it does not mix positions",
-        )
-        for name, module in mixing.items()
-        if not any(fnmatchcase(name, pattern) for pattern in excluded)
-    ]
-    for pattern in excluded:
-        if not any(fnmatchcase(name, pattern) for name in (*mixing, *(layer.name for layer in layers))):
-            message = f"the pattern `{pattern}` in `unchecked_layers` matches no layer or module that mixes positions"
-            hint = "use names that `train-cli show` prints"
-            problems.append(Diagnostic("sequence-mixing", message, ("sequence", "unchecked_layers"), hint=hint))
-    if problems:
-        raise PlanError.from_diagnostics(problems)
-
-
-def _is_mixing(module: nn.Module) -> bool:
-    """Returns whether `module` mixes positions. A convolution does so if its windows overlap."""
-    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
-        return module.dilation[0] * (module.kernel_size[0] - 1) + 1 > module.stride[0]
-    return isinstance(module, MIXING_CLASSES)
-
 
 AttentionCall = tuple[list[Tensor], Tensor, Tensor]
 """The inputs of one attention call, its context, and the state of the device's generator after it."""

@@ -6,20 +6,23 @@ flat buffer   | query.weight, full  | key.weight, full  | query.bias, full  | ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout
+from sley_isp.float8 import decode, encode
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Published, Transport
     from sley_core.api.parts import Param
     from sley_core.protocols import MemoryPool
+    from sley_isp.config import CommunicatorConfig
 
 
 def padded_shape(param: Param) -> tuple[int, ...]:
@@ -33,16 +36,18 @@ def remove_padding(full: Tensor, param: Param) -> Tensor:
     return full if len(full) == param.shape[0] else full[: param.shape[0]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ParamGroup:
     """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    layer: the layer's name. has_linear: whether a linear uses the parameters. The backward of a linear needs its weights,
-    unlike that of an embedding.
+    layer: the layer's name. options: the table of the parameters. pool: the pool of full parameters and gradients. has_linear:
+    whether a linear uses the parameters. The backward of a linear needs its weights, unlike that of an embedding.
     """
 
     name: str
     layer: str
+    options: CommunicatorConfig
+    pool: MemoryPool
     params: list[Param] = field(default_factory=list)
     has_linear: bool = False
 
@@ -62,41 +67,44 @@ class ParamGroup:
         """A number that changes with every write to a shard."""
         return sum(parameter._version for parameter in self.parameters)
 
-    def __repr__(self) -> str:
-        return f"ParamGroup({self.name})"
+    def sent_shards(self) -> list[Tensor]:
+        """Returns the tensors that this rank sends: the shards, or their bytes in e4m3 numbers."""
+        is_encoded = self.options.gather_precision == "fp8"
+        return [encode(shard.detach()) if is_encoded else shard.detach() for shard in self.parameters]
 
 
 class UnshardedGroup:
-    """Holds the full weights of `group` in a buffer that is leased from `pool` until `reshard`. They are complete after `wait`.
+    """Holds the full weights of `group` in a buffer that is leased until `reshard`. They are complete after `wait`.
 
-    source: the transport or published shards that gather the weights. size: the number of ranks. num_bytes: the size of the
-    buffer. num_received_bytes: the size of the shards from peers. Local shards must not be written before `wait_sent` returns.
+    source: the transport or published shards that gather the weights. shards: the group's `sent_shards`. size: the number of
+    ranks. version: the group's version. full_tensors: the full parameters without padding, from `wait` until `reshard`.
+    num_received_bytes: the size of the shards from peers. Local shards must not be written before `wait_sent` returns.
     """
 
-    def __init__(self, group: ParamGroup, pool: MemoryPool, source: Transport | Published, size: int) -> None:
-        shards = [parameter.detach() for parameter in group.parameters]
-        self._versions = {param: parameter._version for param, parameter in zip(group.params, group.parameters, strict=True)}
+    def __init__(self, group: ParamGroup, source: Transport | Published, shards: Sequence[Tensor], size: int) -> None:
+        self.version = group.version
+        self._shards = shards  # peers read them until `wait_sent`
         self.num_received_bytes = sum(shard.nbytes for shard in shards) * (size - 1)
-        with ExitStack() as lease:
-            self.buffer = lease.enter_context(pool.lease((group.layout.numel,), shards[0].dtype, shards[0].device))
-            views = group.layout.views(self.buffer)
-            self.num_bytes = self.buffer.nbytes
+        dtype, device = group.parameters[0].dtype, shards[0].device
+        with ExitStack() as lease, ExitStack() as received_lease:
+            self.buffer = lease.enter_context(group.pool.lease((group.layout.numel,), dtype, device))
+            views = received = group.layout.views(self.buffer)
+            if group.options.gather_precision == "fp8":
+                layout = FlatLayout([(size * len(shard),) for shard in shards], ALIGNMENT_BYTES)
+                received = layout.views(received_lease.enter_context(group.pool.lease((layout.numel,), torch.uint8, device)))
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
-            self._work = source.all_gather(views, shards, label=f"the weights of {group.name}")
-            self._lease = lease.pop_all()  # not reached if the all-gather could not start
-        self._full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
-
-    def is_stale(self, params: Iterable[Param]) -> bool:
-        """Returns whether the shard of one of `params` has changed since the all-gather started."""
-        return any(param.parameter._version != self._versions[param] for param in params)
+            self._work = source.all_gather(received, shards, label=f"the weights of {group.name}")
+            self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()  # not if the gather cannot start
+        self._encoded = [(rows.view(size, -1), view) for rows, view in zip(received, views, strict=True) if rows is not view]
+        self.full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 
     def wait(self) -> None:
         """Blocks until the full weights are in the buffer."""
         self._work.wait()
-
-    def full_tensor(self, param: Param) -> Tensor:
-        """Returns the full parameter without padding, which is valid from `wait` until `reshard`."""
-        return self._full_tensors[param]
+        for rows, full in self._encoded:
+            decode(rows, full)
+        self._encoded = []
+        self._received_lease.close()
 
     def position(self, tensor: Tensor) -> int | None:
         """Returns the offset of `tensor` in the buffer, in elements of its dtype, or None if it is elsewhere."""
@@ -104,17 +112,19 @@ class UnshardedGroup:
             return None
         start = self.buffer.storage_offset() * self.buffer.element_size()
         offset = tensor.storage_offset() * tensor.element_size() - start
-        return offset // tensor.element_size() if 0 <= offset < self.num_bytes else None
+        return offset // tensor.element_size() if 0 <= offset < self.buffer.nbytes else None
 
     def reshard(self) -> None:
         """Returns the buffer to the pool, after waiting for the receives into it."""
         self._work.release()
+        self._received_lease.close()
         self._lease.close()
-        self._full_tensors = {}
+        self.full_tensors, self._encoded = {}, []
 
     def wait_sent(self) -> None:
         """Blocks until every peer has received this rank's shards, so that they may be written."""
         self._work.wait_sent()
+        self._shards = ()
 
 
 class PublishedShards:
@@ -129,23 +139,27 @@ class PublishedShards:
         self._group = group
         self._is_due = is_due
         self._published: Published | None = None
-        self._versions: dict[ParamGroup, int] = {}
+        self._shards: dict[ParamGroup, tuple[int, list[Tensor]]] = {}
 
     def publish(self, groups: Sequence[ParamGroup]) -> None:
         """Publishes the shards of all `groups` that are not still being computed. The others are sent in each all-gather."""
-        self._versions = {group: group.version for group in groups if not self._is_due(group.layer)}
-        if self._versions:
-            due_names = ", ".join(group.name for group in groups if group not in self._versions)
-            shards = [parameter.detach() for group in self._versions for parameter in group.parameters]
+        self._shards = {group: (group.version, group.sent_shards()) for group in groups if not self._is_due(group.layer)}
+        if self._shards:
+            due_names = ", ".join(group.name for group in groups if group not in self._shards)
+            shards = [shard for _, group_shards in self._shards.values() for shard in group_shards]
             # A collective over `wp`, before the first gather of a step or an evaluation, which all its ranks begin together.
             label = f"the weights except {due_names}" if due_names else "the weights"
             self._published = self._group.transport("gather").publish(shards, label=label)
 
-    def source(self, group: ParamGroup) -> Transport | Published:
-        """Returns the published shards if those of `group` are unchanged, or the transport; the same on all ranks of `wp`."""
-        if self._published is not None and self._versions.get(group) == group.version:
-            return self._published
-        return self._group.transport("gather")
+    def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
+        """Starts the all-gather of `group`, from the published shards if its own are unchanged; the same on all ranks of `wp`.
+
+        is_unchanged: whether a write without a new version is impossible since the publication.
+        """
+        version, shards = self._shards.get(group, (None, []))
+        if is_unchanged and self._published is not None and version == group.version:
+            return UnshardedGroup(group, self._published, shards, self._group.size)
+        return UnshardedGroup(group, self._group.transport("gather"), group.sent_shards(), self._group.size)
 
     def finish(self) -> None:
         """Blocks until all peers have received this rank's shards, so that they may be written."""
@@ -154,8 +168,8 @@ class PublishedShards:
         self.resharded_groups.clear()
         if self._published is not None:
             self._published.wait_sent()
-            self._published = None
+        self.discard()
 
     def discard(self) -> None:
         """Drops the shards that a failed step has published, which would keep a communicator's threads alive."""
-        self._published = None
+        self._published, self._shards = None, {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
 from sley_core.records import LossRecord, Problem, Record, SequenceAttentionRecord, WeightCommunicatorRecord
-from sley_isp.config import ANYWHERE, AllToAllConfig, CommunicatorConfig
+from sley_isp.config import FP8_BYTES, FP8_TOLERANCE, AllToAllConfig, CommunicatorConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
@@ -16,6 +17,7 @@ CANONICAL = {
     "reduce": ("micro_batch", "sums microbatches before it sums ranks"),
     "head": ("gather", "sums over slices of the vocabulary, whose matrix products have different shapes"),
     "embedding": ("gather", "sums the tokens of all ranks at once"),
+    "gather_precision": ("full", "rounds the weights in blocks that depend on the layout"),
 }
 """The value that canonical sums need for each option, and the reason why they exclude the other value."""
 
@@ -28,6 +30,10 @@ def sley_records() -> list[Record]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             fixed_order=True,
+            compute_tolerance=lambda config: (
+                FP8_TOLERANCE if any(table.gather_precision == "fp8" for table in (config, *config.groups)) else 0.0
+            ),
+            gather_bytes=lambda config, itemsize: FP8_BYTES if config.gather_precision == "fp8" else itemsize,
             summary="Sharded parameters, gathered ahead, with gradients reduced during the backward.",
         ),
         SequenceAttentionRecord(
@@ -57,11 +63,6 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
             f'the loss `{plan.loss.name}` needs all logits of a token, but with `head = "vocabulary"` each rank has only some'
         )
         yield Problem(("weights", "head"), message, 'set `head = "gather"`, or use `core.cross_entropy`', "head-loss")
-    if config.unit == "module" and config.launch != ANYWHERE:
-        message = (
-            f'`launch = "{config.launch}"` has no effect with `unit = "module"`, since each module then starts its own gathers'
-        )
-        yield Problem(("weights", "launch"), message, 'remove it, or set `unit = "layer"`', "launch-unit")
     if plan.model.config.compile and plan.parallel.wp > 1:
         for key in ("head", "embedding"):
             if (value := getattr(config, key)) != "gather":
@@ -69,12 +70,13 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
                 yield Problem(("weights", key), message, "remove it, or remove `[model] compile`", "weights-compiled")
     if plan.parallel.reduction != "canonical" or plan.parallel.wp == 1:
         return
-    for key, (canonical_value, reason) in CANONICAL.items():
-        value = getattr(config, key)
-        if value != canonical_value:
+    tables: list[tuple[tuple[str | int, ...], Any]] = [((), config)]
+    tables += [(("groups", index), group) for index, group in enumerate(config.groups)]
+    for (path, table), (key, (canonical_value, reason)) in product(tables, CANONICAL.items()):
+        if (value := getattr(table, key, None)) not in (canonical_value, None):
             message = f'`{key} = "{value}"` {reason}, so `reduction = "canonical"` is not possible'
             hint = f'set {key} = "{canonical_value}", or `[parallel] reduction = "fast"`'
-            yield Problem(("weights", key), message, hint, "canonical-unsupported")
+            yield Problem(("weights", *path, key), message, hint, "canonical-unsupported")
 
 
 def _check_heads(plan: Plan) -> Iterator[Problem]:

@@ -22,34 +22,36 @@ run the same passes, and so make the same decisions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Group = Hashable
 Key = Hashable
 """The phase, type and chunk of a pass. Passes with equal keys usually use the same groups in the same order."""
 
 
-@dataclass
-class Decision:
+class Decision(NamedTuple):
     """The groups to reshard first, and then the groups to unshard, in order. The current group is the first of these."""
 
-    reshard: list[Group] = field(default_factory=list)
-    unshard: list[Group] = field(default_factory=list)
+    reshard: list[Group]
+    unshard: list[Group]
 
 
-NO_CHANGE = Decision()
+NO_CHANGE = Decision([], [])
 
 
 class PrefetchPolicy:
     """Decides which groups one rank unshards and reshards.
 
-    ahead: the number of groups to prefetch. unsharded: the groups that are full-size or in flight. The cost of a `use` depends
-    on `ahead` and the number of groups on hold, but not on the number of all groups.
+    ahead: the number of units to prefetch, which are single groups unless `add_group` joins them. unsharded: the groups that
+    are full-size or in flight. The cost of a `use` depends on `ahead` and the number of groups on hold, but not on the number
+    of all groups.
     """
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
         self.unsharded: list[Group] = []
+        self._units: dict[Group, Hashable] = {}
+        self._aheads: dict[Group, int] = {}
         self._orders: dict[Key, tuple[Group, ...]] = {}
         self._passes: Sequence[Key] = ()
         self._pass_index = -1
@@ -59,6 +61,13 @@ class PrefetchPolicy:
         self._is_out_of_order = False
         self._has_prefetched = False
         self._has_ended = False
+
+    def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
+        """Sets the unit to which `group` belongs, and the number of units to prefetch if it is the last of them.
+
+        By default, a group is its own unit. The `ahead` of the policy is the upper limit.
+        """
+        self._units[group], self._aheads[group] = unit, ahead
 
     def begin(self, passes: Sequence[Key]) -> None:
         """Begins a list of `passes`. Treats all groups as sharded, so the caller must reshard them."""
@@ -80,7 +89,7 @@ class PrefetchPolicy:
         prefetches may start. The all-gather of `group` itself always starts first.
         """
         if num_holds:
-            self._change_holds(group, num_holds)
+            self.change_holds(group, num_holds)
         if group != self._current:
             order, index = self._learned_order(), len(self._uses)
             self._current = group
@@ -91,18 +100,11 @@ class PrefetchPolicy:
             return NO_CHANGE
         return self._decide(group, can_prefetch)
 
-    def release(self, group: Group) -> None:
-        """Ends a hold of `group` that began with a `use`. The next use of another group may reshard it."""
-        self._change_holds(group, -1)
-
-    def _change_holds(self, group: Group, difference: int) -> None:
+    def change_holds(self, group: Group, difference: int) -> None:
+        """Adds `difference` to the holds of `group`, which stays unsharded while it has one."""
         self._holds[group] = self._holds.get(group, 0) + difference
         if self._holds[group] <= 0:
             del self._holds[group]
-
-    def prefetch_first_groups(self) -> Decision:
-        """Returns the prefetches of a module that gathers no weights, if it runs before the first group of a pass."""
-        return NO_CHANGE if self._current is not None or self._has_ended else self._decide(None, True)
 
     def end_pass(self) -> Decision:
         """Ends the pass, learns its order, and returns the groups to reshard, since the next passes do not use them soon."""
@@ -110,11 +112,6 @@ class PrefetchPolicy:
         self._reset_pass()
         self._has_ended = True
         return self._decide(None, False)
-
-    def mark_sharded(self, group: Group) -> None:
-        """Marks `group` as sharded after its weights have changed, so that the next use unshards it again."""
-        if group in self.unsharded:
-            self.unsharded.remove(group)
 
     def _decide(self, current: Group | None, can_prefetch: bool) -> Decision:
         """Returns the decision for a use of `current`, or between passes if that is None, and updates `unsharded`."""
@@ -132,13 +129,21 @@ class PrefetchPolicy:
         return Decision(reshard, unshard)
 
     def _next_groups(self, current: Group | None) -> Iterator[Group]:
-        """Yields up to `ahead` of the next groups other than `current`, or one more if `current` is None."""
+        """Yields the next groups other than `current` that lie within their own `ahead`, or one unit more if it is None."""
+        current_unit = self._units.get(current, current)
         groups: set[Group] = set()
+        units: set[Hashable] = set()
         for group in self._future_groups():
-            if len(groups) == self.ahead + (current is None):
+            if group == current or group in groups:
+                continue
+            unit = self._units.get(group, group)
+            if unit != current_unit:
+                units.add(unit)
+            limit = self.ahead + (current is None)
+            if len(units) > limit:
                 return
-            if group != current and group not in groups:
-                groups.add(group)
+            groups.add(group)
+            if len(units) <= min(limit, self._aheads.get(group, self.ahead) + (current is None)):
                 yield group
 
     def _future_groups(self) -> Iterator[Group]:

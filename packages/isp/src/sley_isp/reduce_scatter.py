@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,76 +27,61 @@ from sley_isp.param_group import padded_shape, remove_padding
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Work
     from sley_core.api.parts import Param, Parts
-    from sley_core.protocols import MemoryPool
     from sley_isp.communicator import Counters
     from sley_isp.param_group import ParamGroup
 
 WriteGradient = Callable[[Tensor, bool], None]
 """Writes a gradient into a tensor of the store's dtype, or adds the gradient if the flag is true."""
 
+MAX_IN_FLIGHT = 2
+"""The number of reductions in flight, including the one being written, if they may overlap with the backward."""
+
 
 @dataclass(eq=False)
 class Bucket:
-    """Describes parameters whose gradients are reduced in one exchange.
+    """Describes parameters whose gradients are reduced in one exchange, and holds their gradients until it starts.
 
     number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks that use the parameters,
-    for one reduction per step. users: the groups whose backwards add to each parameter's gradient.
+    for one reduction per step. users: the groups whose backwards add to each parameter's gradient. full_gradients: the full
+    gradients with padding while the bucket is open. written_params: the parameters whose full gradients have been written.
     """
 
     number: int
     group: ParamGroup
     chunks: frozenset[int]
     users: dict[Param, set[ParamGroup]] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class OpenBucket:
-    """Holds the gradients of a bucket until its reduction starts.
-
-    full_gradients: the full gradients with padding. written_params: the parameters whose full gradients have been written.
-    """
-
-    bucket: Bucket
-    full_gradients: dict[Param, Tensor]
-    lease: ExitStack
+    full_gradients: dict[Param, Tensor] = field(default_factory=dict)
     written_params: set[Param] = field(default_factory=set)
+    lease: ExitStack = field(default_factory=ExitStack)
 
 
-@dataclass(eq=False)
-class Reduction:
-    """Holds the reduction of a bucket that is in flight.
+class Reduction(NamedTuple):
+    """An exchange of gradients in flight. add_sums: adds its result to the store once `handles` are done.
 
-    rows: this rank's rows of each gradient, which hold the sum once `handles` are done. If the order of sums is fixed, `rows`
-    are instead [size, ...] with the rows of every rank, for the microbatches `microbatches`.
+    sent: a tensor outside of the leased memory that peers receive.
     """
 
-    bucket: Bucket
     handles: list[Work]
-    rows: dict[Param, Tensor]
+    add_sums: Callable[[], None]
     lease: ExitStack
-    microbatches: range | None = None
+    sent: Tensor | None = None
 
 
 class GradientReducer:
     """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
 
-    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. per_step: whether to reduce once
-    per step, after the last action that can add to a bucket. If so, a parameter of several groups is only in the bucket of the
-    first group. Otherwise, it is in a bucket of each group.
+    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. A parameter of several groups that
+    is reduced once per step is only in the bucket of the first group. Otherwise, it is in a bucket of each group.
     """
 
-    def __init__(
-        self, max_in_flight: int, parts: Parts, pool: MemoryPool, group: Group, counters: Counters, *, per_step: bool
-    ) -> None:
+    def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:
         self.max_in_flight = max_in_flight
-        self.per_step = per_step
         self.store = parts.store
-        self.pool = pool
         self.group = group
         self.counters = counters
         self._group_of_param: dict[Param, ParamGroup] = {}
         self._buckets: dict[tuple[ParamGroup, frozenset[int]], Bucket] = {}
-        self._open_buckets: dict[Bucket, OpenBucket] = {}
+        self._open_buckets: set[Bucket] = set()
         self._reductions: deque[Reduction] = deque()
         self._current: ParamGroup | None = None
         self._passed_groups: set[ParamGroup] = set()
@@ -104,10 +89,13 @@ class GradientReducer:
     def register(self, group: ParamGroup, params: Collection[Param]) -> None:
         """Assigns `params` of `group` to buckets. Must be called for all modules before the first `add`."""
         for param in params:
-            bucket_group = self._group_of_param.setdefault(param, group) if self.per_step else group
-            key = bucket_group, param.chunks if self.per_step else frozenset()
-            bucket = self._buckets.setdefault(key, Bucket(len(self._buckets), bucket_group, param.chunks))
+            self._group_of_param.setdefault(param, group)
+            key = self._bucket_key(group, param)
+            bucket = self._buckets.setdefault(key, Bucket(len(self._buckets), key[0], param.chunks))
             bucket.users.setdefault(param, set()).add(group)
+
+    def _bucket_key(self, group: ParamGroup, param: Param) -> tuple[ParamGroup, frozenset[int]]:
+        return (self._group_of_param[param], param.chunks) if group.options.reduce == "step" else (group, frozenset())
 
     def add(self, group: ParamGroup, param: Param, write: WriteGradient) -> None:
         """Adds to the gradient of `param` in a backward of `group`. May start or finish earlier reductions.
@@ -122,22 +110,23 @@ class GradientReducer:
             if self._current is not None:
                 self._passed_groups.add(self._current)
             self._current = group
-            for open_bucket in self._ordered_buckets():
-                if not self.per_step or (self._is_last_action(open_bucket.bucket) and self._is_complete(open_bucket)):
-                    self._start_reduction(open_bucket)
-        bucket = self._buckets[(self._group_of_param[param], param.chunks) if self.per_step else (group, frozenset())]
-        open_bucket = self._open_buckets.get(bucket) or self._open(bucket)
-        write(remove_padding(open_bucket.full_gradients[param], param), param in open_bucket.written_params)
-        open_bucket.written_params.add(param)
+            for bucket in self._ordered_buckets():
+                if bucket.group.options.reduce != "step" or self._is_complete(bucket):
+                    self._start_reduction(bucket)
+        bucket = self._buckets[self._bucket_key(group, param)]
+        if bucket not in self._open_buckets:
+            self._open(bucket)
+        write(remove_padding(bucket.full_gradients[param], param), param in bucket.written_params)
+        bucket.written_params.add(param)
 
     def flush(self, *, all_buckets: bool = False) -> None:
-        """Starts the reduction of every bucket to which no later action can add. Called at the end of an action.
+        """Starts the reduction of every bucket to which no later action of the list can add. Called at the end of an action.
 
         all_buckets: whether to reduce all buckets, for a backward outside a step, whose last contribution is not known.
         """
-        for open_bucket in self._ordered_buckets():
-            if all_buckets or not self.per_step or self._is_last_action(open_bucket.bucket):
-                self._start_reduction(open_bucket)
+        for bucket in self._ordered_buckets():
+            if all_buckets or bucket.group.options.reduce != "step" or self.store.state.is_last_of_list(bucket.chunks):
+                self._start_reduction(bucket)
         self._current = None
         self._passed_groups.clear()
 
@@ -159,104 +148,105 @@ class GradientReducer:
             for handle in reduction.handles:
                 handle.wait()  # if this raises, a peer may still read the buffer, so the lease does not end
             try:
-                for param, rows in reduction.rows.items():
-                    if reduction.microbatches is None:
-                        self.store.add(param, rows)
-                    else:
-                        rows_by_microbatch = dict(zip(reduction.microbatches, rows, strict=True))
-                        self.store.add_microbatches(param, rows_by_microbatch, reduction.bucket.group.layer)
+                reduction.add_sums()
             finally:
                 self._release(reduction)
 
     def discard(self) -> None:
         """Waits for all reductions of a failed step and discards their sums."""
-        for open_bucket in self._open_buckets.values():
-            open_bucket.lease.close()
+        for bucket in self._open_buckets:
+            bucket.lease.close()
         self._open_buckets.clear()
         self._current = None
         self._passed_groups.clear()
         while self._reductions:
             self._release(self._reductions.popleft())
 
-    def _ordered_buckets(self) -> list[OpenBucket]:
+    def _ordered_buckets(self) -> list[Bucket]:
         """Returns the open buckets, later layers first, since the order in which they were opened may depend on the data."""
-        return sorted(self._open_buckets.values(), key=lambda open_bucket: -open_bucket.bucket.number)
+        return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
-    def _is_last_action(self, bucket: Bucket) -> bool:
-        """Returns whether no later action of this list can add to `bucket`."""
-        return self.store.state.is_last_of_list(bucket.chunks)
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Returns whether no group adds to the bucket's gradients any more, in this and later actions of the list."""
+        has_passed = all(bucket.users[param] <= self._passed_groups for param in bucket.full_gradients)
+        return has_passed and self.store.state.is_last_of_list(bucket.chunks)
 
-    def _is_complete(self, open_bucket: OpenBucket) -> bool:
-        """Returns whether every group that adds to the bucket's gradients has run in the current action."""
-        return all(open_bucket.bucket.users[param] <= self._passed_groups for param in open_bucket.full_gradients)
-
-    def _open(self, bucket: Bucket) -> OpenBucket:
+    def _open(self, bucket: Bucket) -> None:
         """Opens a bucket with leased memory for its full gradients, whose contents are undefined."""
-        if not self.per_step:
+        if bucket.group.options.reduce != "step":
             self.finish(max(0, self.max_in_flight - 1))
         params = [param for param in bucket.users if param.trainable]
         lease = ExitStack()
-        gradients = dict(zip(params, self._lease([padded_shape(param) for param in params], lease), strict=True))
+        gradients = dict(zip(params, self._lease(bucket.group, [padded_shape(param) for param in params], lease), strict=True))
         self.counters.change("full_gradients", len(gradients))
         lease.callback(self.counters.change, "full_gradients", -len(gradients))
         for param, gradient in gradients.items():
             if len(gradient) > param.shape[0]:
                 gradient[param.shape[0] :].zero_()
-        open_bucket = self._open_buckets[bucket] = OpenBucket(bucket, gradients, lease)
-        return open_bucket
+        bucket.full_gradients, bucket.lease = gradients, lease
+        bucket.written_params.clear()
+        self._open_buckets.add(bucket)
 
-    def _start_reduction(self, open_bucket: OpenBucket) -> None:
+    def _start_reduction(self, bucket: Bucket) -> None:
         """Starts the reduction of a bucket, with zeros for the gradients that this rank has not written."""
-        del self._open_buckets[open_bucket.bucket]
-        if self.per_step:
+        self._open_buckets.remove(bucket)
+        if bucket.group.options.reduce == "step":
             self.finish(max(0, self.max_in_flight - 1))
-        for param in open_bucket.full_gradients.keys() - open_bucket.written_params:
-            open_bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on the data
+        for param in bucket.full_gradients.keys() - bucket.written_params:
+            bucket.full_gradients[param].zero_()  # another rank may have written it, if the forward depends on the data
         # Ranks of `wp` start reductions in the order of backwards, since they run the same actions on the same layers. If the
         # data decides which modules run, and a bucket is smaller than a layer, ranks compare a checksum of names.
         microbatches = self.store.reduction.concurrent_microbatches(self.group)
-        reduction = (
-            self._start_reduce_scatter(open_bucket)
-            if microbatches is None
-            else self._start_all_to_all(open_bucket, microbatches)
-        )
-        self._reductions.append(reduction)
+        reduction = self._start_reduce_scatter(bucket) if microbatches is None else self._start_all_to_all(bucket, microbatches)
         self.counters.add("reductions", 1)
-        for gradient in open_bucket.full_gradients.values():
+        for gradient in bucket.full_gradients.values():
             self.counters.add("reduced_bytes", gradient.nbytes * (self.group.size - 1) // self.group.size)
             self.counters.sent.add(gradient, self.group, passes=1)
+        bucket.full_gradients = {}
+        self.enqueue(reduction)
+
+    def enqueue(self, reduction: Reduction) -> None:
+        """Keeps `reduction`, which has started, until it is finished in the order of all ranks."""
+        self._reductions.append(reduction)
         self.finish(self.max_in_flight)
 
-    def _start_reduce_scatter(self, open_bucket: OpenBucket) -> Reduction:
-        gradients, bucket, coord = open_bucket.full_gradients, open_bucket.bucket, self.group.coord
+    def _start_reduce_scatter(self, bucket: Bucket) -> Reduction:
+        gradients, group = bucket.full_gradients, bucket.group
         transport = self.group.transport("reduce")
         scratch_shapes = [(transport.num_scratch_rows(param.row_shard.size), *param.shape[1:]) for param in gradients]
-        scratch = self._lease(scratch_shapes, open_bucket.lease)
-        label, contents = f"the gradients of {bucket.group.name}", checksum(param.name for param in gradients)
+        scratch = self._lease(group, scratch_shapes, bucket.lease)
+        label, contents = f"the gradients of {group.name}", checksum(param.name for param in gradients)
         handle = transport.reduce_scatter(list(gradients.values()), scratch, label=label, contents=contents)
-        rows = {param: gradient.chunk(self.group.size)[coord] for param, gradient in gradients.items()}
-        return Reduction(bucket, [handle], rows, open_bucket.lease)
 
-    def _start_all_to_all(self, open_bucket: OpenBucket, microbatches: range) -> Reduction:
+        def add_sums() -> None:
+            for param, gradient in gradients.items():
+                self.store.add(param, gradient.chunk(self.group.size)[self.group.coord])
+
+        return Reduction([handle], add_sums, bucket.lease)
+
+    def _start_all_to_all(self, bucket: Bucket, microbatches: range) -> Reduction:
         """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
-        transport, gradients = self.group.transport("reduce"), open_bucket.full_gradients
+        transport, gradients, group = self.group.transport("reduce"), bucket.full_gradients, bucket.group
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
-        rows = dict(zip(gradients, self._lease(shapes, open_bucket.lease), strict=True))
+        rows = dict(zip(gradients, self._lease(group, shapes, bucket.lease), strict=True))
         handles = [
             transport.all_to_all(rows[param], gradient.view(rows[param].shape), label=f"the gradient of {param.name}")
             for param, gradient in gradients.items()
         ]
-        return Reduction(open_bucket.bucket, handles, rows, open_bucket.lease, microbatches)
 
-    def _lease(self, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Leases one buffer of the store's dtype until `lease` closes, and returns views of these shapes."""
+        def add_sums() -> None:
+            for param in rows:
+                self.store.add_microbatches(param, dict(zip(microbatches, rows[param], strict=True)), group.layer)
+
+        return Reduction(handles, add_sums, bucket.lease)
+
+    def _lease(self, group: ParamGroup, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
+        """Leases one buffer of the store's dtype from the pool of `group` until `lease` closes, and returns views of it."""
         dtype, device = self.store.dtype, self.store.device
         layout = FlatLayout(shapes, ALIGNMENT_BYTES // dtype.itemsize)
         if not layout.numel:
             return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        flat = lease.enter_context(self.pool.lease((layout.numel,), dtype, device))
-        self.counters.change("full_gradient_bytes", flat.nbytes)
-        lease.callback(self.counters.change, "full_gradient_bytes", -flat.nbytes)
+        flat = lease.enter_context(group.pool.lease((layout.numel,), dtype, device))
         return layout.views(flat)
 
     def _release(self, reduction: Reduction) -> None:

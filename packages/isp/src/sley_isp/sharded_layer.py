@@ -11,7 +11,7 @@ FSDP2 treats all parameters in this way. Plain linears and embeddings need less 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from sley_core.api.model import ForwardPatch, tensors_in
 from sley_core.api.parts import Handover
 from sley_core.errors import RunError
-from sley_isp.sharded_module import refuse_transforms
+from sley_isp.sharded_module import copy_or_add, refuse_transforms
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
@@ -46,16 +46,11 @@ def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
     parameter = module._parameters[attribute]
     if parameter is None or parameter.numel() * parameter.element_size() < MIN_BYTES:
         return False
-    return not any(isinstance(holder, ParametrizationList) or _keeps(holder, parameter) for holder, _ in locations)
-
-
-def _keeps(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Returns whether an attribute of `module`, or a list in one, is `parameter`."""
-    for value in vars(module).values():
-        items = value if isinstance(value, list | tuple) else (value,)
-        if any(item is parameter for item in items):
-            return True
-    return False
+    for holder, _ in locations:
+        values = [value if isinstance(value, list | tuple) else (value,) for value in vars(holder).values()]
+        if isinstance(holder, ParametrizationList) or any(item is parameter for items in values for item in items):
+            return False
+    return True
 
 
 class _Position(NamedTuple):
@@ -76,17 +71,25 @@ class ShardedLayer:
     """
 
     def __init__(
-        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Collection[Param]], parts: Parts
+        self,
+        communicator: Communicator,
+        layer: Layer,
+        params: Mapping[ParamGroup, Collection[Param]],
+        parts: Parts,
+        *,
+        can_prefetch: bool,
     ) -> None:
         self.communicator = communicator
         self.name = layer.name
         self.params = params
-        self.can_prefetch = True
+        self.can_prefetch = can_prefetch
         self.sinks = {
             param: Handover(partial(self._reduce, group, param), parts.queue)
             for group, params_of_group in self.params.items()
             for param in params_of_group
         }
+        for group in params:
+            group.has_linear = True  # the backward needs the weights
         self.patch = ForwardPatch(layer.module, self.forward)
         self._modules = set(layer.module.modules())
 
@@ -117,23 +120,18 @@ class ShardedLayer:
         tensors = {}
         for unsharded, params in zip(unsharded_groups, self.params.values(), strict=True):
             for param in params:
-                tensor = unsharded.full_tensor(param).detach().requires_grad_(param.trainable)
+                tensor = unsharded.full_tensors[param].detach().requires_grad_(param.trainable)
                 if param.trainable:
-                    tensor.register_post_accumulate_grad_hook(self._pass_gradient(param))  # type: ignore[no-untyped-call]
+                    tensor.register_post_accumulate_grad_hook(partial(self._pass_gradient, param))  # type: ignore[no-untyped-call]
                 tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
                 tensors[param] = tensor
         return tensors
 
-    def _pass_gradient(self, param: Param) -> Callable[[Tensor], None]:
-        """Returns a hook that passes the gradient of a full parameter to the sink of `param`."""
-
-        def hook(tensor: Tensor) -> None:
-            gradient, tensor.grad = tensor.grad, None
-            assert gradient is not None
-            sink = self.sinks[param]
-            sink(gradient, gradient, is_shared=sink.shares_memory(gradient))
-
-        return hook
+    def _pass_gradient(self, param: Param, tensor: Tensor) -> None:
+        """Passes the gradient of the full parameter `tensor` to the sink of `param`."""
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None, param
+        self.sinks[param](gradient, gradient, is_shared=self.sinks[param].shares_memory(gradient))
 
     @contextmanager
     def installed(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
@@ -185,7 +183,4 @@ class ShardedLayer:
         return RunError(code, message, hint="compute a new tensor from the parameter, or write to parameters between steps")
 
     def _reduce(self, group: ParamGroup, param: Param, gradient: Tensor, _: Tensor) -> None:
-        def write(full: Tensor, accumulate: bool) -> None:
-            full.add_(gradient) if accumulate else full.copy_(gradient)
-
-        self.communicator.reduce(group, {param: write})
+        self.communicator.reduce(group, {param: partial(copy_or_add, gradient)})

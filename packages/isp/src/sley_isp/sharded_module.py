@@ -14,7 +14,8 @@ no weight in its backward, unless the data make it run again on its own output.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,14 +25,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.parts import add_at
+from sley_core.api.model import autocast_input
+from sley_core.api.parts import Handover, add_at
 from sley_core.api.weights import GradientUse, StandIn, no_view
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.api.parts import Handover, Param
+    from sley_core.api.model import Layer
+    from sley_core.api.parts import Param, Parts
     from sley_isp.communicator import Communicator
-    from sley_isp.param_group import ParamGroup, UnshardedGroup
+    from sley_isp.param_group import ParamGroup
 
 
 def is_shardable(module: nn.Module, attribute: str) -> bool:
@@ -47,6 +50,17 @@ def is_shardable(module: nn.Module, attribute: str) -> bool:
     return type(module) is nn.Linear and attribute in ("weight", "bias")
 
 
+def parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, str], bool]) -> dict[nn.Parameter, str]:
+    """Returns the parameters that `is_user(module, attribute)` selects, with the name of the last such module."""
+    return {
+        parameter: name
+        for layer in layers
+        for name, module in layer.module.named_modules(prefix=layer.name)
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and is_user(module, attribute)
+    }
+
+
 def refuse_transforms(name: str) -> None:
     """Raises RunError "sharded-weight-mapped" within a torch.func transform or forward-mode AD."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -57,37 +71,34 @@ def refuse_transforms(name: str) -> None:
         )
 
 
-def get_shard(module: nn.Module, attribute: str) -> nn.Parameter | None:
-    """Returns the shard of the parameter `attribute` of `module`, or the parameter itself if it is not sharded."""
-    parameter = module._parameters[attribute]
-    return parameter.shard if type(parameter) is StandIn else parameter
-
-
 class ShardedModule:
     """Replaces the forward of `module` while the run is open.
 
-    weight, bias: the module's parameters, or None if absent or not sharded. sink: a function of the output's gradient and the
-    input, which reduces the weights' gradients. can_fuse: whether one operation may compute a product and add it to a gradient,
-    which rounds differently from two operations. can_prefetch: whether the forward may start prefetches of later groups.
+    weight, bias: the module's parameters, or None if absent. sink: a function of the output's gradient and the input, which
+    reduces the weights' gradients. can_prefetch: whether the forward may start prefetches of later groups.
     """
 
-    sink: Handover
-
     def __init__(
-        self, communicator: Communicator, group: ParamGroup, module: nn.Module, params: dict[str, Param], *, can_fuse: bool
+        self,
+        communicator: Communicator,
+        group: ParamGroup,
+        module: nn.Linear | nn.Embedding,
+        params: dict[str, Param],
+        parts: Parts,
+        *,
+        can_prefetch: bool,
     ) -> None:
         self.communicator = communicator
         self.group = group
         self.module = module
-        self.weight, self.bias = params.get("weight"), params.get("bias")
+        self.weight, self.bias = params["weight"], params.get("bias")
         self.params = list(params.values())
-        self.can_fuse = can_fuse
-        self.can_prefetch = True
-        group.has_linear = group.has_linear or isinstance(module, nn.Linear)
-
-    @property
-    def name(self) -> str:
-        return self.params[0].name.rpartition(".")[0]
+        self.can_fuse = not parts.store.reduction.fixed_order  # since a fused sum rounds differently
+        self.sink = Handover(self._reduce, parts.queue)
+        self.can_prefetch = can_prefetch
+        self.name = self.weight.name.rpartition(".")[0]
+        self.is_embedding = isinstance(module, nn.Embedding)
+        group.has_linear = group.has_linear or not self.is_embedding
 
     @property
     def trainable_params(self) -> list[Param]:
@@ -96,54 +107,35 @@ class ShardedModule:
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes the linear or embedding with gathered weights. All ranks of `wp` must call it in the same order."""
-        is_embedding = isinstance(self.module, nn.Embedding)
         if self.has_replaced_weights:
-            return (nn.Embedding if is_embedding else nn.Linear).forward(cast(Any, self.module), input)
+            return type(self.module).forward(cast(Any, self.module), input)
         refuse_transforms(self.name)
-        x = input if is_embedding else autocast_input(input)
+        x = input if self.is_embedding else autocast_input(input)
         if not torch.is_grad_enabled():
             return self.compute(x)
-        if is_embedding:
-            out: Tensor = _Embedding.apply(x, self.shard("weight"), self)  # type: ignore[no-untyped-call]
-        else:
-            out = _Linear.apply(x, self.shard("weight"), self.shard("bias"), self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Call.apply(x, self, *(param.parameter for param in self.params))  # type: ignore[no-untyped-call]
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> Tensor:
         """Gathers the weights and computes the linear or embedding. num_holds: as in `Communicator.unshard`."""
         unshard = partial(self.communicator.unshard, num_holds=num_holds, can_prefetch=self.can_prefetch)
-        with unshard(self.group, self.params) as unsharded:
+        with unshard(self.group) as unsharded:
             unsharded.wait()
-            weight = self.full_tensor(unsharded, "weight")
-            if isinstance(self.module, nn.Embedding):
+            weight = unsharded.full_tensors[self.weight]
+            if self.is_embedding:
                 return F.embedding(x, weight)
-            return F.linear(x, weight, self.full_tensor(unsharded, "bias"))
+            return F.linear(x, weight, unsharded.full_tensors[self.bias] if self.bias is not None else None)
 
     @property
     def has_replaced_weights(self) -> bool:
         """Whether other tensors currently replace the module's weights, such as those of `torch.func.functional_call`."""
         parameters = self.module._parameters
-        return any(
-            param is not None and type(parameters[attribute]) is not StandIn
-            for attribute, param in (("weight", self.weight), ("bias", self.bias))
-        )
+        return any(type(value) is not StandIn for value in parameters.values() if value is not None)
 
-    def shard(self, attribute: str) -> nn.Parameter | None:
-        """Returns the shard of the module's parameter `attribute`, or the parameter itself if it is not sharded."""
-        return get_shard(self.module, attribute)
-
-    def full_tensor(self, unsharded: UnshardedGroup, attribute: str) -> Any:
-        """Returns the full parameter `attribute`, gathered if it is sharded, or None for an absent bias."""
-        param = self.weight if attribute == "weight" else self.bias
-        return unsharded.full_tensor(param) if param is not None else self.module._parameters[attribute]
-
-    def num_holds(self, ctx: Any) -> int:
-        """Returns 1 if the current forward is a recomputation, whose backward will use the weights again, and 0 otherwise."""
-        return int(any(ctx.needs_input_grad) and self.communicator.is_recomputing and self.group.has_linear)
-
-    def unshard_for_backward(self) -> AbstractContextManager[UnshardedGroup]:
-        """Unshards the group for a backward, and ends the hold of its recomputation."""
-        return self.communicator.unshard(self.group, self.params, num_holds=-1, can_prefetch=True)
+    def _reduce(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """Adds the gradients of the weights to their buckets."""
+        writes = {param: partial(self.write_gradient, param, output_gradient, inputs) for param in self.trainable_params}
+        self.communicator.reduce(self.group, writes)
 
     def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, full: Tensor, accumulate: bool) -> None:
         """Writes the full gradient of `param` into `full`, or adds it if `accumulate`.
@@ -157,89 +149,57 @@ class ShardedModule:
             if not accumulate:
                 full.zero_()
             add_at(full, inputs, output_gradient.to(full.dtype))
-        elif param is self.bias:
-            if accumulate:
-                full += output_gradient.sum(0, dtype=full.dtype)
-            else:
-                torch.sum(output_gradient, 0, dtype=full.dtype, out=full)
-        elif output_gradient.dtype == full.dtype and not accumulate:
+        elif param is self.weight and output_gradient.dtype == full.dtype and not accumulate:
             torch.mm(output_gradient.t(), inputs, out=full)
-        elif output_gradient.dtype == full.dtype and self.can_fuse:
+        elif param is self.weight and output_gradient.dtype == full.dtype and self.can_fuse:
             full.addmm_(output_gradient.t(), inputs)
-        elif accumulate:
-            full += output_gradient.t() @ inputs
         else:
-            full.copy_(output_gradient.t() @ inputs)
+            is_bias = param is self.bias
+            copy_or_add(output_gradient.sum(0, dtype=full.dtype) if is_bias else output_gradient.t() @ inputs, full, accumulate)
 
 
-def autocast_input(x: Tensor) -> Tensor:
-    """Returns `x` in the dtype to which autocast casts the input of a linear. Like autocast, does not cast fp64."""
-    device_type = x.device.type
-    is_cast = torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device_type)) if is_cast else x
+def copy_or_add(gradient: Tensor, full: Tensor, accumulate: bool) -> None:
+    """Copies `gradient` to `full`, or adds it if `accumulate`."""
+    full.add_(gradient) if accumulate else full.copy_(gradient)
 
 
 def needs_shard_gradients(ctx: Any) -> bool:
-    """Returns whether the current backward accumulate gradients of the shards, which are the inputs after the first one.
+    """Returns whether the current backward accumulates gradients of the shards, which are the inputs after the first one.
 
     The result is False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
     """
     return any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
 
 
-class _Linear(torch.autograd.Function):
-    """Passes the gradients of sharded parameters to the module's sink, and returns those of other parameters."""
+class _Call(torch.autograd.Function):
+    """Computes a linear or an embedding, and passes the gradients of its weights to the module's sink."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, module: ShardedModule) -> Tensor:
-        """Saves `x` only if a weight needs its gradient."""
-        _, weight_needs_grad, bias_needs_grad, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, module: ShardedModule, *_shards: Tensor) -> Tensor:
+        """Saves `x` only if a weight needs its gradient. A recomputation holds the weights until its backward."""
         ctx.module = module
-        ctx.needs_weight_grad = weight_needs_grad and module.weight is None
-        ctx.needs_bias_grad = bias_needs_grad and module.bias is None
-        ctx.save_for_backward(x if module.trainable_params or ctx.needs_weight_grad else None)
-        return no_view(module.compute(x, num_holds=module.num_holds(ctx)))
+        ctx.save_for_backward(x if module.trainable_params else None)
+        is_held = any(ctx.needs_input_grad) and module.communicator.is_recomputing and module.group.has_linear
+        return no_view(module.compute(x, num_holds=int(is_held)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Computes the weight's gradient while the weight is gathered over `wp`. Ranks gather in the order of backwards."""
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the weight's gradient while the weight is gathered over `wp`. Ranks gather in the order of backwards.
+
+        An embedding needs no weight, but gathers a group that a linear uses, since other ranks may run the linear here.
+        """
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
-        with module.unshard_for_backward() as unsharded:
+        unshard = partial(module.communicator.unshard, module.group, num_holds=-1, can_prefetch=True)
+        with unshard() if module.group.has_linear else nullcontext() as unsharded:
             is_shared = module.sink.shares_memory(gradient)
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            weight_gradient = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_weight_grad else None
-            bias_gradient = rows.sum(0) if ctx.needs_bias_grad else None
             if module.trainable_params and needs_shard_gradients(ctx):
                 assert x is not None, f"{module.name} was unfrozen between a forward and its backward"
-                module.sink(rows, x.reshape(-1, x.shape[-1]), is_shared=is_shared)
+                inputs = x.reshape(-1) if module.is_embedding else x.reshape(-1, x.shape[-1])
+                module.sink(gradient.reshape(-1, gradient.shape[-1]), inputs, is_shared=is_shared)
             input_gradient = None
-            if ctx.needs_input_grad[0]:
+            if unsharded is not None and ctx.needs_input_grad[0]:
                 unsharded.wait()
-                input_gradient = gradient @ module.full_tensor(unsharded, "weight").to(gradient.dtype)
-        return input_gradient, weight_gradient, bias_gradient, None
-
-
-class _Embedding(torch.autograd.Function):
-    """Looks up tokens, and passes the table's gradient to the module's sink."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, _weight: Tensor, module: ShardedModule) -> Tensor:
-        ctx.module = module
-        ctx.save_for_backward(tokens)
-        return no_view(module.compute(tokens, num_holds=module.num_holds(ctx)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Passes the gradient to the module's sink. Also gathers the group if a linear uses the table."""
-        module: ShardedModule = ctx.module
-        (tokens,) = ctx.saved_tensors
-        if module.group.has_linear:  # other ranks may run the linear here, and all ranks must make the same gathers
-            with module.unshard_for_backward():
-                pass
-        if module.trainable_params and needs_shard_gradients(ctx):
-            is_shared = module.sink.shares_memory(gradient)
-            module.sink(gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1), is_shared=is_shared)
-        return None, None, None
+                input_gradient = gradient @ unsharded.full_tensors[module.weight].to(gradient.dtype)
+        return input_gradient, None, *(None for _ in module.params)

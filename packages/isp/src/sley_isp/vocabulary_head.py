@@ -6,33 +6,31 @@
 The head's weight is not gathered and its gradient is not reduced. Instead, there are two exchanges as large as the tokens. The
 logits need as much memory as those of a rank's tokens over the full vocabulary, and their gradient overwrites them.
 
-Megatron-LM computes the same cross-entropy with three all-reduces of maxima, targets and sums (Shoeybi et al. 2019, section 3;
-megatron/core/tensor_parallel/cross_entropy.py). This module needs only one gather of the statistics of each slice, without a
-maximum of all slices. It processes logits in chunks, so the extra memory is one chunk.
+Megatron-LM computes the same cross-entropy with three all-reduces of maxima, targets and sums (Shoeybi et al. 2019, section 3).
+This module needs one gather of the statistics of each slice. It processes logits in chunks, so the extra memory is one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.model import row_chunks
+from sley_core.api.model import autocast_input, row_chunks
 from sley_core.api.parts import Handover
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError
 from sley_core.protocols import SplitLogits
 from sley_isp.embedding_columns import TokenGather
-from sley_isp.sharded_module import ShardedModule, autocast_input, is_shardable, needs_shard_gradients
+from sley_isp.sharded_module import ShardedModule, is_shardable, needs_shard_gradients, parameter_users
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
     from sley_core.api.parts import Parts
-    from sley_core.protocols import MemoryPool
 
 NO_TARGET = -(1 << 62)
 """The target of a token with an ignored label. It equals no label, so that an invalid label is not ignored too."""
@@ -49,18 +47,14 @@ def find_head(layers: Sequence[Layer]) -> str:
     linears: dict[str, nn.Linear] = {name: module for name, module in modules if type(module) is nn.Linear}
     if len(linears) != 1:
         names = ", ".join(f"`{name}`" for name in linears) or "none"
-        message = (
-            f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear for its vocabulary to be "
-            f"sharded, but has {names}"
-        )
+        message = f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear to be split, but has {names}"
         raise _head_error(message, "use a separate layer for the head")
     ((path, head),) = linears.items()
-    for layer in layers:
-        for name, module in layer.module.named_modules(prefix=layer.name):
-            for attribute, parameter in module._parameters.items():
-                if parameter is head.weight and not is_shardable(module, attribute):
-                    message = f"`{name}` shares the head's weight, but is not a plain linear or embedding"
-                    raise _head_error(message, "use a copy of the weight or a plain linear there")
+    if (
+        name := parameter_users(layers, lambda *location: not is_shardable(*location)).get(cast(nn.Parameter, head.weight))
+    ) is not None:
+        message = f"`{name}` shares the head's weight, but is not a plain linear or embedding"
+        raise _head_error(message, "use a copy of the weight or a plain linear there")
     return path
 
 
@@ -74,59 +68,45 @@ class VocabularyHead:
     All ranks of `wp` run the same microbatches in the same order, and so make the same exchanges.
     """
 
-    def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts, pool: MemoryPool) -> None:
-        assert module.weight is not None, f"{module.name} is not sharded"
+    def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts) -> None:
         shard = module.weight.row_shard
         self.module = module
         self.token_gather = token_gather
         self.group = token_gather.group
         self.store = parts.store
-        self.pool = pool
         self.classes = ClassRange(shard.index * shard.size, shard.own_size, shard.shape[0])
         self.sink = Handover(self._accumulate, parts.queue)
 
     def forward(self, input: Tensor) -> Tensor | LazyLogits:
         """Returns `LazyLogits` for the loss. Outside an action, gathers the weight and returns full logits."""
         module = self.module
-        if module.has_replaced_weights or not module.communicator.is_running:
+        if module.has_replaced_weights or module.communicator.action is None:
             return module.forward(input)
-        if not torch.is_autocast_enabled(input.device.type):
-            with torch.no_grad():  # so that torch raises here, and not in the loss, if dtypes or widths differ
-                F.linear(input.new_empty((0, input.shape[-1])), self.shard, module.shard("bias"))
         return LazyLogits(self, autocast_input(input))
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's rows of the weight."""
-        shard = self.module.shard("weight")
-        assert shard is not None, self.module.name
-        return shard
 
     def padded_logits(self, inputs: Tensor) -> Tensor:
         """Returns this rank's logits [n, rows of a shard], including the columns of padding rows."""
-        bias = self.module.shard("bias")
-        return F.linear(inputs, self.shard.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
-
-    def remove_padding(self, logits: Tensor) -> Tensor:
-        """Returns a view of `logits` without the columns of padding rows."""
-        return logits[:, : self.classes.size]
-
-    def gather_statistics(self, statistics: Tensor) -> Tensor:
-        """Gathers `statistics` [k, n] of this rank's slice, and returns those of all slices, [size, k, n]. Blocks."""
-        gathered = statistics.new_empty((self.group.size * statistics.shape[0], statistics.shape[1]))
-        self.token_gather.gather([gathered], [statistics], "statistics of logits")
-        return gathered.view(self.group.size, *statistics.shape)
+        shards = [param.parameter.to(inputs.dtype) for param in self.module.params]
+        return F.linear(inputs, *shards)
 
     def full_logits(self, x: Tensor) -> Tensor:
         """Returns the logits [n, classes] of this rank's inputs `x` [n, h]. Blocks."""
         (inputs,) = self.token_gather.gather_with_padding([x], [0], "the head's inputs")
         logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
-        output = torch.empty_like(logits)
-        work = self.group.transport("reduce").all_to_all(output, logits, label="logits")
-        self.token_gather.counters.sent.add(logits, self.group, passes=1)
+        output, work = self.token_gather.all_to_all(logits, "reduce", "logits")
         work.wait()
         work.wait_sent()
         return output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total]
+
+    def losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        """Returns the losses of the tokens of all ranks and the logs of their sums of exponentials, as `token_losses`. Blocks.
+
+        logits: those of this rank's classes, [n, size].
+        """
+        local = logit_statistics(logits, targets, self.classes, smoothing)
+        statistics = local.new_empty((self.group.size * local.shape[0], local.shape[1]))
+        self.token_gather.gather([statistics], [local], "statistics of logits")
+        return token_losses(statistics.view(-1, *local.shape), targets, self.classes.total, smoothing)
 
     @contextmanager
     def reduce_input_gradient(self, gradient: Tensor, num_tokens: int) -> Iterator[list[Tensor]]:
@@ -138,10 +118,10 @@ class VocabularyHead:
         results: list[Tensor] = []
         tokens_per_rank = len(gradient) // self.group.size
         transport = self.group.transport("reduce")
-        shape = (len(gradient) + transport.num_scratch_rows(tokens_per_rank), self.shard.shape[1])
-        with self.pool.lease(shape, gradient.dtype, gradient.device) as buffer:
+        shape = (len(gradient) + transport.num_scratch_rows(tokens_per_rank), self.module.weight.shape[1])
+        with self.module.group.pool.lease(shape, gradient.dtype, gradient.device) as buffer:
             full = buffer[: len(gradient)]
-            torch.mm(gradient, self.shard.to(gradient.dtype), out=full)
+            torch.mm(gradient, self.module.weight.parameter.to(gradient.dtype), out=full)
             work = transport.reduce_scatter([full], [buffer[len(gradient) :]], label="the head's input gradient")
             self.token_gather.counters.sent.add(full, self.group, passes=1)
             yield results
@@ -180,11 +160,11 @@ class LazyLogits(SplitLogits):
 
         labels: the labels of this rank's tokens, with the shape of `x` without its last dim.
         """
-        module = self.head.module
         rows = self.x.reshape(-1, self.x.shape[-1])
         targets = labels.reshape(-1)
         targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
-        total: Tensor = _LossSum.apply(rows, module.shard("weight"), module.shard("bias"), targets, self.head, smoothing)  # type: ignore[no-untyped-call]
+        shards = [param.parameter for param in self.head.module.params]
+        total: Tensor = _LossSum.apply(rows, self.head, smoothing, targets, *shards)  # type: ignore[no-untyped-call]
         return total
 
     def logits(self) -> Tensor:
@@ -192,75 +172,36 @@ class LazyLogits(SplitLogits):
         with torch.no_grad():
             return self.head.full_logits(self.x.detach().reshape(-1, self.x.shape[-1])).view(self.shape)
 
-    def __getattr__(self, name: str) -> Any:
-        """Raises RunError `logits-split` for all methods of a tensor."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _split_error(name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises RunError `logits-split` for every torch function."""
-        raise _split_error(getattr(function, "__name__", str(function)))
-
-
-def _split_error(name: str) -> RunError:
-    return RunError(
-        "logits-split",
-        f"`{name}` is called on logits that are split across ranks, but the last layer must return them unchanged",
-        path=("weights", "head"),
-        hint='set `head = "gather"` if a model or a loss processes its logits',
-    )
-
-
-def _raising_method(name: str) -> Callable[..., Any]:
-    def method(self: LazyLogits, *args: Any) -> Any:
-        raise _split_error(name)
-
-    return method
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg", "matmul", "getitem", "len", "iter"):
-    setattr(LazyLogits, f"__{_name}__", _raising_method(_name))
-
 
 class _LossSum(torch.autograd.Function):
     """Makes the sum of this rank's losses differentiable. The shards are inputs, whose gradients are None."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, _weight: Tensor, _bias: Tensor | None, targets: Tensor, head: VocabularyHead, smoothing: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, head: VocabularyHead, smoothing: float, targets: Tensor, *_shards: Tensor) -> Tensor:
         """Gathers the tokens of `wp` and the statistics of all slices. Saves the logits, which the backward overwrites."""
         inputs, all_targets = head.token_gather.gather_with_padding([x, targets], [0, NO_TARGET], "the head's inputs")
         logits = head.padded_logits(inputs)
-        slice_statistics = logit_statistics(head.remove_padding(logits), all_targets, head.classes, smoothing)
-        statistics = combine_statistics(head.gather_statistics(slice_statistics))
+        losses, log_sum = head.losses(logits[:, : head.classes.size], all_targets, smoothing)
         start = head.group.coord * (len(inputs) // head.group.size)
         ctx.head, ctx.smoothing, ctx.num_tokens = head, smoothing, len(x)
-        ctx.save_for_backward(logits, inputs if head.module.trainable_params else None, all_targets, statistics.log_sum)
-        return token_losses(statistics, all_targets, head.classes.total, smoothing)[start : start + len(x)].sum()
+        ctx.save_for_backward(logits, inputs if head.module.trainable_params else None, all_targets, log_sum)
+        return losses[start : start + len(x)].sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Overwrites the logits with their gradient. Reduces the input's gradient while it computes that of the weight."""
         head: VocabularyHead = ctx.head
         logits, inputs, targets, log_sum = ctx.saved_tensors
-        logits_to_gradient(head.remove_padding(logits), targets, head.classes, log_sum, scale, ctx.smoothing)
+        logits_to_gradient(logits[:, : head.classes.size], targets, head.classes, log_sum, scale, ctx.smoothing)
         logits[:, head.classes.size :].zero_()
 
-        def accumulate() -> None:
+        reduction = head.reduce_input_gradient(logits, ctx.num_tokens) if ctx.needs_input_grad[0] else nullcontext([None])
+        with reduction as results:
             if head.module.trainable_params and needs_shard_gradients(ctx):
                 assert inputs is not None, f"{head.module.name} was unfrozen between a forward and its backward"
                 head.sink(logits, inputs)
-
-        if not ctx.needs_input_grad[0]:
-            accumulate()
-            return None, None, None, None, None, None
-        with head.reduce_input_gradient(logits, ctx.num_tokens) as results:
-            accumulate()
-        return results[0], None, None, None, None, None
+        return results[0], None, None, None, *(None for _ in head.module.params)
 
 
 class ClassRange(NamedTuple):
@@ -271,22 +212,11 @@ class ClassRange(NamedTuple):
     total: int
 
 
-class Statistics(NamedTuple):
-    """Statistics of the logits of n tokens, each [n].
-
-    log_sum: the log of the sum of all exponentials. target: the target's logit, or -inf if no slice has the target; then the
-    loss is infinite, which ends the run without a device synchronisation here. logit_sum: the sum of all logits, or None.
-    """
-
-    log_sum: Tensor
-    target: Tensor
-    logit_sum: Tensor | None
-
-
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
-    """Returns the `Statistics` of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, at least in fp32.
+    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, at least in fp32.
 
-    targets: int64 [n], indices over all classes, or NO_TARGET.
+    They are the log of the sum of all exponentials, the target's logit, or -inf if the slice does not have the target, and the
+    sum of all logits. targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -304,21 +234,18 @@ def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoot
     return result
 
 
-def combine_statistics(slice_statistics: Tensor) -> Statistics:
-    """Combines the statistics of all slices, [slices, 2 or 3, n]."""
-    logit_sum = slice_statistics[:, 2].sum(0) if slice_statistics.shape[1] == 3 else None
-    return Statistics(slice_statistics[:, 0].logsumexp(0), slice_statistics[:, 1].amax(0), logit_sum)
+def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Returns the cross-entropy [n] with label smoothing, and the log [n] of the sum of all exponentials.
 
-
-def token_losses(statistics: Statistics, targets: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Returns the cross-entropy [n] with label smoothing: log_sum - (1 - smoothing) target - smoothing mean.
-
-    The result is 0 for tokens without a target.
+    statistics: those of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) target - smoothing mean, and 0
+    for tokens without a target. If no slice has the target, it is infinite, which ends the run without a device
+    synchronisation here.
     """
-    result = statistics.log_sum - (1.0 - smoothing) * statistics.target
-    if statistics.logit_sum is not None:
-        result -= smoothing / num_classes * statistics.logit_sum
-    return torch.where(targets == NO_TARGET, 0.0, result)
+    log_sum = statistics[:, 0].logsumexp(0)
+    losses = log_sum - (1.0 - smoothing) * statistics[:, 1].amax(0)
+    if smoothing:
+        losses -= smoothing / num_classes * statistics[:, 2].sum(0)
+    return torch.where(targets == NO_TARGET, 0.0, losses), log_sum
 
 
 def logits_to_gradient(

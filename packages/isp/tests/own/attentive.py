@@ -95,10 +95,8 @@ class Mixer(nn.Module):
         self.kind = kind
         self.inner: nn.Module = {
             "conv": nn.Conv1d(hidden, hidden, 3, padding=1),
-            "patch": nn.Conv1d(hidden, hidden, 1),
             "lstm": nn.LSTM(hidden, hidden, batch_first=True),
             "features": nn.Conv1d(1, 1, 3, padding=1),
-            "transposed": nn.ConvTranspose1d(hidden, hidden, 3, padding=1),
             "batch": nn.BatchNorm1d(hidden, track_running_stats=False),
             "pool": nn.AvgPool1d(3, 1, 1),
         }[kind]
@@ -106,6 +104,8 @@ class Mixer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.kind == "features":
             return hidden + self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
+        if self.kind == "lstm":
+            return hidden + self.inner(hidden)[0]
         return hidden + self.inner(hidden.transpose(1, 2)).transpose(1, 2)
 
 

@@ -8,7 +8,8 @@ are not divisible by the number of ranks. Its runs over `wp` are compared with o
 step and after several steps. A weight that is gathered too early or kept too long, and a gradient with a wrong sum, change
 results.
 
-The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model.
+The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model. If its
+record declares rounded weights (`tolerance_for`), their error is tested, and the comparison with one process is skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
+from sley_core.plan.plan import Plan
+from sley_core.records import WeightCommunicatorRecord
 from sley_core.run import Run
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import LENGTH, WIDTH, Fragile, model_plan
@@ -46,7 +50,8 @@ class Inspection:
     """Holds one rank's results beside those of `record`. calls: all collectives.
 
     counts: the communicator's counts after each step. is_sharded: whether a parameter of the model is sharded. read_errors:
-    errors of reads between steps. call_errors: errors of layer calls after the run.
+    errors of reads between steps. call_errors: errors of layer calls after the run. gather_errors: gathered weights that differ
+    from the shards by more than the record's tolerance.
     """
 
     calls: list[Collective] = field(default_factory=list)
@@ -54,6 +59,7 @@ class Inspection:
     is_sharded: bool = False
     read_errors: list[str] = field(default_factory=list)
     call_errors: list[str] = field(default_factory=list)
+    gather_errors: list[str] = field(default_factory=list)
 
 
 def inspect(plan: Table) -> Inspection:
@@ -69,6 +75,7 @@ def inspect(plan: Table) -> Inspection:
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
             run.evaluate()
             inspection.read_errors = _read_errors(run)
+            inspection.gather_errors = _gather_errors(run)
         inspection.call_errors = _closed_call_errors(run)
     return inspection
 
@@ -129,11 +136,13 @@ class WeightCommunicatorContract:
         self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
+        self._skip_rounded_weights()
         size = num_micro_batches * SAMPLES * world
         _assert_parity(_unsharded_results(size), self._record(ranks, world, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that no gathered weight is reused after a write."""
+        self._skip_rounded_weights()
         _assert_parity(_unsharded_results(SIZE, change_weights), self._record(ranks, before_step=change_weights))
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
@@ -148,8 +157,8 @@ class WeightCommunicatorContract:
         """Checks the collectives, counts and weight reads of a run, and layer calls after it.
 
         Ranks must issue the same collectives in the same order. Stored gradients must have the shape of their shard. Counts
-        must be finite. Reading a sharded weight must return the full weight or raise an error with its name. Calling a sharded
-        layer after the run must raise RunError.
+        must be finite. Gathered weights must equal the shards, within the record's tolerance. Reading a sharded weight must
+        return the full weight or raise an error with its name. Calling a sharded layer after the run must raise RunError.
         """
         inspections = ranks(2, self.timeout_s)(inspect, tables(self.weights, 2, SIZE, SAMPLES))
         assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
@@ -157,8 +166,12 @@ class WeightCommunicatorContract:
         for inspection in inspections:
             names = {tuple(counts) for counts in inspection.counts[1:]}
             assert len(names) == 1, "the names of the counts differ between steps"
-            errors = inspection.read_errors + inspection.call_errors
+            errors = inspection.read_errors + inspection.call_errors + inspection.gather_errors
             assert not errors, "\n".join(errors)
+
+    def _skip_rounded_weights(self) -> None:
+        if _tolerance(plan_from_dict(tables(self.weights, 2, SIZE, SAMPLES))):
+            pytest.skip("the record declares rounded weights")
 
     def _record(
         self, ranks: Callable[..., Ranks], world: int = 2, wp: int = 2, size: int = SIZE, before_step: Change | None = None
@@ -205,6 +218,37 @@ def _read_errors(run: Run) -> list[str]:
                 continue
             if value.shape != full_weight.shape or not torch.equal(value, full_weight):
                 errors.append(f"{param.name} reads as {list(value.shape)}, which is not the full weight")
+    return errors
+
+
+def _tolerance(plan: Plan) -> float:
+    assert plan.weights is not None
+    assert isinstance(plan.weights.record, WeightCommunicatorRecord)
+    tolerance = plan.weights.record.tolerance_for(plan.weights.config)
+    assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept any weight"
+    return tolerance
+
+
+@torch.no_grad()
+def _gather_errors(run: Run) -> list[str]:
+    """Returns a line for each plain linear and embedding whose result shows a weight beyond the tolerance, relative to the
+    element, or to 2^-14 of the largest element for smaller ones.
+    """
+    errors, tolerance = [], _tolerance(run.plan)
+    shards = {param: param.parameter for param in run.registry if param.shard is not None}
+    for param, full_weight in gather_full_tensors(shards, run.groups).items():
+        module = param.holders[0].module
+        if type(module) is nn.Embedding:
+            weight = module(torch.arange(len(full_weight)))
+        elif type(module) is nn.Linear and full_weight.ndim == 2:
+            inputs = torch.eye(full_weight.shape[1]).to(full_weight)
+            weight = (module(inputs) - module(torch.zeros_like(inputs))).t()  # without the bias
+        else:
+            continue
+        largest = full_weight.abs().max()
+        limit = tolerance * (full_weight.abs() + 2**-14 * largest) + 1e-12 * largest
+        if not bool(((weight - full_weight).abs() <= limit).all()):
+            errors.append(f"{param.name} is gathered with an error of {float((weight - full_weight).abs().max())}")
     return errors
 
 

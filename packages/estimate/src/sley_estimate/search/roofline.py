@@ -30,7 +30,7 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import MAX_FORWARDS
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
-from sley_core.records import GradientHandlerRecord, steps_on_host
+from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.bytes.stages import max_pending_forwards
@@ -211,7 +211,10 @@ class Roofline:
 
         def exchanges() -> tuple[Floats, Floats]:
             counts, topology = self._sharded_numel(layout), Topology(self.world, wp=layout.wp)
-            collectives: tuple[tuple[Collective, int], ...] = ("gather", self._working), ("reduce", self._gradient)
+            weights, gathered = layout.weights, float(self._working)
+            if weights is not None and isinstance(weights.record, WeightCommunicatorRecord):
+                gathered = weights.record.gathered_bytes(weights.config, self._working)
+            collectives: tuple[tuple[Collective, float], ...] = ("gather", gathered), ("reduce", self._gradient)
             gather, reduce = (
                 np.array([self._exchange(collective, count * size, topology, "wp") for count in counts]).T
                 for collective, size in collectives
