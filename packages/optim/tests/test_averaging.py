@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from averaging_runs import EMA, MEAN, STEPS, Tables, average_plainly, average_with_torch, batches, plan, train, train_and_resume
+from averaging_runs import (
+    EMA,
+    MEAN,
+    STEPS,
+    Tables,
+    average_plainly,
+    average_with_torch,
+    averaging_plan,
+    batches,
+    train,
+    train_and_resume,
+)
 from torch import nn
 
 from sley_core.engine.averages import Averages
@@ -36,7 +47,7 @@ LAYOUTS: dict[str, Tables] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_one_process_averages_as_torch_does(name, tmp_path):
-    result = train(plan(RULES[name]), tmp_path)
+    result = train(averaging_plan(RULES[name]), tmp_path)
     expected = average_plainly(RULES[name], result.first)
     assert_close_gradients(expected, result.files, 1e-10)
     assert_close_gradients(expected, result.exported, 1e-10)
@@ -44,29 +55,29 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
 
 @pytest.mark.parametrize("averaging", [EMA, MEAN], ids=["ema", "mean"])
 def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
-    plans = [changed(plan(averaging), **layout) for layout in LAYOUTS.values()]
+    plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]
     by_rank = ranks(2)(train_and_resume, plans, tmp_path)
-    expected = average_plainly(averaging, train(plan(averaging), tmp_path).first)
+    expected = average_plainly(averaging, train(averaging_plan(averaging), tmp_path).first)
     for results in by_rank:
-        for whole, resumed, other in results:
-            assert resumed.bits == whole.bits
-            for result in (whole, resumed, other):
+        for uninterrupted, resumed, moved in results:
+            assert resumed.bits == uninterrupted.bits
+            for result in (uninterrupted, resumed, moved):
                 assert_close_gradients(expected, result.files, 1e-10)
                 assert_close_gradients(expected, result.exported, 1e-10)
 
 
 def test_fp32_masters_of_bf16_weights_are_averaged(ranks, tmp_path):
     """Compares with averages of the masters of the same run, since gradients in bf16 differ between layouts."""
-    plans = [changed(plan(EMA), precision__compute="bf16", **layout) for layout in LAYOUTS.values()]
+    plans = [changed(averaging_plan(EMA), precision__compute="bf16", **layout) for layout in LAYOUTS.values()]
     for results in ranks(2)(train_and_resume, plans, tmp_path):
-        for whole, resumed, other in results:
-            expected = average_with_torch(EMA, whole.values)
+        for uninterrupted, resumed, moved in results:
+            expected = average_with_torch(EMA, uninterrupted.values)
             expected.pop("middle.up.bias", None)  # frozen, and so without a master
             assert {value.dtype for value in expected.values()} == {torch.float32}
-            assert resumed.bits == whole.bits
-            assert_close_gradients(expected, {name: whole.files[name] for name in expected}, 1e-6)
-            assert_close_gradients(whole.files, resumed.exported, 1e-6)
-            assert_close_gradients(whole.files, other.files, WEIGHTS["bf16"])
+            assert resumed.bits == uninterrupted.bits
+            assert_close_gradients(expected, {name: uninterrupted.files[name] for name in expected}, 1e-6)
+            assert_close_gradients(uninterrupted.files, resumed.exported, 1e-6)
+            assert_close_gradients(uninterrupted.files, moved.files, WEIGHTS["bf16"])
 
 
 def test_matrix_optimizers_with_owners_are_averaged(ranks, tmp_path):
@@ -75,11 +86,11 @@ def test_matrix_optimizers_with_owners_are_averaged(ranks, tmp_path):
         {"factory": "torch.optim:Adafactor", "lr": 0.05},
         {"use": "optim.muon", "lr": 0.05, "adamw": {"lr": 0.01}},
     ]
-    plans = [changed(plan(EMA), optimizer=optimizer, **LAYOUTS["sharded"]) for optimizer in optimizers]
+    plans = [changed(averaging_plan(EMA), optimizer=optimizer, **LAYOUTS["sharded"]) for optimizer in optimizers]
     for index, tables in enumerate(plans):
-        for [(whole, resumed, _)] in ranks(2)(train_and_resume, [tables], tmp_path / str(index)):
-            assert resumed.bits == whole.bits
-            assert_close_gradients(average_with_torch(EMA, whole.values), whole.files, 1e-10)
+        for [(uninterrupted, resumed, _)] in ranks(2)(train_and_resume, [tables], tmp_path / str(index)):
+            assert resumed.bits == uninterrupted.bits
+            assert_close_gradients(average_with_torch(EMA, uninterrupted.values), uninterrupted.files, 1e-10)
 
 
 class Switching(torch.optim.SGD):
@@ -94,21 +105,26 @@ class Switching(torch.optim.SGD):
 
 def test_optimizer_with_own_evaluation_weights_is_refused():
     optimizer = {"factory": f"{__name__}:Switching", "lr": 0.05, "scope": "elementwise"}
-    with pytest.raises(PlanError, match="evaluates and saves weights of its own"), running(plan(EMA, optimizer=optimizer)):
+    with (
+        pytest.raises(PlanError, match="evaluates and saves weights of its own"),
+        running(averaging_plan(EMA, optimizer=optimizer)),
+    ):
         pass
 
 
 def test_training_ignores_averages_and_evaluations_use_them(tmp_path):
-    averaged, baseline = train(plan(EMA), tmp_path / "ema"), train(plan(None), tmp_path / "none")
+    averaged, baseline = train(averaging_plan(EMA), tmp_path / "ema"), train(averaging_plan(None), tmp_path / "none")
     assert {name: value for name, value in averaged.bits.items() if not name.endswith(" average")} == baseline.bits
     assert averaged.loss != baseline.loss
-    with running(plan(None)) as run:
+    with running(averaging_plan(None)) as run:
         run.load_weights(averaged.files)
         assert run.evaluate(batches()[0]) == averaged.loss
 
 
 def test_averages_have_the_same_bits_in_canonical_layouts(ranks, tmp_path):
-    tables = changed(plan(EMA), precision__compute="fp32", model__options={"is_tied": False}, parallel__reduction="canonical")
+    tables = changed(
+        averaging_plan(EMA), precision__compute="fp32", model__options={"is_tied": False}, parallel__reduction="canonical"
+    )
     layouts = [changed(tables, **layout, parallel__reduction="canonical") for layout in (LAYOUTS["sharded"], LAYOUTS["wp"])]
     alone = train(tables, tmp_path)
     assert any(name.endswith(" average") for name in alone.bits)
@@ -123,7 +139,7 @@ def test_skipped_steps_are_not_averaged(tmp_path, averaging):
         nan = math.nan if run.num_steps_done == 4 else 0.0
         hook = run.registry["last.bias"].parameter.register_hook(lambda gradient: (hook.remove(), gradient + nan)[1])
 
-    tables = plan(averaging, run={"name": "skip", "steps": STEPS, "device": "cpu", "on_nan": "skip"})
+    tables = averaging_plan(averaging, run={"name": "skip", "steps": STEPS, "device": "cpu", "on_nan": "skip"})
     result = train(tables, tmp_path, before_step=lose_step)
     assert_same_bits(result.values[3], result.values[4])
     values = [result.values[step] for step in range(STEPS) if step != 4]
@@ -136,24 +152,24 @@ def test_parameters_that_a_program_unfreezes_are_averaged(tmp_path):
     def unfreeze(run):
         run.registry["middle.up.bias"].parameter.requires_grad_(run.num_steps_done >= 3)
 
-    result = train(plan(EMA), tmp_path, before_step=unfreeze)
+    result = train(averaging_plan(EMA), tmp_path, before_step=unfreeze)
     assert_close_gradients(average_with_torch(EMA, result.values), result.files, 1e-10)
     assert not torch.equal(result.values[-1]["middle.up.bias"], result.values[2]["middle.up.bias"])
 
 
 def test_resumes_start_and_drop_averages_of_changed_plans(tmp_path):
-    train(plan(None), tmp_path, save={3: "without"})
-    started = train(plan(MEAN), tmp_path, load="without")
+    train(averaging_plan(None), tmp_path, save={3: "without"})
+    started = train(averaging_plan(MEAN), tmp_path, load="without")
     assert "the checkpoint has no averages of the weights, so they start from its weights" in started.notes
     assert_close_gradients(average_with_torch(MEAN | {"last": 4}, [{}] * 3 + started.values), started.files, 1e-10)
-    train(plan(EMA), tmp_path, save={3: "with"})
-    dropped = train(plan(None), tmp_path, load="with")
+    train(averaging_plan(EMA), tmp_path, save={3: "with"})
+    dropped = train(averaging_plan(None), tmp_path, load="with")
     assert "the checkpoint's averages of the weights are dropped, because the plan has no [averaging]" in dropped.notes
     assert_same_bits(dropped.values[-1], dropped.files)
 
 
 def test_loaded_weights_start_new_averages():
-    with running(plan(EMA)) as run:
+    with running(averaging_plan(EMA)) as run:
         first = {param.name: param.parameter.detach().clone() for param in run.registry}
         before = run.evaluate(batches()[0])
         run.step(batches()[0])
@@ -173,11 +189,11 @@ def test_offloaded_averages_are_stepped_and_saved(tmp_path, manager):
             run.save_checkpoint(tmp_path / f"away {run.num_steps_done}")
             run.memory.onload()
 
-    result = train(plan(EMA, offload=[{"use": manager}]), tmp_path, before_step=offload)
-    expected = train(plan(EMA), tmp_path)
+    result = train(averaging_plan(EMA, offload=[{"use": manager}]), tmp_path, before_step=offload)
+    expected = train(averaging_plan(EMA), tmp_path)
     assert_same_bits(expected.files, result.files)
     if manager == "memory.everything":
-        assert train(plan(EMA), tmp_path, load="away 5").bits == expected.bits
+        assert train(averaging_plan(EMA), tmp_path, load="away 5").bits == expected.bits
 
 
 @pytest.mark.parametrize(
@@ -189,13 +205,13 @@ def test_offloaded_averages_are_stepped_and_saved(tmp_path, manager):
     ],
 )
 def test_plans_without_possible_averages_are_refused(averaging, tables, code):
-    assert [problem.code for problem in check_plan(plan_from_dict(plan(averaging, **tables)), 1)] == [code]
+    assert [problem.code for problem in check_plan(plan_from_dict(averaging_plan(averaging, **tables)), 1)] == [code]
 
 
 @pytest.mark.parametrize("keys", [{}, {"last": 2, "from_step": 2}])
 def test_mean_has_one_start(keys):
     with pytest.raises(PlanError, match="set either `last` or `from_step`"):
-        plan_from_dict(plan({"use": "optim.mean", **keys}))
+        plan_from_dict(averaging_plan({"use": "optim.mean", **keys}))
 
 
 def test_warmup_and_first_step():
@@ -222,7 +238,7 @@ def test_steps_that_the_device_skips_change_no_average():
 def test_averages_on_a_gpu_are_those_of_torch(tmp_path, manager):
     offload = [] if manager is None else [{"use": manager}]
     run = {"name": "gpu", "steps": STEPS, "device": "cuda", "on_nan": "skip"}
-    result = train(plan(EMA, run=run, offload=offload, precision={"compute": "bf16"}), tmp_path)
+    result = train(averaging_plan(EMA, run=run, offload=offload, precision={"compute": "bf16"}), tmp_path)
     values = [{name: value.cpu() for name, value in tensors.items()} for tensors in result.values]
     expected = average_with_torch(EMA, values)
     for name in set(expected) - {"middle.up.bias"}:

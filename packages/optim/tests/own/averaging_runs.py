@@ -54,7 +54,7 @@ def layers(is_tied: bool = True) -> list[tuple[str, nn.Module]]:
     return [("first", first), ("middle", Middle()), ("last", last)]
 
 
-def plan(averaging: Mapping[str, Any] | None = EMA, **tables: Any) -> Tables:
+def averaging_plan(averaging: Mapping[str, Any] | None = EMA, **tables: Any) -> Tables:
     averaging_table = {} if averaging is None else {"averaging": dict(averaging)}
     return contract_plan(
         __name__,
@@ -78,7 +78,7 @@ def batches() -> list[Tensors]:
 
 
 @dataclass
-class Averaged:
+class RunResult:
     """Holds one rank's results of a run. files: the saved weights in full precision. exported: the weights in the run's last
     checkpoint, as exports read them. loss: of an evaluation of the first batch. bits: of the weights and all states. values:
     the master weights, or the weights without masters, after each step.
@@ -100,13 +100,13 @@ def train(
     save: Mapping[int, str] | None = None,
     load: str = "",
     before_step: Callable[[Run], None] = lambda run: None,
-) -> Averaged:
+) -> RunResult:
     """Takes the steps of the plan and returns the results. All ranks call it with the same folder.
 
     save: the names of checkpoints to save, by step. load: the name of the checkpoint to resume from. before_step: is called
     with the run before each step.
     """
-    result = Averaged()
+    result = RunResult()
     with running(tables) as run:
         result.first = {param.name: param.parameter.detach().clone() for param in run.registry}
         if load:
@@ -124,12 +124,12 @@ def train(
         result.loss = run.evaluate({name: value[run.rows] for name, value in batches()[0].items()})
         run.save_weights(folder / "weights", precision="full")
         path = run.save_checkpoint(folder / f"last {next(_numbers)}")
-        result.files = read(WeightFiles(folder / "weights"))
+        result.files = read_tensors(WeightFiles(folder / "weights"))
         reader = checkpoint_files(run.plan.loader)
         assert reader is not None
         checkpoint = reader.open(path)
         assert checkpoint is not None
-        result.exported = read(plan_and_weights(checkpoint)[1])
+        result.exported = read_tensors(plan_and_weights(checkpoint)[1])
         assert {name: _bytes(value) for name, value in _full_tensors(run)} == result.bits, "an evaluation has changed the run"
     return result
 
@@ -137,7 +137,7 @@ def train(
 _numbers = count()  # of runs in this process, the same on all ranks
 
 
-def read(source: Any) -> Tensors:
+def read_tensors(source: Any) -> Tensors:
     return {name: source.tensor(name).clone() for name in source.names}
 
 
@@ -171,7 +171,7 @@ def average_with_torch(averaging: Mapping[str, Any], values: Sequence[Tensors]) 
     return dict(zip(values[-1], (value.detach() for value in averaged.parameters()), strict=True))
 
 
-def train_and_resume(plans: Sequence[Tables], folder: Path) -> list[tuple[Averaged, Averaged, Averaged]]:
+def train_and_resume(plans: Sequence[Tables], folder: Path) -> list[tuple[RunResult, RunResult, RunResult]]:
     """Trains the plans one after another on the same ranks. Returns, for each plan, the results of the whole run, of a resume
     from its checkpoint of step 3, and of a resume from the checkpoint of the previous plan.
     """
