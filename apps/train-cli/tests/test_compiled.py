@@ -47,7 +47,7 @@ def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: st
     # Uncompiled, torch adds the rows of an embedding's gradient in bf16 on a CPU, with errors of 3 %. Compiled layers do not.
     reference = changed(tables, precision__compute="fp32") if precision in ("bf16", "fp16") else tables
     plain_runs = ranks(world, 120)(record, reference, NUM_STEPS, folder=folder)
-    # The embedding, the blocks and the head have one graph each, and one more for evaluations and the probe of slices, which run
+    # The embedding, the blocks and the head have a graph each, and another for evaluations and the probe of slices, which run
     # without gradients. The exchanges of slices cut the graph of a block into four.
     max_graphs = 12 if "sequence" in tables else 6 if "evaluation" in tables else 3
     losses = [row["loss"] for row in plain_runs[0].rows]
