@@ -56,7 +56,6 @@ def test_policies_give_the_same_bits(compare_with_keep: Any, policy: dict[str, A
         return
     assert counts["kept_attentions"] > 0
     assert counts["kept_bytes"] >= counts["max_kept_bytes"] > 0
-    assert counts["recompute_host_s"] > 0
     assert counts["recomputed_attentions"] == 0
 
 

@@ -16,7 +16,6 @@ result of another attention if the recomputation had fewer of them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -118,13 +117,11 @@ class AttentionStats:
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
-        self.num_bytes = self.max_bytes = self.total_bytes = self.recomputed_bytes = self.num_kept = self.num_recomputed = 0
-        self.seconds = 0.0
+        self.num_bytes = self.max_bytes = self.total_bytes = self.num_kept = self.num_recomputed = 0
 
     def keep(self, num_bytes: int, *, has_dropout: bool) -> bool:
         """Counts an attention, and returns whether to keep it: only without dropout, and within the budget."""
         if has_dropout or (self.budget_bytes is not None and self.num_bytes + num_bytes > self.budget_bytes):
-            self.recomputed_bytes += num_bytes
             self.num_recomputed += 1
             return False
         self.num_bytes += num_bytes
@@ -224,19 +221,17 @@ class _FirstForward(_AttentionMode):
 
 
 class _Recomputation(_AttentionMode):
-    """The mode of the recomputation. Starts with the first result, and measures the time."""
+    """The mode of the recomputation. Starts with the first result."""
 
     def __init__(self, results: KeptAttention) -> None:
         super().__init__(results, is_first=False)
 
     def __enter__(self) -> _Recomputation:
-        self._start_s = time.perf_counter()
         self.results.rewind()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self.results.stats.seconds += time.perf_counter() - self._start_s
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is None or kind is _StopRecomputationError:
             self.results.check_all_reused()
@@ -275,15 +270,13 @@ class SelectiveRecompute(Recompute):
         return _FirstForward(results), _Recomputation(results)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of kept and recomputed attentions, and the host's seconds in recomputations."""
+        """Returns counts of kept and recomputed attentions; those of compiled layers are not counted."""
         stats = self.stats
         return {
             "kept_bytes": stats.total_bytes,
             "max_kept_bytes": stats.max_bytes,
             "kept_attentions": stats.num_kept,
             "recomputed_attentions": stats.num_recomputed,
-            "recomputed_attention_bytes": stats.recomputed_bytes,
-            "recompute_host_s": stats.seconds,
         }
 
 
