@@ -76,6 +76,8 @@ def draw_plan(draw: random.Random, world: int, folder: Path) -> Tables:
         if draw.random() < 0.3:
             states = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.5}
             tables["offload"] = [draw.choice([states, {"use": "memory.host_optimizer", "bucket_mb": 0.5}])]
+        if draw.random() < 0.3 and "use" in tables["model"]:
+            tables["loss"] = {"use": "core.cross_entropy", "chunk_tokens": draw.choice([16, "auto"])}
         try:
             if not check_plan(plan_from_dict(tables, folder), world):
                 return tables

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
+from sley_core.engine import accumulators
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -71,7 +72,14 @@ def test_chunks_without_labels_and_negative_labels(texts: Path) -> None:
     assert_parity(expected, [record(chunked(tables, 5), 2, folder=texts, batches=batches)], "fp64")
 
 
-def test_one_chunk_has_the_same_bits_in_every_cut_of_the_batch(texts: Path, ranks: Any) -> None:
+def test_products_in_bf16_are_added_a_few_rows_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = small_plan(precision={"compute": "bf16"})
+    expected = record(tables, 2, folder=texts)
+    monkeypatch.setattr(accumulators, "PRODUCT_BYTES", 5 * WIDTH * 2)
+    assert_parity(expected, [record(chunked(tables, 7), 2, folder=texts)], "bf16")
+
+
+def test_canonical_sums_in_chunks_have_the_same_bits_on_two_ranks(texts: Path, ranks: Any) -> None:
     tables = chunked(small_plan(parallel={"reduction": "canonical"}), 7)
     expected = record(tables, 2, folder=texts)
     for actual in ranks(2)(record, changed(tables, parallel={"reduction": "canonical", "dp": 2}), 2, folder=texts):

@@ -11,6 +11,10 @@ from torch import Tensor
 from sley_core.engine.registry import Param
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
+from sley_core.model.tensors import uniform_items
+
+PRODUCT_BYTES = 1 << 25
+"""The bytes of a product that is added to a gradient of another dtype. Larger products are computed a few rows at a time."""
 
 
 class State(Enum):
@@ -127,9 +131,13 @@ class Accumulator:
         return gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds left^T right. Needs no temporary tensor if all dtypes are equal."""
+        """Adds left^T right. Needs no temporary tensor if all dtypes are equal, and otherwise that of a few rows."""
         if left.dtype != self.dtype:
-            self.accumulate(left.t() @ right)
+            num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
+            for start in uniform_items(range(0, len(self.view), num_rows)):
+                rows = slice(start, start + num_rows)
+                product = left[:, rows].t() @ right
+                self.view[rows].add_(product) if self.contributions else self.view[rows].copy_(product)
         elif self.contributions:
             self.view.addmm_(left.t(), right)
         else:
@@ -179,10 +187,9 @@ class LooseAccumulator(Accumulator):
         self._accumulate_owned(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
-        if self.contributions and left.dtype == self.dtype:
-            self.view.addmm_(left.t(), right)
-        else:
-            self._accumulate_owned((left.t() @ right).contiguous())
+        if not self.contributions:
+            self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
+        super().accumulate_product(left, right)
 
     def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
         if not self.contributions:

@@ -27,7 +27,7 @@ from sley_core.config import CrossEntropyConfig
 from sley_core.errors import KeyPath, PlanError, RunError
 from sley_core.losses.cross_entropy import row_chunks, softmax_dtype, sum_cross_entropy, write_gradient
 from sley_core.model.layers import ForwardPatch, Layer
-from sley_core.model.tensors import device_kind, uniform_items
+from sley_core.model.tensors import uniform_items
 from sley_core.protocols import SplitLogits
 
 if TYPE_CHECKING:
@@ -351,7 +351,9 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of the hidden states. Raises RunError "loss-scaled"."""
         gradient, expected = ctx.saved_tensors
-        if device_kind(scale) == "cpu":
+        if type(scale) is not Tensor:
+            pass  # an estimate has no values
+        elif not scale.is_cuda:
             if float(scale) != float(expected):
                 raise RunError(
                     "loss-scaled",
@@ -360,7 +362,7 @@ class _LossSum(torch.autograd.Function):
                     path=("loss", "chunk_tokens"),
                     hint="remove `chunk_tokens` if a loss or a hook scales the cross-entropy",
                 )
-        elif scale.is_cuda:
+        else:  # without a synchronisation
             torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
         return gradient, *[None] * 5
 
