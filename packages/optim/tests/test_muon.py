@@ -138,6 +138,25 @@ def test_both_states_are_in_the_checkpoint(ranks: Any, texts: Path, tmp_path: Pa
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= states
 
 
+def test_plan_may_change_the_algorithm_on_resume(texts: Path, tmp_path: Path) -> None:
+    """New states begin at zero, in both directions; without it, AdamW would miss its own."""
+    groups = [{"match": "blocks.0.*", "optimizer": "adamw"}]
+    with running(PLAN, texts) as run:
+        run.step()
+        run.save_checkpoint(tmp_path / "saved")
+    with running(changed(PLAN, optimizer__groups=groups), texts) as run:
+        run.load_checkpoint(tmp_path / "saved")
+        run.step()
+        run.save_checkpoint(tmp_path / "changed")
+    with running(PLAN, texts) as run:
+        run.load_checkpoint(tmp_path / "changed")
+        run.step()
+        update = run.stepper.update
+        states = {stepped.name: update.optimizer.state[stepped.parameter] for stepped in update.masters.optimized}
+        assert set(states["blocks.0.feed_forward.up.weight"]) == {"momentum_buffer"}
+        assert set(states["blocks.0.attention_norm.weight"]) >= {"exp_avg", "step"}
+
+
 class Experts(nn.Module):
     """Applies the mean of a stack of matrices."""
 

@@ -99,27 +99,39 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
         """Steps both algorithms. Their optimizers exist only during the step, over the groups and states of this one."""
         if groups := self._groups_of("adamw"):
+            for group in groups:
+                self._forget_other_states(group, "exp_avg")
             adamw = torch.optim.AdamW(groups, **self.adamw_options)
             adamw.state = self.state
             adamw.step()
         for group in self._groups_of("muon"):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_matrices(parameter, group)
+            self._forget_other_states(group, "momentum_buffer")
+            self._step_matrices(group)
 
-    def _step_matrices(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        """Steps a matrix, or each matrix of a stack, by torch.optim.Muon."""
-        assert parameter.grad is not None
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        matrices = list(_matrices(parameter))
-        muon = torch.optim.Muon([{**group, "params": matrices}], **self.muon_options)
-        buffers = _matrices(state["momentum_buffer"])
-        for matrix, gradient, buffer in zip(matrices, _matrices(parameter.grad), buffers, strict=True):
-            matrix.grad = gradient
-            muon.state[matrix]["momentum_buffer"] = buffer
-        muon.step()  # type: ignore[no-untyped-call]
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        """Steps the matrices, and each matrix of the stacks, of one group by torch.optim.Muon."""
+        buffers: dict[Tensor, Tensor] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            stacks = map(_matrices, (parameter, parameter.grad, state["momentum_buffer"]))
+            for matrix, gradient, buffer in zip(*stacks, strict=True):
+                matrix.grad = gradient
+                buffers[matrix] = buffer
+        if buffers:
+            muon = torch.optim.Muon([{**group, "params": list(buffers)}], **self.muon_options)
+            for matrix, buffer in buffers.items():
+                muon.state[matrix]["momentum_buffer"] = buffer
+            muon.step()  # type: ignore[no-untyped-call]
+
+    def _forget_other_states(self, group: Mapping[str, Any], key: str) -> None:
+        """Removes the states of parameters that had the other algorithm in the checkpoint: new states begin at zero."""
+        for parameter in group["params"]:
+            if key not in self.state.get(parameter, {key: None}):
+                self.state[parameter].clear()
 
     def _groups_of(self, role: Algorithm) -> Groups:
         return [{**group} for group in self.param_groups if group["role"] == role and group["params"]]
