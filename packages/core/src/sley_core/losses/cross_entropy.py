@@ -196,7 +196,7 @@ def _chunk_elements(logits: Tensor) -> int:
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yields slices of at least one row whose logits make one chunk. The caller must process all chunks in the same way, since
-    an estimate of memory processes only a few (`model.tensors.alike`).
+    an estimate of memory processes only a few (`model.tensors.uniform_items`).
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
