@@ -10,6 +10,8 @@ import torch
 from layouts import LAYOUTS, layout_of, num_ranks
 
 from sley_core.engine.owners import update_work
+from sley_core.plan.check import check_plan
+from sley_core.plan.load import plan_from_dict
 from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
 from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names, train_bits
 from sley_testing.plans import Tables, changed, small_plan
@@ -126,6 +128,16 @@ def test_skipped_fp16_steps_change_nothing(ranks: Any, texts: Path, layout: str)
     recorded = ranks(num_ranks(tables))(record, tables, 2, folder=texts)
     for results in recorded:
         assert_same_bits(results.first, results.weights)
+
+
+@pytest.mark.parametrize(
+    ("layout", "codes"), [("dp2 sharded", ["optimizer-layout"]), ("wp2", ["optimizer-layout"]), ("pp2", [])]
+)
+def test_matrices_on_the_host_are_refused_if_they_are_split(texts: Path, layout: str, codes: list[str]) -> None:
+    plan = plan_from_dict(layout_of(layout, PLAN, offload=[{"use": "memory.host_optimizer"}]), texts)
+    problems = check_plan(plan, 2)
+    assert [problem.code for problem in problems] == codes
+    assert all("remove `memory.host_optimizer`" in str(problem.hint) for problem in problems)
 
 
 def test_owners_are_balanced_and_equal_on_all_ranks(ranks: Any, texts: Path) -> None:

@@ -38,16 +38,20 @@ def orthogonal(momentum: Tensor) -> Tensor:
     return update
 
 
-class Gated(nn.Linear):
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.feed_forward = nn.Linear(width, width, bias=False)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x).tanh()
+        return x + self.feed_forward(x).tanh()
 
 
 def perceptron(width=24, num_blocks=3, vocab_size=257):
     """Returns layers that have only matrices, as torch's Muon requires, with a tied table."""
     embed, head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size, bias=False)
     head.weight = embed.weight
-    blocks = [(f"blocks.{index}", Gated(width, width, bias=False)) for index in range(num_blocks)]
+    blocks = [(f"blocks.{index}", Residual(width)) for index in range(num_blocks)]
     return [("embed", Tokens(embed)), *blocks, ("head", head)]
 
 

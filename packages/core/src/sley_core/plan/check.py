@@ -136,7 +136,7 @@ def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
 
 
 SCOPE_DESCRIPTIONS = {"per_matrix": "needs whole matrices", "global": "needs all gradients at once"}
-ELEMENTWISE_HINT = ', or set `scope = "elementwise"` if every element is updated only from its own gradient'
+SCOPE_HINT = ', or set `scope = "elementwise"` or "matrix" if an update reads only its own gradient, or those of its parameter'
 
 
 def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem]:
@@ -156,10 +156,11 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
         layout = f"with `pp = {topology.pp}` a rank has only a part of the model"
     if layout is None:
         return
+    hint = "use an elementwise optimizer such as `core.adamw`" + (SCOPE_HINT if scope == "unknown" else "")
     if scope == "per_matrix":
         layout += f", and `{hosts[0]}` does not gather them"
+        hint = f"remove `{hosts[0]}`, or {hint}"
     needs = SCOPE_DESCRIPTIONS.get(scope, "may need whole matrices, or all gradients at once")
-    hint = "use an elementwise optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if scope == "unknown" else "")
     key = "use" if plan.optimizer.record else "factory"
     yield records.Problem(("optimizer", key), f"`{plan.optimizer.name}` {needs}, but {layout}", hint, "optimizer-layout")
 
@@ -229,7 +230,7 @@ def check_offload(plan: Plan) -> Iterator[records.Problem]:
         if supported != "global" and SCOPE_RANKS[needed] > SCOPE_RANKS[supported]:
             needs = "may need all gradients at once" if needed == "unknown" else "needs all gradients at once"
             message = f"`{component.name}` steps the optimizer on a few weights at a time, but `{plan.optimizer.name}` {needs}"
-            hint = "use an optimizer such as `core.adamw`" + (ELEMENTWISE_HINT if needed == "unknown" else "")
+            hint = "use an optimizer such as `core.adamw`" + (SCOPE_HINT if needed == "unknown" else "")
             yield records.Problem(("offload", number, "use"), message, hint, "offload-optimizer")
         if plan.averaging is not None and supported != "global" and not record.steps_on_host:
             message = f"`{component.name}` offloads the averages of [averaging] after each update, but evaluations need them"
