@@ -86,6 +86,15 @@ def test_canonical_sums_in_chunks_have_the_same_bits_on_two_ranks(texts: Path, r
         assert_same_run(expected, actual)
 
 
+def test_losses_of_sources_in_chunks(texts: Path) -> None:
+    text = {"use": "data.text", "sequence": 24, "weight": 1.0}
+    sources = [text | {"name": name, "files": [f"text/{name}.txt"]} for name in "ab"]
+    tables = small_plan(data={"use": "data.mixture", "sequence": 24, "sources": sources})
+    expected, actual = (record(plan, 1, folder=texts).rows[0] for plan in (tables, chunked(tables, 10)))
+    for name in ("loss/a", "loss/b", "share/a"):
+        assert actual[name] == pytest.approx(expected[name], rel=1e-12)
+
+
 class Shapes(TorchDispatchMode):
     """Records the shapes of all results of operations."""
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.config import CrossEntropyConfig
-from sley_core.errors import KeyPath, PlanError, RunError
+from sley_core.errors import PlanError, RunError
 from sley_core.losses.cross_entropy import row_chunks, softmax_dtype, sum_cross_entropy, write_gradient
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import uniform_items
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchWeight
     from sley_core.plan.plan import Plan
+
+PATH = ("loss", "chunk_tokens")
 
 AUTO_BYTES = 1 << 27
 """The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
@@ -83,37 +85,26 @@ class HeadChunks:
 
 
 def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. Raises PlanError "head-chunks".
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model.
 
-    layers: all layers of the model.
+    Raises PlanError "head-chunks" unless the last layer has exactly one plain linear. The first forward checks that the layer
+    returns its output.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
         return None
-    path = find_head(layers, ("loss", "chunk_tokens"), "head-chunks", "remove `chunk_tokens`")
-    return HeadChunks(layers[-1].name, path, None if config.chunk_tokens == "auto" else config.chunk_tokens)
-
-
-def find_head(layers: Sequence[Layer], path: KeyPath, code: str, hint: str) -> str:
-    """Returns the name, within the last layer, of that layer's only plain linear. Raises PlanError `code` unless there is
-    exactly one. The first forward checks that the layer returns the linear's output.
-    """
     last_layer = layers[-1]
     names = [name for name, module in last_layer.module.named_modules() if type(module) is nn.Linear]
     if len(names) != 1:
         listed = ", ".join(f"`{name}`" for name in names) or "none"
         message = f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear, but has {listed}"
-        raise PlanError(code, message, path=path, hint=f"use a separate layer for the head, or {hint}")
-    return str(names[0])
+        hint = "use a separate layer for the head, or remove `chunk_tokens`"
+        raise PlanError("head-chunks", message, path=PATH, hint=hint)
+    return HeadChunks(last_layer.name, names[0], None if config.chunk_tokens == "auto" else config.chunk_tokens)
 
 
 class LogitsHead:
-    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
-
-    refusal: the plan key to change if a layer or a loss needs all logits, and the hint.
-    """
-
-    refusal: tuple[KeyPath, str] = (("loss", "chunk_tokens"), "remove `chunk_tokens`")
+    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights."""
 
     def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
         self.chunks = chunks
@@ -140,7 +131,7 @@ class LogitsHead:
     def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """Returns the sum of the cross-entropies over `labels` int64 [...], as `SplitLogits.cross_entropy`."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        loss = HeadLoss(logits.functions, ignore_index, smoothing)
+        loss = HeadLoss(logits.apply if logits.functions else None, ignore_index, smoothing)
         if not torch.is_grad_enabled():
             return self.sum_losses(loss, hidden, labels.reshape(-1))
         total: Tensor = _LossSum.apply(hidden, *self.parameters, labels.reshape(-1), self, loss)  # type: ignore[no-untyped-call]
@@ -175,17 +166,14 @@ class DirectHead(LogitsHead):
         self.store = parts.store
         names = [name for name, parameter in linear._parameters.items() if parameter is not None]
         self.params = {name: parts.registry[f"{chunks.name}.{name}"] for name in names}
-        self.originals = dict(linear._parameters)
         self.patch = ForwardPatch(linear, self.forward)
         for param in self.params.values():
             self.store.expect_products(param)
 
     def forward(self, input: Tensor) -> Any:
         """Returns `LazyLogits` if the loss follows, and logits otherwise or if parameters have hooks or were replaced."""
-        is_own = all(
-            parameter is self.originals[name] and not (parameter is not None and parameter._backward_hooks)
-            for name, parameter in self.linear._parameters.items()
-        )
+        own = {name: param.parameter for name, param in self.params.items()}
+        is_own = all(self.linear._parameters[name] is own[name] and not own[name]._backward_hooks for name in own)
         if not self.chunks.is_active or not is_own:
             return self.patch.__wrapped__(input)
         return LazyLogits(self, autocast_input(input))
@@ -213,7 +201,7 @@ def patch_head(parts: Parts) -> Callable[[], None]:
         if not chunks.is_patched:
             message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
             hint = "remove `chunk_tokens`, or `[model] compile`"
-            raise PlanError("head-chunks", message, path=("loss", "chunk_tokens"), hint=hint)
+            raise PlanError("head-chunks", message, path=PATH, hint=hint)
     return lambda: None
 
 
@@ -264,12 +252,12 @@ class LazyLogits(SplitLogits):
         return LazyLogits(self._head(), self.hidden, (*self.functions, lambda logits: getattr(logits, name)(*args)))
 
     def _refuse(self, name: str) -> None:
-        path, hint = self._head().refusal
         message = (
             f"`{name}` is called on logits that only the loss computes; the last layer must return them, at most with a soft "
             "cap, a scale or a cast"
         )
-        raise RunError("logits-split", message, path=path, hint=f"{hint} if a model or a loss processes its logits")
+        hint = "remove `chunk_tokens` if a model or a loss processes its logits"
+        raise RunError("logits-split", message, path=PATH, hint=hint)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -291,11 +279,11 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "po
 class HeadLoss:
     """The loss of a microbatch from its hidden states.
 
-    functions: elementwise functions of the logits. scale: the factor of the gradients; None computes no gradient.
+    function: an elementwise function of the logits. scale: the factor of the gradients; None computes no gradient.
     hidden_gradient: receives the gradient of the hidden states [n, h]. has_weight: whether weight or bias need a gradient.
     """
 
-    functions: Sequence[Callable[[Tensor], Tensor]]
+    function: Callable[[Tensor], Tensor] | None
     ignore_index: int
     smoothing: float
     scale: Tensor | None = None
@@ -303,17 +291,15 @@ class HeadLoss:
     has_weight: bool = False
 
     def apply(self, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], object]]:
-        """Returns the results of the functions for `logits`, which may be overwritten, and the functions' backward.
+        """Returns the results of the function for `logits`, which may be overwritten, and the function's backward.
 
         The backward gets the gradient of the results, and overwrites `logits` with their gradient.
         """
-        if not self.functions:
+        if self.function is None:
             return logits, lambda gradient: None
         with torch.set_grad_enabled(self.scale is not None):
             leaf = logits.detach().requires_grad_()
-            output = leaf
-            for function in self.functions:
-                output = function(output)
+            output = self.function(leaf)
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -351,19 +337,14 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of the hidden states. Raises RunError "loss-scaled"."""
         gradient, expected = ctx.saved_tensors
-        if type(scale) is not Tensor:
-            pass  # an estimate has no values
-        elif not scale.is_cuda:
-            if float(scale) != float(expected):
-                raise RunError(
-                    "loss-scaled",
-                    f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight, but is "
-                    f"{float(scale):g}",
-                    path=("loss", "chunk_tokens"),
-                    hint="remove `chunk_tokens` if a loss or a hook scales the cross-entropy",
-                )
-        else:  # without a synchronisation
+        if scale.is_cuda:  # without a synchronisation
             torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
+        elif type(scale) is Tensor and float(scale) != float(expected):  # an estimate has no values
+            message = (
+                f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight, but is"
+            )
+            hint = "remove `chunk_tokens` if a loss or a hook scales the cross-entropy"
+            raise RunError("loss-scaled", f"{message} {float(scale):g}", path=PATH, hint=hint)
         return gradient, *[None] * 5
 
 
