@@ -340,11 +340,9 @@ class _LossSum(torch.autograd.Function):
         if scale.is_cuda:  # without a synchronisation
             torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
         elif type(scale) is Tensor and float(scale) != float(expected):  # an estimate has no values
-            message = (
-                f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight, but is"
-            )
+            message = f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight"
             hint = "remove `chunk_tokens` if a loss or a hook scales the cross-entropy"
-            raise RunError("loss-scaled", f"{message} {float(scale):g}", path=PATH, hint=hint)
+            raise RunError("loss-scaled", f"{message}, but is {float(scale):g}", path=PATH, hint=hint)
         return gradient, *[None] * 5
 
 
