@@ -41,18 +41,20 @@ def record_compiled(tables: Tables, folder: Path | None) -> tuple[Recorded, int]
 
 
 def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: str, folder: Path | None = None) -> None:
-    """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled runs, which
-    compute in fp32 if `precision` is narrower.
-    """
-    # Uncompiled, torch adds the rows of an embedding's gradient in bf16 on a CPU, with errors of 3 %. Compiled layers do not.
-    reference = changed(tables, precision__compute="fp32") if precision in ("bf16", "fp16") else tables
-    plain_runs = ranks(world, 120)(record, reference, NUM_STEPS, folder=folder)
+    """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled runs."""
+    plain_runs = ranks(world, 120)(record, tables, NUM_STEPS, folder=folder)
     # The embedding, the blocks and the head have a graph each, and another for evaluations and the probe of slices, which run
     # without gradients. The exchanges of slices cut the graph of a block into four.
     max_graphs = 12 if "sequence" in tables else 6 if "evaluation" in tables else 3
     losses = [row["loss"] for row in plain_runs[0].rows]
     # Stages may differ between the runs if layers are timed.
     gradients, weights = ChainMap(*(run.gradients[0] for run in plain_runs)), ChainMap(*(run.weights for run in plain_runs))
+    if precision in ("bf16", "fp16"):
+        # Uncompiled, torch adds the rows of an embedding's gradient in this precision on a CPU, with errors of up to 4 %.
+        # Compiled, it adds them in fp32.
+        for run in ranks(world, 120)(record, changed(tables, precision__compute="fp32"), 1, folder=folder):
+            embedding = {name: gradient for name, gradient in run.gradients[0].items() if name.startswith("embed.")}
+            gradients = gradients.new_child(embedding)
     for compiled, num_graphs in ranks(world, 400)(record_compiled, tables, folder):
         assert 0 < num_graphs <= max_graphs, "layers of one class and shape share a graph"
         first_gradients = compiled.gradients[0]
