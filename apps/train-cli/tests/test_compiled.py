@@ -44,8 +44,8 @@ def assert_compiled_parity(ranks: Any, tables: Tables, world: int, precision: st
     """Asserts that the compiled run of each rank has the losses, first gradients and weights of the uncompiled runs."""
     plain_runs = ranks(world, 120)(record, tables, NUM_STEPS, folder=folder)
     # The embedding, the blocks and the head have a graph each, and another for evaluations and the probe of slices, which run
-    # without gradients. The exchanges of slices cut the graph of a block into four. With LoRA, only the first block has an input
-    # without a gradient.
+    # without gradients. The exchanges of slices cut the graph of a block into four. With LoRA, only the first block has an
+    # input without a gradient.
     max_graphs = 12 if "sequence" in tables else 6 if "evaluation" in tables else 4 if "adapters" in tables else 3
     losses = [row["loss"] for row in plain_runs[0].rows]
     # Stages may differ between the runs if layers are timed.
