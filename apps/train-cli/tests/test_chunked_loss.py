@@ -53,3 +53,19 @@ def test_chunks_equal_the_plain_head_in_one_process(ranks: Any, texts: Path, kin
     for layout, runs in zip(LAYOUTS[kind], zip(*ranks(2)(record_plans, plans, texts), strict=True), strict=True):
         print(layout)
         assert_parity_of_parts(reference, runs, "fp64")
+
+
+@pytest.mark.parametrize("head", ["gather", "vocabulary"])
+def test_ranks_with_different_sources_compute_their_losses_together(ranks: Any, texts: Path, head: str) -> None:
+    """Each microbatch is one sample, whose source differs between ranks. All ranks make the same exchanges."""
+    text = {"use": "data.text", "sequence": 24, "weight": 1.0}
+    sources = [text | {"name": name, "files": [f"text/{name}.txt"]} for name in "ab"]
+    tables = small_plan(data={"use": "data.mixture", "sequence": 24, "sources": sources}, batch__micro_size=1)
+    chunks = {"use": "core.cross_entropy", "chunk_tokens": 10}
+    plan = changed(tables, loss=chunks, parallel=WP, weights={"use": ISP, "head": head})
+    reference = record_reference(tables, 2, folder=texts)
+    for run in ranks(2)(record, plan, 2, folder=texts):
+        for expected, actual in zip(reference.rows, run.rows, strict=True):
+            assert [actual[name] for name in ("loss/a", "loss/b")] == pytest.approx(
+                [expected["loss/a"], expected["loss/b"]], rel=1e-9
+            )

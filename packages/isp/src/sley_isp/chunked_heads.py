@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class GatheredHead(LogitsHead):
     """The head whose weight `sharded` gathers once per microbatch. All ranks of `wp` compute their losses in the same order."""
 
+    is_collective = True
+
     def __init__(self, chunks: HeadChunks, sharded: ShardedModule) -> None:
         assert isinstance(sharded.module, nn.Linear), sharded.name
         super().__init__(chunks, sharded.module)

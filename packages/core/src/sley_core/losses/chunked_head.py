@@ -104,7 +104,12 @@ def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
 
 
 class LogitsHead:
-    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights."""
+    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
+
+    is_collective: whether ranks share the weight, so that all of them must compute their losses together.
+    """
+
+    is_collective = False
 
     def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
         self.chunks = chunks
@@ -208,8 +213,6 @@ def patch_head(parts: Parts) -> Callable[[], None]:
 class LazyLogits(SplitLogits):
     """The logits of `hidden` [..., h], which only the loss computes. functions: elementwise functions of the logits."""
 
-    is_collective = False
-
     def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
         self.hidden = hidden
         self.functions = functions
@@ -220,6 +223,10 @@ class LazyLogits(SplitLogits):
     def shape(self) -> tuple[int, ...]:
         """The shape of all logits."""
         return (*self.hidden.shape[:-1], self._head().num_classes)
+
+    @property
+    def is_collective(self) -> bool:
+        return self._head().is_collective
 
     @property
     def dtype(self) -> torch.dtype:
