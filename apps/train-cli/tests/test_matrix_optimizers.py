@@ -155,7 +155,7 @@ def owned_shapes(tables: Tables, folder: Path) -> dict[str, tuple[int, ...]]:
     with running(tables, folder) as run:
         owners = run.stepper.update.masters.owners
         assert owners is not None
-        return {param.name: param.shape for param in owners.owned}
+        return {param.name: param.shape for param in owners.owned_params}
 
 
 @pytest.mark.gpu

@@ -203,7 +203,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     return Update(
         parts.store,
         masters,
-        plan.optimizer.build(groups_of(masters.optimized), optimizer_device),
+        plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device),
         groups_of,
         factor,
         parts.groups,
@@ -433,8 +433,8 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def states() -> NamedTensors:
         """Yields the optimizer's states in the order of the parameters, then states under other keys, then averages."""
-        names = {id(stepped.parameter) for stepped in update.masters.optimized}
-        for stepped in update.masters.optimized:
+        names = {id(stepped.parameter) for stepped in update.masters.optimizer_params}
+        for stepped in update.masters.optimizer_params:
             yield from states_of(stepped)
         for key, state in update.optimizer.state.items():
             if id(key) not in names:

@@ -122,14 +122,14 @@ class MatrixOwners:
     """Assigns split parameters to owners, balanced by the work of their updates, and moves gradients and values.
 
     dtype: of the values. elementwise: the names of parameters that need no owner. params: all parameters with an owner, on
-    every rank. owned: the full parameters that this rank steps. Their memory exists only from `gather_values` to
+    every rank. owned_params: the full parameters that this rank steps. Their memory exists only from `gather_values` to
     `scatter_values`.
     """
 
     def __init__(self, groups: Groups, store: GradientStore, dtype: torch.dtype, elementwise: Collection[str] = ()) -> None:
         self._elementwise = elementwise
         self.params: set[Param] = set()
-        self.owned: dict[Param, nn.Parameter] = {}
+        self.owned_params: dict[Param, nn.Parameter] = {}
         self._groups = groups
         self._store = store
         self._template = torch.empty(0, dtype=dtype, device=store.device)
@@ -162,7 +162,7 @@ class MatrixOwners:
         if owned:
             ordered = [param for param in params if param in owned]
             flat = FlatBuffer([param.shape for param in ordered], self._template.dtype, self._template.device)
-            self.owned |= {param: nn.Parameter(view) for param, view in zip(ordered, flat.views, strict=True)}
+            self.owned_params |= {param: nn.Parameter(view) for param, view in zip(ordered, flat.views, strict=True)}
             self._views |= zip(ordered, flat.views, strict=True)
             self._memory.append((flat.data, free(flat.data)))
 
@@ -172,7 +172,7 @@ class MatrixOwners:
             grow(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}
         for param, value in self._gather(parts, "the values of matrices for their owners").items():
-            self.owned[param].detach().copy_(value)
+            self.owned_params[param].detach().copy_(value)
 
     def gather_gradients(self) -> None:
         """Sets `grad` of the owned parameters to the full gradient, or to None if the parameter is frozen."""
@@ -180,15 +180,15 @@ class MatrixOwners:
             {param: self._store.part(param) for param in self.params if param in self._store},
             "the gradients of matrices for their owners",
         )
-        for param, parameter in self.owned.items():
+        for param, parameter in self.owned_params.items():
             parameter.grad = gradients[param].to(parameter.dtype) if param in gradients else None
 
     def scatter_values(self) -> dict[Param, Tensor]:
         """Returns this rank's flat part of the new values of all split parameters, and frees the owners' memory."""
-        parts = {param: parameter.detach() for param, parameter in self.owned.items()}
+        parts = {param: parameter.detach() for param, parameter in self.owned_params.items()}
         for exchange in self._ordered_exchanges()[::-1]:
             parts |= exchange.scatter(parts, self._template, "the new values of matrices")
-        for param, parameter in self.owned.items():
+        for param, parameter in self.owned_params.items():
             parameter.grad = None
             parameter.data = self._views[param]  # the optimizer may have replaced it
         for memory, _ in self._memory:

@@ -142,8 +142,8 @@ class Update:
             if self.events.step_in_buckets is None:
                 run_optimizer_step()
             else:
-                step_buckets(self.optimizer, self.masters.optimized, self.events.step_in_buckets, run_optimizer_step)
-        self.masters.scatter_owned()
+                step_buckets(self.optimizer, self.masters.optimizer_params, self.events.step_in_buckets, run_optimizer_step)
+        self.masters.scatter_owned_params()
         if self.averages is not None:
             allowed = totals.allow_a_step if is_on_device else None
             self.averages.update(self.masters.stepped, step, step - num_skipped, allowed)
@@ -178,14 +178,14 @@ class Update:
         """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the bits of masters."""
         optimizer: Any = self.optimizer
         before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
-        self.masters.gather_owned()
+        self.masters.gather_owned_params()
         optimizer.eval()
-        self.masters.scatter_owned()
+        self.masters.scatter_owned_params()
 
         def restore() -> None:
-            self.masters.gather_owned()
+            self.masters.gather_owned_params()
             optimizer.train()
-            self.masters.scatter_owned()
+            self.masters.scatter_owned_params()
             with torch.no_grad():
                 for stepped, value in zip(self.masters.stepped, before, strict=True):
                     stepped.parameter.copy_(value)
@@ -289,7 +289,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
     for stepped, average in list_averages(update.averages, update.masters.stepped):
         yield ParamState(stepped.name, stepped.elements, AVERAGE, average)
-    for stepped in update.masters.optimized:
+    for stepped in update.masters.optimizer_params:
         for state, tensor in optimizer_states(update, stepped):
             yield ParamState(stepped.name, stepped.elements, state, tensor)
 

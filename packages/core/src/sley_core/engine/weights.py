@@ -234,8 +234,9 @@ class Masters:
     parameters are narrowed, and their former values become master weights: in one flat buffer for each call of `add`, and one
     for this rank's part of each sharded buffer. home: the device of the masters; None for the device of the parameters. With a
     home there are always masters, and the code that updates them copies gradients there and weights back. owners: exchange the
-    matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the weights. optimized:
-    the tensors in the optimizer's groups: `stepped`, but of split matrices the full tensors that this rank owns.
+    matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the weights.
+    optimizer_params: the tensors in the optimizer's groups, i.e. `stepped`, but of split matrices the full tensors that this
+    rank owns.
     """
 
     weights: WeightStore
@@ -244,7 +245,7 @@ class Masters:
     home: torch.device | None = None
     owners: MatrixOwners | None = None
     stepped: list[Stepped] = field(default_factory=list, init=False)
-    optimized: list[Stepped] = field(default_factory=list, init=False)
+    optimizer_params: list[Stepped] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._originals: list[tuple[Param, nn.Parameter]] = []
@@ -272,9 +273,9 @@ class Masters:
         if self.owners is not None:
             self.owners.add(params)
             added = [stepped for stepped in added if stepped.param not in self.owners.params]
-            owned = [(param, self.owners.owned[param]) for param in params if param in self.owners.owned]
+            owned = [(param, self.owners.owned_params[param]) for param in params if param in self.owners.owned_params]
             added += [Stepped(param, parameter, param.parameter, is_owned=True) for param, parameter in owned]
-        self.optimized += added
+        self.optimizer_params += added
         return added
 
     @property
@@ -299,20 +300,20 @@ class Masters:
         self.follow()
         if self.home is not None:
             return
-        stepped_here = [stepped for stepped in self.optimized if not stepped.is_owned]
+        stepped_here = [stepped for stepped in self.optimizer_params if not stepped.is_owned]
         gradients = self.store.parts([stepped.param for stepped in stepped_here])
         for stepped, gradient in zip(stepped_here, gradients, strict=True):
             stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
         if self.owners is not None:
-            self.gather_owned()
+            self.gather_owned_params()
             self.owners.gather_gradients()
 
-    def gather_owned(self) -> None:
+    def gather_owned_params(self) -> None:
         """Copies the values of split matrices to their owners. All ranks of a stage call it."""
         if self.owners is not None:
             self.owners.gather_values({stepped.param: stepped.parameter.detach() for stepped in self.stepped})
 
-    def scatter_owned(self) -> None:
+    def scatter_owned_params(self) -> None:
         """Copies the owners' values of split matrices into this rank's parts. All ranks of a stage call it."""
         if self.owners is not None:
             values = self.owners.scatter_values()

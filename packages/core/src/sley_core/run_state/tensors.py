@@ -120,7 +120,7 @@ class RunTensors:
         return self.parts.registry.base
 
     def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
-        for stepped in self.update.masters.optimized:
+        for stepped in self.update.masters.optimizer_params:
             for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
                 yield stepped, leaf
 
@@ -130,7 +130,7 @@ class RunTensors:
         for stepped, leaf in self._state_leaves():
             if leaf.path and not isinstance(leaf.value, Tensor):
                 values[state_name(stepped.name, leaf.name)] = _encode_state(leaf.value, stepped.name, leaf.name)
-        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimized}
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
             if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
@@ -346,7 +346,7 @@ class RunRestorer:
     def _restore_optimizer(self) -> None:
         """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
         update = self.tensors.update
-        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimized}
+        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimizer_params}
         states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
         dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
