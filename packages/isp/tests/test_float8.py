@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sley_isp.config import FP8_BYTES
 from sley_isp.float8 import decode, encode
 
 
@@ -36,3 +37,8 @@ def test_e4m3_numbers_of_a_weight_that_is_not_finite_are_not_finite(value: float
     weight[3] = value
     assert rounded(weight)[3].isnan()
     assert rounded(weight)[128:].eq(1.0).all()
+
+
+def test_the_size_of_encoded_shards() -> None:
+    """The estimator multiplies elements by FP8_BYTES."""
+    assert encode(torch.zeros(1280)).nbytes == 1280 * FP8_BYTES

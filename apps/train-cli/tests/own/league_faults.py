@@ -75,10 +75,10 @@ def mean_of_held_out_parts(original: Any, self: Any, steps: Any, micros: Any, *a
     return original(self, steps, micros, *args) * 68 / (2 * own)
 
 
-@wrong("sley_isp.vocabulary_head:LazyLogits.cross_entropy", "vocabulary-wp")
-def counts_ignored_labels(original: Any, self: Any, labels: Any, ignore_index: int, smoothing: float) -> Any:
+@wrong("sley_isp.vocabulary_head:VocabularyHead.cross_entropy", "vocabulary-wp")
+def counts_ignored_labels(original: Any, self: Any, logits: Any, labels: Any, ignore_index: int, smoothing: float) -> Any:
     """An ignored label is taken for the first class."""
-    return original(self, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)
+    return original(self, logits, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)
 
 
 @wrong("sley_models.llama:SelfAttention.forward", "packed-dp")

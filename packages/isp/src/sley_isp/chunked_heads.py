@@ -70,7 +70,7 @@ class ChunkedVocabularyHead(GatheredHead):
 
     def full_logits(self, logits: LazyLogits) -> Tensor:
         """Returns the full logits of this rank's tokens, [..., classes]. A collective over `wp`."""
-        return logits.apply(self.head.full_logits(logits.hidden.flatten(0, -2)).view(logits.shape))
+        return logits.apply(self.head.full_logits(logits))
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
         """Returns the sum of the losses of this rank's `hidden` [n, h]. A collective over `wp`."""

@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.model import autocast_input, row_chunks
+from sley_core.api.model import LazyLogits, LogitsHead, autocast_input, row_chunks
 from sley_core.api.parts import Handover
 from sley_core.errors import PlanError
-from sley_core.protocols import SplitLogits
 from sley_isp.embedding_columns import TokenGather
 from sley_isp.sharded_module import ShardedModule, is_shardable, needs_shard_gradients, parameter_users
 
@@ -62,13 +61,19 @@ def _head_error(message: str, hint: str) -> PlanError:
     return PlanError("head-vocabulary", message, path=("weights", "head"), hint=f'{hint}, or set `head = "gather"`')
 
 
-class VocabularyHead:
+class VocabularyHead(LogitsHead):
     """Replaces the forward of the linear in `module`.
 
     All ranks of `wp` run the same microbatches in the same order, and so make the same exchanges.
     """
 
+    refusal = (("weights", "head"), 'set `head = "gather"`')
+    elementwise = frozenset()
+    is_collective = True
+
     def __init__(self, module: ShardedModule, token_gather: TokenGather, parts: Parts) -> None:
+        assert isinstance(module.module, nn.Linear), module.name
+        self.linear = module.module  # without chunks
         shard = module.weight.row_shard
         self.module = module
         self.token_gather = token_gather
@@ -89,14 +94,22 @@ class VocabularyHead:
         shards = [param.parameter.to(inputs.dtype) for param in self.module.params]
         return F.linear(inputs, *shards)
 
-    def full_logits(self, x: Tensor) -> Tensor:
-        """Returns the logits [n, classes] of this rank's inputs `x` [n, h]. Blocks."""
+    def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """Returns the sum of this rank's losses, a scalar. A collective over `wp`."""
+        targets = labels.reshape(-1).masked_fill(labels.reshape(-1) == ignore_index, NO_TARGET)
+        shards = [param.parameter for param in self.module.params]
+        total: Tensor = _LossSum.apply(logits.hidden.flatten(0, -2), self, smoothing, targets, *shards)  # type: ignore[no-untyped-call]
+        return total
+
+    def full_logits(self, logits: LazyLogits) -> Tensor:
+        """Returns this rank's logits, [..., classes]. A collective over `wp`."""
+        x = logits.hidden.flatten(0, -2)
         (inputs,) = self.token_gather.gather_with_padding([x], [0], "the head's inputs")
-        logits = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
-        output, work = self.token_gather.all_to_all(logits, "reduce", "logits")
+        parts = self.padded_logits(inputs).view(self.group.size, len(inputs) // self.group.size, -1)
+        output, work = self.token_gather.all_to_all(parts, "reduce", "logits")
         work.wait()
         work.wait_sent()
-        return output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total]
+        return output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total].view(logits.shape)
 
     def losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         """Returns the losses of the tokens of all ranks and the logs of their sums of exponentials, as `token_losses`. Blocks.
@@ -137,40 +150,6 @@ class VocabularyHead:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
             else:
                 self.store.add_product(param, gradient, inputs)
-
-
-class LazyLogits(SplitLogits):
-    """Represents the logits of inputs `x` [..., h], which only the loss computes."""
-
-    def __init__(self, head: VocabularyHead, x: Tensor) -> None:
-        self.head = head
-        self.x = x
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the full logits."""
-        return (*self.x.shape[:-1], self.head.classes.total)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of this rank's losses, a scalar. A collective over `wp`.
-
-        labels: the labels of this rank's tokens, with the shape of `x` without its last dim.
-        """
-        rows = self.x.reshape(-1, self.x.shape[-1])
-        targets = labels.reshape(-1)
-        targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
-        shards = [param.parameter for param in self.head.module.params]
-        total: Tensor = _LossSum.apply(rows, self.head, smoothing, targets, *shards)  # type: ignore[no-untyped-call]
-        return total
-
-    def logits(self) -> Tensor:
-        """Returns the full logits of this rank's tokens, [..., classes], without a graph. A collective over `wp`."""
-        with torch.no_grad():
-            return self.head.full_logits(self.x.detach().reshape(-1, self.x.shape[-1])).view(self.shape)
 
 
 class _LossSum(torch.autograd.Function):

@@ -106,9 +106,12 @@ def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
 class LogitsHead:
     """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
 
-    is_collective: whether ranks share the weight, so that all of them must compute their losses together.
+    refusal: the plan key to change if a layer or a loss needs all logits, and the hint. elementwise: the methods of a tensor
+    that its logits have. is_collective: whether ranks share the weight, so that all of them must compute their losses together.
     """
 
+    refusal: tuple[KeyPath, str] = (PATH, "remove `chunk_tokens`")
+    elementwise: frozenset[str] = ELEMENTWISE
     is_collective = False
 
     def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
@@ -246,15 +249,16 @@ class LazyLogits(SplitLogits):
         return self._head().full_logits(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a method in `ELEMENTWISE`. Raises RunError `logits-split` for all other methods of a tensor."""
+        """Returns an elementwise method of the head. Raises RunError `logits-split` for all other methods of a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in ELEMENTWISE:
+        if name not in self._head().elementwise:
             self._refuse(name)
         return partial(self._apply_later, name)
 
     def _apply_later(self, name: str, *args: Any, **kwargs: Any) -> LazyLogits:
-        if name not in ELEMENTWISE or kwargs or not all(isinstance(argument, int | float | torch.dtype) for argument in args):
+        is_simple = not kwargs and all(isinstance(argument, int | float | torch.dtype) for argument in args)
+        if name not in self._head().elementwise or not is_simple:
             self._refuse(name)
         return LazyLogits(self._head(), self.hidden, (*self.functions, lambda logits: getattr(logits, name)(*args)))
 
@@ -263,12 +267,12 @@ class LazyLogits(SplitLogits):
             f"`{name}` is called on logits that only the loss computes; the last layer must return them, at most with a soft "
             "cap, a scale or a cast"
         )
-        hint = "remove `chunk_tokens` if a model or a loss processes its logits"
-        raise RunError("logits-split", message, path=PATH, hint=hint)
+        path, hint = self._head().refusal
+        raise RunError("logits-split", message, path=path, hint=f"{hint} if a model or a loss processes its logits")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Applies a function in `ELEMENTWISE` later. Raises RunError `logits-split` for every other torch function."""
+        """Applies an elementwise function later. Raises RunError `logits-split` for every other torch function."""
         logits = next(argument for argument in args if isinstance(argument, cls))
         rest = args[1:] if args[0] is logits else args
         return logits._apply_later(getattr(function, "__name__", str(function)), *rest, **(kwargs or {}))
