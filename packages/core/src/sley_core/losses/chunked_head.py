@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.config import CrossEntropyConfig
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import KeyPath, PlanError, RunError
 from sley_core.losses.cross_entropy import row_chunks, softmax_dtype, sum_cross_entropy, write_gradient
 from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import uniform_items
