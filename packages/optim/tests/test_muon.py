@@ -119,7 +119,9 @@ def layout_of(name: str, **changes: Any) -> Tables:
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["wp and sharded", "stages and sharded", "sharded", "wp", "stages"])
 def test_canonical_bits_are_those_of_one_process(ranks: Any, texts: Path, layout: str, compute: str) -> None:
+    """With averages of the weights, which each rank keeps for its parts."""
     changes = {"model__tie_embeddings": True, "precision__compute": compute, "parallel__reduction": "canonical"}
+    changes["averaging"] = {"use": "optim.ema", "decay": 0.5}
     tables = layout_of(layout, **changes)
     bits = ranks(num_ranks(tables), 120)(train_bits, tables, 2, folder=texts)
     assert differing_names([train_bits(changed(PLAN, **changes), 2, folder=texts)], bits) == []
