@@ -29,7 +29,7 @@ class WeightGroupConfig(Table):
     """The weights of one all-gather."""
 
     ahead: NonNegativeInt | None = None
-    """The number of layers or modules before the first use of which a gather may start."""
+    """The number of layers or modules by which gathers are ahead of their use."""
 
     reduce: Literal["micro_batch", "step"] | None = None
     """The time when gradients are reduced."""

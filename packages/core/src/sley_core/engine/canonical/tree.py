@@ -328,7 +328,7 @@ class CanonicalAccumulator(Accumulator):
                 f"the gradient of {self.param.name!r} receives several contributions from microbatch "
                 f"{leaf.micro}, interleaved with others, so their sum has no fixed order",
                 hint='set [parallel] reduction = "fast", or use torch.utils.checkpoint with `use_reentrant=False`, '
-                'and `unit = "layer"` and `fused = true` in [weights]',
+                'and `unit = "layer"` in [weights]',
             )
         self._leaf, self._is_fresh = leaf, True
 
