@@ -113,7 +113,7 @@ def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: 
 
 def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
-    with pytest.raises(RunError, match="exit status 7 when it tokenized 7") as caught:
+    with pytest.raises(RunError, match="exited with status 7 while tokenizing 7") as caught:
         list(map_batches(os._exit, [7]))
     assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
     assert caught.value.diagnostics[0].code == "data-worker"
@@ -122,7 +122,7 @@ def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPat
 def test_a_death_within_a_reply_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with _Worker(os._exit) as worker, monkeypatch.context() as patch:
         patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
-        with pytest.raises(RunError, match="exit status 7") as caught:
+        with pytest.raises(RunError, match="exited with status 7") as caught:
             worker.call(7)
     assert caught.value.diagnostics[0].code == "data-worker"
 

@@ -43,7 +43,7 @@ from sley_estimate.step.links import (
     slowest_message_cost,
 )
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
-from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, ProgramSimulator, StepSeconds
+from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, ProgramSimulator, StepTime
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import random_action_lists
@@ -144,7 +144,7 @@ NARROW = LayerSeconds(1.0, 2.0, 1.0, 1.0, host_forward=2.0, host_backward=3.0)
 WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
 
 
-def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Instruction] = ()) -> StepSeconds:
+def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Instruction] = ()) -> StepTime:
     """A step of one stage: all forwards and backwards of a microbatch, one after the other."""
     actions = [Action(kind, 0, micro) for micro in range(micros) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     return plain_step(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})

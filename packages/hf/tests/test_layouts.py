@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sley_hf.attention import uses_interface
-from sley_hf.structure import Structure, find_structure, layer_name
+from sley_hf.structure import ModuleNames, find_structure, layer_name
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.runs import Recorded, record
@@ -113,7 +113,7 @@ def plain_loop(reference: Any) -> tuple[list[float], dict[str, Tensor], dict[str
     return losses, first, {name: p.detach().clone() for name, p in reference.named_parameters()}
 
 
-def assert_equals_plain_loop(run: Recorded, expected: Any, structure: Structure, tolerance: float) -> None:
+def assert_equals_plain_loop(run: Recorded, expected: Any, structure: ModuleNames, tolerance: float) -> None:
     """Compares losses, and the gradients of the first step and the final weights of the parameters that the rank has.
 
     Weights whose gradient is zero but for rounding are left out, since Adam scales any gradient to the same step.

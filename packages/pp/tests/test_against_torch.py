@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as stock
 
-from sley_core.actions.action import Action, Kind, Placement, loop, v
+from sley_core.actions.action import Action, Kind, Placement, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_pp.schedules import interleaved, read_csv, write_csv, zero_bubble_h1, zero_bubble_v
@@ -69,7 +69,7 @@ def test_zero_bubble_h1_equals_torch(stages, micros):
 @sizes
 def test_zero_bubble_v_has_the_same_pattern_and_is_not_longer(stages, micros):
     """The order of weight gradients differs. With M < 2P - 1 torch computes them at once, while other stages wait."""
-    placement = v(stages)
+    placement = v_placement(stages)
     ours, theirs = zero_bubble_v(stages, 2, micros), stock_lists(stock.ScheduleZBVZeroBubble, stages, 2, micros)
     assert without_weight_gradients(ours) == without_weight_gradients(theirs)
     assert makespan(ours, placement, micros) <= makespan(theirs, placement, micros)
@@ -80,7 +80,7 @@ def test_zero_bubble_v_has_the_same_pattern_and_is_not_longer(stages, micros):
 
 
 def test_torch_reads_written_schedules():
-    placement = v(4)
+    placement = v_placement(4)
     text = write_csv(zero_bubble_v(4, 2, 8), placement)
     rows = [[stock._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
     mapping = stock._validate_schedule(dict(enumerate(rows)), 4, 8, 8)
@@ -90,4 +90,4 @@ def test_torch_reads_written_schedules():
 def test_a_schedule_of_torch_can_be_read_and_run():
     """The schedule is DualPipeV, whose overlapped pairs run one after another."""
     lists = stock_lists(stock.ScheduleDualPipeV, 4, 2, 8)
-    assert 2 * 8 * 3 < makespan(lists, v(4), 8) < 2 * 8 * 3 + 9
+    assert 2 * 8 * 3 < makespan(lists, v_placement(4), 8) < 2 * 8 * 3 + 9

@@ -120,8 +120,8 @@ def test_a_mismatch_is_named_on_both_sides(ranks, own, device, apart):
         assert seconds < 20
         assert "microbatch 1" in message
         assert "expected float64[2, 4, 4] with gradient, but got float32[2, 4, 4] with gradient" in message
-    assert "stage 0 sends to stage 1, forward" in sender[1]
-    assert "stage 1 receives from stage 0, forward" in receiver[1]
+    assert "stage 0 sends to stage 1, the output" in sender[1]
+    assert "stage 1 receives from stage 0, the output" in receiver[1]
 
 
 # -- frozen and unfrozen between steps ---------------------------------------------------------------------------------

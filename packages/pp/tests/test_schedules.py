@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, Schedule, loop, v
+from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
@@ -40,7 +40,7 @@ SCHEDULES = {
     "interleaved 2": Schedule(interleaved, 2),
     "interleaved 3": Schedule(interleaved, 3),
     "zero_bubble_h1": Schedule(zero_bubble_h1),
-    "zero_bubble_v": Schedule(zero_bubble_v, 2, v),
+    "zero_bubble_v": Schedule(zero_bubble_v, 2, v_placement),
 }
 SIZES = [(stages, micros) for stages in (2, 3, 4, 8) for micros in range(1, 17)]
 
@@ -175,7 +175,7 @@ def test_weight_gradients_run_at_the_memory_limit():
 
 @pytest.mark.parametrize(
     ("generate", "placement"),
-    [(one_f_one_b, loop(1)), (one_f_one_b, loop(4)), (interleaved, loop(3, 2)), (zero_bubble_v, v(3))],
+    [(one_f_one_b, loop(1)), (one_f_one_b, loop(4)), (interleaved, loop(3, 2)), (zero_bubble_v, v_placement(3))],
 )
 def test_written_schedules_are_read_again(generate, placement):
     lists = generate(placement.stages, placement.chunks, 5)
@@ -221,9 +221,9 @@ def test_invalid_schedules_are_refused(text, fault):
 
 def test_a_file_is_refused_for_other_sizes(tmp_path):
     path = tmp_path / "v.csv"
-    path.write_text(write_csv(zero_bubble_v(2, 2, 3), v(2)), "utf-8")
+    path.write_text(write_csv(zero_bubble_v(2, 2, 3), v_placement(2)), "utf-8")
     schedule = build_csv(CsvConfig(file=path))
-    assert schedule.placement(2) == v(2)
+    assert schedule.placement(2) == v_placement(2)
     assert schedule.lists(2, 3) == zero_bubble_v(2, 2, 3)
     with pytest.raises(PlanError, match="is for 2 stages, but the plan has 3"):
         schedule.placement(3)

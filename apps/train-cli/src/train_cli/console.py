@@ -32,7 +32,7 @@ class Settings:
     traceback: bool = False
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line on stderr; ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

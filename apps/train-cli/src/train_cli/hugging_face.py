@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, start_folder
-from sley_core.weight_files.read import TOKENIZER, disable_settings
+from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
 from sley_core.whole_files import replace_atomically
 
 if TYPE_CHECKING:
@@ -57,6 +57,6 @@ def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None
         shutil.copyfile(source, folder / name)
     if (path := folder / TOKENIZER[0]).is_file():
         text = path.read_text("utf-8")
-        if (changed := disable_settings(text)) != text:
+        if (changed := deterministic_tokenizer_json(text)) != text:
             with replace_atomically(path) as file:
                 file.write(changed.encode())

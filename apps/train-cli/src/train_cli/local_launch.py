@@ -63,7 +63,7 @@ def launch(
     num_ranks: int,
     run_folder: Path,
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     terminated_s: float,
     stop_signals: Sequence[str] = (),
 ) -> Fault:
@@ -71,11 +71,11 @@ def launch(
     until all have ended. The function returns the rank's exit code.
 
     Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
-    failed. say: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: the stop
+    failed. print_line: prints a line for the user. terminated_s: a rank's own time limit after SIGTERM. stop_signals: the stop
     signals of the plan.
     """
     with _scratch_folder() as folder, _environment(num_ranks), _no_elastic_logs():
-        signals = _SignalForwarder(say, exit_codes(stop_signals))
+        signals = _SignalForwarder(print_line, exit_codes(stop_signals))
         logs = folder / "logs"
         logs.mkdir()
         spec = WorkerSpec(
@@ -98,7 +98,7 @@ def launch(
         finally:
             agent.end_sessions()
         if signals.first is not None:
-            return Fault((), signals.codes[signals.first])
+            return Fault((), signals.exit_codes[signals.first])
         if not result.is_failed():
             return Fault((), EXIT_OK)
         failures = result.failures
@@ -278,7 +278,7 @@ def _environment(num_ranks: int) -> Iterator[None]:
 
 
 class _SignalForwarder:
-    """Handles the signals in `codes` in the launcher while its ranks run.
+    """Handles the signals in `exit_codes`, which maps signals to the launcher's exit codes, while its ranks run.
 
     The first signal is passed on, so that each rank finishes its step or ends within its time limit. The second kills the
     ranks. The warning signals of batch systems do not count as a first signal.
@@ -286,16 +286,16 @@ class _SignalForwarder:
 
     agent: Agent
 
-    def __init__(self, say: Callable[[str], None], codes: Mapping[int, int]) -> None:
-        self._say = say
-        self.codes = codes
+    def __init__(self, print_line: Callable[[str], None], exit_codes: Mapping[int, int]) -> None:
+        self._print_line = print_line
+        self.exit_codes = exit_codes
         self._is_ending = False
         self._first_signal_s = self._last_reminder_s = 0.0
-        self._old_handlers = {number: signal.getsignal(number) for number in (*codes, *_ELASTIC_SIGNALS)}
+        self._old_handlers = {number: signal.getsignal(number) for number in (*exit_codes, *_ELASTIC_SIGNALS)}
         self.first: signal.Signals | None = None
 
     def __enter__(self) -> None:
-        for number in self.codes:
+        for number in self.exit_codes:
             signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
@@ -307,18 +307,18 @@ class _SignalForwarder:
         time_s = time.monotonic()
         if self.first is not None and time_s - self._last_reminder_s > REMIND_S:
             self._last_reminder_s = time_s
-            self._say(REMIND_MESSAGE.format(time_s - self._first_signal_s))
+            self._print_line(REMIND_MESSAGE.format(time_s - self._first_signal_s))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """Passes the first signal on to the ranks, and kills them at the second. Raises if no rank runs yet."""
         pids = self.agent.pids()
         if not pids:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.codes.get(number, EXIT_TERMINATED))
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(self.exit_codes.get(number, EXIT_TERMINATED))
         if self.first is None:
             self.first = signal.Signals(number)
             self.agent.is_asked = True
             self._first_signal_s = self._last_reminder_s = time.monotonic()
-            self._say(STOP_MESSAGE)
+            self._print_line(STOP_MESSAGE)
         if not self._is_ending:
             self._is_ending = number not in WARNINGS
             # Ranks have no terminal: SIGTERM makes them finish their step.

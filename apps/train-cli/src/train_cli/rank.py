@@ -22,7 +22,7 @@ from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyErr
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.main import disable_gc
@@ -104,7 +104,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
             content = _summarize(run, folder, outcome, totals, reporter) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if content is not None:
-                say(closing(content, folder, weights))
+                print_line(closing(content, folder, weights))
     return stopping.exit_code or EXIT_OK
 
 
@@ -128,8 +128,8 @@ def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[
 
     with ExitStack() as stack:
         # Our own launcher has informed the user already, and asks why a rank does not end.
-        print_line = None if has_launcher() else say
-        stopping = stack.enter_context(Stopping(print_line, report_stuck, terminated_s(plan), plan.run.stop_signals))
+        user_output = None if has_launcher() else print_line
+        stopping = stack.enter_context(Stopping(user_output, report_stuck, terminated_s(plan), plan.run.stop_signals))
         try:
             timeout_s = plan.limits.start_timeout_s
             worlds.append(stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=meet(plan))))
@@ -164,7 +164,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
-    say("\n".join((opening(_run_info(run), run.plan, num_bytes), *run.notes)))
+    print_line("\n".join((opening(_run_info(run), run.plan, num_bytes), *run.notes)))
     if run.plan.checkpoint is None:
         run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
     if run.plan.model.config.compile:
@@ -180,7 +180,7 @@ def _report_finished(run: Run, weights: Path | None) -> None:
         message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
         if run.stopped_early:
             message, key = f"the run has ended early: {run.stopped_early}", "evaluation.patience"
-        say(f"{message}{location}; use `--set {key}=N` for more")
+        print_line(f"{message}{location}; use `--set {key}=N` for more")
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:

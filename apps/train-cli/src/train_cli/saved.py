@@ -20,7 +20,7 @@ from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.read import read_file
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
         plan = load_run_plan(Path(run))
         path, step = newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
-            say(f"the weights{'' if step is None else f' of step {step}'} in {path}")
+            print_line(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
     elif best:
         raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
@@ -193,7 +193,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
         raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
     saved_plan, source = plan_and_weights(checkpoint)
     progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
-    say(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
+    print_line(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
     return plan or saved_plan, source
 
 

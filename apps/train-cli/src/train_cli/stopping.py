@@ -139,20 +139,20 @@ def exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
 class Stopping(AbstractContextManager["Stopping"]):
     """A context manager that handles SIGINT, SIGTERM, SIGHUP and the signals `warnings`.
 
-    A thread handles them, since the main thread may be in a collective that never returns. say: prints a line when a signal
-    arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended within
-    `terminated_s` after SIGTERM. Does nothing outside the main thread, where Python allows no handlers.
+    A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when a
+    signal arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended
+    within `terminated_s` after SIGTERM. Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
         report_stuck: Callable[[], None] | None = None,
         terminated_s: float | None = None,
         warnings: Iterable[str] = (),
     ) -> None:
         self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
-        self._say = say
+        self._print_line = print_line
         self._report_stuck = report_stuck
         self._codes = exit_codes(warnings)
         self._stop: Callable[[], None] | None = None
@@ -228,14 +228,14 @@ class Stopping(AbstractContextManager["Stopping"]):
             if self._deadline is not None:
                 wait_s: float | None = max(0.0, self._deadline - time.monotonic())
             else:
-                wait_s = None if self._first is None or self._say is None else REMIND_S
+                wait_s = None if self._first is None or self._print_line is None else REMIND_S
             if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
                     if number in self._codes:
                         self._act_on(number)
             elif self._deadline is None:
-                if self._say is not None and self._is_working:
-                    self._say(REMIND_MESSAGE.format(time.monotonic() - self._first_signal_s))
+                if self._print_line is not None and self._is_working:
+                    self._print_line(REMIND_MESSAGE.format(time.monotonic() - self._first_signal_s))
             elif time.monotonic() >= self._deadline:
                 if self._report_stuck is not None:
                     self._report_stuck()
@@ -248,12 +248,12 @@ class Stopping(AbstractContextManager["Stopping"]):
         if self._first is None:
             self._first, self._first_signal_s = number, now
             if self._stop is not None:
-                if self._say is not None:
-                    self._say(STOP_MESSAGE)
+                if self._print_line is not None:
+                    self._print_line(STOP_MESSAGE)
                 self._stop()
             else:
                 self._limit(CLEANUP_S, code)
-        elif number == signal.SIGINT and (self._say is not None or now - self._first_signal_s > TOGETHER_S):
+        elif number == signal.SIGINT and (self._print_line is not None or now - self._first_signal_s > TOGETHER_S):
             _exit_now(code)
         if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:

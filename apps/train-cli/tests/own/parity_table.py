@@ -168,10 +168,10 @@ values of the factors occur together in at least one layout ({covered} pairs). C
 
 ### Known silent errors
 
-Each row is a test, which trains a small plan in a layout in which other programs produce wrong results without an error. Every
+Each row is a test that trains a small plan in a layout in which other programs silently produce wrong results. Every
 loss, norm, gradient and final weight must equal that of one process, within {LIMIT:g}, or {ROWS[-1].limit:g} in bf16. Except
-for dropout and bf16, it must also equal that of a plain PyTorch loop. To show that the row can fail, another test injects the
-error into the ranks, and the comparison must report it. An arrow means that a run resumes in another layout.
+for dropout and bf16, it must also equal that of a plain PyTorch loop. To show that the row can fail, another test injects
+such a fault into the ranks, and the comparison must report it. An arrow means that a run resumes in another layout.
 
 | Layout | Silent error in other programs | Seen in |
 |---|---|---|

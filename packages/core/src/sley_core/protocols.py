@@ -289,7 +289,7 @@ class ActivationPolicy(Protocol):
     """Decides which tensors a layer saves for its backward; evaluations bypass the policy. attach ──> (begin ──> call*)*"""
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. Not called when a partitioner times layers: `call` then runs without a run."""
+        """Called once, before the first step. Not called when a partitioner times layers; then `call` is used without a run."""
         return
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self.notes = facts.notes
         if self.feed is not None:
             self.feed.notes = self.notes
-        self.memory = replace(memory, settle=self._finish_pending, check_free=self._check_free)
+        self.memory = replace(memory, wait_until_idle=self._finish_pending, check_idle=self._check_idle)
         self._load_weights = load_weights
         self._outcome: Outcome = "finished"
         self._has_begun = self._is_closed = False
@@ -104,7 +104,7 @@ class Run(Loop, AbstractContextManager["Run"]):
                 # All ranks must wait for late weights if any rank has a listener.
                 has_listeners = bool(self.listeners)
                 control = self.groups["control"]
-                self._has_listeners = self.parts.weights.arrive_late and any(
+                self._has_listeners = self.parts.weights.may_arrive_late and any(
                     control.gather_objects(has_listeners, label="who listens to steps")
                 )
                 self._restart_timer()
@@ -319,10 +319,10 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @on_stream
     def close(self) -> None:
-        """Closes threads, files and hooks, even if some of them fail. Does not close the world. A second call does nothing.
+        """Stops threads, closes files and removes hooks, even if some steps fail. The world stays open.
 
         Layers become ordinary modules again. Modules with sharded weights then raise RunError "weights-sharded" when called,
-        and methods of the run raise "run-closed".
+        and methods of the run raise "run-closed". A second call does nothing.
         """
         if self._is_closed:
             return
@@ -374,7 +374,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         self._emit_pending()
         self.parts.weights.settle()
 
-    def _check_free(self) -> None:
+    def _check_idle(self) -> None:
         """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
         stepper = self.stepper
         if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):

@@ -23,7 +23,7 @@ from sley_core.actions.action import (
     loop,
     select_actions,
     sequential,
-    v,
+    v_placement,
 )
 from sley_core.actions.lower import lower
 from sley_core.errors import PlanError
@@ -63,7 +63,7 @@ def test_a_send_follows_at_once_and_a_receive_is_posted_ahead():
 
 def test_what_passes_between_chunks_of_one_stage_is_not_sent():
     lists = [words("F0.0 F1.0 B1.0 B0.0")] * 2
-    first, second = lower(lists, v(2), 1)
+    first, second = lower(lists, v_placement(2), 1)
     assert [word for word in texts(second) if "send" in word] == ["send forward 1.0 to stage 0", "send backward 0.0 to stage 0"]
     assert [word for word in texts(first) if "send" in word] == ["send forward 0.0 to stage 1", "send backward 1.0 to stage 1"]
 
@@ -144,7 +144,9 @@ def can_run(lists, placement, micros) -> bool:
 
 ROUTES = st.tuples(st.integers(1, 5), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
-    st.builds(loop, st.integers(1, 5), st.integers(1, 3)), st.builds(v, st.integers(1, 5)), ROUTES.map(tuple).map(Placement)
+    st.builds(loop, st.integers(1, 5), st.integers(1, 3)),
+    st.builds(v_placement, st.integers(1, 5)),
+    ROUTES.map(tuple).map(Placement),
 )
 
 
@@ -236,7 +238,7 @@ def test_every_position_is_held_once_beside_its_neighbours(placement):
 
 
 def test_a_loop_goes_round_and_a_v_turns():
-    round_and_round, turned = loop(4, 2), v(4)
+    round_and_round, turned = loop(4, 2), v_placement(4)
     assert [round_and_round.position(stage, 1) for stage in range(4)] == [4, 5, 6, 7]
     assert [turned.position(stage, 1) for stage in range(4)] == [7, 6, 5, 4]
     assert round_and_round.next(3, 0) == StageChunk(0, 1)
@@ -248,7 +250,7 @@ def test_a_loop_goes_round_and_a_v_turns():
     [
         (lambda: loop(0), "is empty"),
         (lambda: loop(2, 0), "is empty"),
-        (lambda: v(2, 3), "a V, which needs two chunks per stage, not 3"),
+        (lambda: v_placement(2, 3), "a V, which needs two chunks per stage, not 3"),
         (lambda: Placement((0, 2)), "has no chunk on stage 1, but has chunks on stage 2"),
         (lambda: Placement((1, 1)), "has no chunk on stage 0, but has chunks on stage 1"),
         (lambda: Placement((0, 1, 1)), "2 of 3 chunks on stage 1, but 1 on stage 0; every stage"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v
+from sley_core.actions.action import Action, Kind, Placement, Transfer, forward_only, loop, sequential, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Peaks, Timeline, simulate
 from sley_core.errors import PlanError
@@ -21,7 +21,7 @@ F, B, D, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADI
 ANY = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(lambda size: st.permutations([*range(size[0])] * size[1]))
 PLACEMENTS = st.one_of(
     st.builds(loop, st.integers(1, 4), st.integers(1, 3)),
-    st.builds(v, st.integers(1, 4)),
+    st.builds(v_placement, st.integers(1, 4)),
     ANY.map(lambda route: Placement(tuple(route))),
 )
 

@@ -31,7 +31,7 @@ from sley_data.formats import read_blocks
 from sley_data.workers import map_batches
 
 if TYPE_CHECKING:
-    from sley_data.files import File
+    from sley_data.files import DataFile
 
 PART_BYTES = 1 << 25
 """The size of the text of a part."""
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 
 def cache_folder(
-    cache: Path | str, files: Sequence[File], held_out: Sequence[File], settings: object, min_bytes: int
+    cache: Path | str, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object, min_bytes: int
 ) -> Path | None:
     """Returns the folder for the tokens of `files`, or None if they are not cached.
 

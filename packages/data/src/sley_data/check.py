@@ -13,7 +13,7 @@ from sley_data.chat_template import ChatTemplate
 from sley_data.config import ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, empty_split_error, file_conversations
 from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, load_tokenizer, num_ids
-from sley_data.files import File, FilesAndProblems, text_files, token_files
+from sley_data.files import DataFile, FilesAndProblems, text_files, token_files
 
 
 def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
@@ -110,7 +110,7 @@ def _split_files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, F
     return train, text_files(config, "held_out") if config.held_out_files else train
 
 
-def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[File]) -> Iterator[Problem]:
+def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[DataFile]) -> Iterator[Problem]:
     """Yields a problem if the first row of a file cannot be read. Later rows are read only in the run."""
     read_file = document_reader(config) if isinstance(config, TextConfig) and config.field is not None else None
     for file in dict.fromkeys(files) if read_file else ():

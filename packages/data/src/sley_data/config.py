@@ -165,7 +165,7 @@ class ChatConfig(DocumentsConfig):
 
 
 class TokensConfig(DataConfig):
-    """Memory-mapped token files: raw little-endian integers, as from nanoGPT, or Megatron files with an index."""
+    """Memory-mapped token files: raw little-endian integers, such as nanoGPT's, or Megatron files with an index."""
 
     files: Array[PlanPattern]
     """Token files, as paths or patterns such as `train-*.bin`, which form one stream in this order. If a file has an index with

@@ -20,7 +20,7 @@ from sley_core.api.data import Split
 from sley_core.errors import PlanError
 from sley_data.config import ChatConfig
 from sley_data.documents import content_key, overlap_sentence, split_filter
-from sley_data.files import File, FilesAndProblems, merge_problems, row_files
+from sley_data.files import DataFile, FilesAndProblems, merge_problems, row_files
 from sley_data.rows import read_rows, row_error
 
 Message = dict[str, Any]
@@ -94,7 +94,7 @@ def _read_files(config: ChatConfig, split: Split) -> Iterator[Conversation]:
     return chain.from_iterable(file_conversations(file, config.field) for file in files)
 
 
-def file_conversations(file: File, field: str | None) -> Iterator[Conversation]:
+def file_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
     """Yields the conversations of a file. field: the key of the messages, or None for the default keys.
 
     Raises PlanError "data-json" for a row that is not a conversation.

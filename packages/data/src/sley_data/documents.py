@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sley_core.api.data import Split
 from sley_core.records import Problem
 from sley_data.config import NUM_BYTES, TOKEN_BYTES, TextConfig, TokensConfig
-from sley_data.files import ConfigT, File, merge_problems, text_files
+from sley_data.files import ConfigT, DataFile, merge_problems, text_files
 from sley_data.formats import open_decompressed
 from sley_data.rows import read_rows, row_error
 
@@ -35,7 +35,7 @@ def content_key(text: bytes) -> bytes:
     return sha256(text).digest()
 
 
-def _file_key(file: File) -> bytes:
+def _file_key(file: DataFile) -> bytes:
     """Returns the key of a file's decompressed content. Raises the same errors as `open_decompressed`."""
     with open_decompressed(file.path) as content:
         return file_digest(content, "sha256").digest()
@@ -46,7 +46,7 @@ def is_in_share(key: bytes, share: float) -> bool:
     return share > 0 and int.from_bytes(key[:8], "big") < share * 2**64
 
 
-def find_copied_tokens(training_files: Sequence[File], held_out_files: Sequence[File]) -> list[Problem]:
+def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
     """Returns a problem for each held-out token file whose tokens are in a training file.
 
     Searches for three pieces of each held-out file, in large training files only at their start and end.
@@ -66,7 +66,7 @@ def find_copied_tokens(training_files: Sequence[File], held_out_files: Sequence[
     return problems
 
 
-def _contains_all(file: File, pieces: Sequence[bytes], max_bytes: int) -> bool:
+def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bool:
     """Returns whether a file contains all `pieces`. Searches at most `max_bytes`, at the start and end of the file."""
     with file.path.open("rb") as raw_file, mmap(raw_file.fileno(), 0, access=ACCESS_READ) as content:
         size = len(content)
@@ -74,7 +74,7 @@ def _contains_all(file: File, pieces: Sequence[bytes], max_bytes: int) -> bool:
         return all(any(content.find(piece, start, stop) >= 0 for start, stop in ranges) for piece in pieces)
 
 
-def _sample_pieces(file: File) -> list[bytes]:
+def _sample_pieces(file: DataFile) -> list[bytes]:
     """Returns pieces from the start, middle and end of a token file, except pieces with few different bytes."""
     pieces = []
     with file.path.open("rb") as content:
@@ -89,7 +89,7 @@ _MAX_COMPARE_BYTES = 1 << 30
 
 
 def read_documents(
-    files: Sequence[File], config: TextConfig, split: Split, notes: list[str] | None = None
+    files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
 ) -> Iterator[tuple[str, bytes]]:
     """Yields the name and text of each document of a split, in the order of `files`, the result of `text_files`.
 
@@ -110,7 +110,7 @@ def read_documents(
         notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
 
 
-def document_keys(config: TextConfig, split: Split, files: Sequence[File]) -> list[bytes]:
+def document_keys(config: TextConfig, split: Split, files: Sequence[DataFile]) -> list[bytes]:
     """Returns the keys of the documents of a split. files: the result of `text_files` for the split."""
     read_file = document_reader(config)
     is_selected = split_filter(config, split, _held_out_keys)
@@ -148,7 +148,7 @@ def overlap_sentence(trained: Iterable[bytes], held_out: Sequence[bytes], noun: 
     return f"the run was trained on {count} of the {len(held_out)} held-out {noun}, so this is not a held-out loss"
 
 
-def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, bytes]]] | None:
+def document_reader(config: TextConfig) -> Callable[[DataFile], Iterable[tuple[str, bytes]]] | None:
     """Returns a function that yields the name and text of each document in a file, or None if each file is one document.
 
     The function raises PlanError "data-json" for a row without text in `field`.
@@ -159,7 +159,7 @@ def document_reader(config: TextConfig) -> Callable[[File], Iterable[tuple[str, 
     return None if separator is None else lambda file: _split_file(file, separator.encode())
 
 
-def _select_files(files: Sequence[File], config: TextConfig, split: Split) -> list[File]:
+def _select_files(files: Sequence[DataFile], config: TextConfig, split: Split) -> list[DataFile]:
     """Returns the files that belong to a split. Each file must be one document."""
     if not _is_filtered(config):
         return list(files) if split == "train" else []
@@ -172,7 +172,7 @@ def _is_filtered(config: TextConfig) -> bool:
     return bool(config.largest_share or any(table.held_out_files for table in config.all_sources))
 
 
-def _is_large(files: Sequence[File]) -> bool:
+def _is_large(files: Sequence[DataFile]) -> bool:
     """Returns whether the files are too large to be read only to compare or select documents."""
     return sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES
 
@@ -198,12 +198,12 @@ def _held_out_keys(config: TextConfig) -> list[bytes]:
     return document_keys(config, "held_out", files)
 
 
-def _read_whole_file(file: File) -> Iterator[tuple[str, bytes]]:
+def _read_whole_file(file: DataFile) -> Iterator[tuple[str, bytes]]:
     with open_decompressed(file.path) as content:
         yield file.name, content.read()
 
 
-def _split_file(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
+def _split_file(file: DataFile, separator: bytes) -> Iterator[tuple[str, bytes]]:
     """Yields the names (`file#0`, `file#1`, ...) and texts of the non-empty documents of a file, without separators.
 
     A `\\n` in the separator also matches `\\r\\n`. At most a block and a document are in memory.
@@ -221,7 +221,7 @@ def _split_file(file: File, separator: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"{file.name}#{number}", remainder
 
 
-def _read_rows(file: File, field: str) -> Iterator[tuple[str, bytes]]:
+def _read_rows(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
     """Yields the names (`file#1`, `file#2`, ...) and texts of the non-empty rows of a file."""
     for number, row in read_rows(file, (field,) if file.is_table else None):
         text = row.get(field, "" if file.is_table else None)  # null in a table
@@ -268,7 +268,7 @@ ALWAYS_READ = 1 << 20
 _READ_BYTES = 1 << 20
 
 
-def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[File]) -> int | None:
+def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> int | None:
     """Returns the number of samples per epoch of a split, or None if only loading the data can show it.
 
     files: the result of `text_files` or `token_files` for this split.
@@ -281,7 +281,7 @@ def count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequen
     return num_windows(sum(lengths), config.sequence)
 
 
-def _token_lengths(config: TokensConfig, files: Sequence[File]) -> list[int] | None:
+def _token_lengths(config: TokensConfig, files: Sequence[DataFile]) -> list[int] | None:
     """Returns the length of each padded document, or the number of all tokens as one length, or None if it is unknown."""
     if config.documents != "pad":
         return [sum(file.num_bytes // TOKEN_BYTES[file.dtype(config)] for file in files)]
@@ -291,7 +291,7 @@ def _token_lengths(config: TokensConfig, files: Sequence[File]) -> list[int] | N
     return [stop - start for index in indices for start, stop in pairwise(index.offsets)]
 
 
-def _text_lengths(config: TextConfig, split: Split, files: Sequence[File]) -> Sequence[int] | None:
+def _text_lengths(config: TextConfig, split: Split, files: Sequence[DataFile]) -> Sequence[int] | None:
     """Returns the number of tokens of each document, or None if a large corpus must be read for it."""
     has_file_sizes = document_reader(config) is None and config.tokenizer is None
     if has_file_sizes and not any(file.is_compressed for file in files) and not (_is_filtered(config) and _is_large(files)):

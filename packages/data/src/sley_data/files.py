@@ -50,7 +50,7 @@ WILDCARDS = frozenset("*?[")
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """A data file.
 
     name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk. is_compressed:
@@ -66,11 +66,11 @@ class File:
     index: Index | None = dataclasses.field(default=None, compare=False)
 
     def dtype(self, config: TokensConfig) -> TokenDtype:
-        """Returns the token dtype of this token file of the table `config`."""
+        """Returns the dtype of this file's tokens. config: the table that lists the file."""
         return config.dtype if self.index is None else self.index.dtype
 
 
-FilesAndProblems: TypeAlias = "tuple[list[File], list[Problem]]"
+FilesAndProblems: TypeAlias = "tuple[list[DataFile], list[Problem]]"
 """The files that paths and patterns name, and the problems of these paths and patterns."""
 
 
@@ -89,7 +89,7 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
     pattern are skipped. Problems are paths that are missing, empty or not regular files, patterns without a match, and missing
     read permissions.
     """
-    files: dict[str, File] = {}
+    files: dict[str, DataFile] = {}
     problems = []
     for number, pattern in enumerate(patterns):
         try:
@@ -123,7 +123,7 @@ def _has_wildcard(pattern: str) -> bool:
     return not WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
 
 
-def _match_files(pattern: str) -> Iterator[File]:
+def _match_files(pattern: str) -> Iterator[DataFile]:
     """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if there are none."""
     if pattern.startswith("hf:/"):
         try:
@@ -147,7 +147,7 @@ def _match_files(pattern: str) -> Iterator[File]:
         raise _BadPathError("data-missing", f"`{path}` matches no file", hint)
     if not any(sizes.values()):
         raise _BadPathError("data-empty", f"every file that `{path}` matches is empty")
-    yield from (File(match.relative_to(root).as_posix(), match, size) for match, size in sizes.items() if size)
+    yield from (DataFile(match.relative_to(root).as_posix(), match, size) for match, size in sizes.items() if size)
 
 
 def _match_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
@@ -188,7 +188,7 @@ def _entry_names(folder: Path) -> list[str]:
 _SAVED_STATE = "state.json"
 
 
-def _saved_dataset_files(folder: Path) -> list[File]:
+def _saved_dataset_files(folder: Path) -> list[DataFile]:
     """Returns the data files in a folder that `save_to_disk` of `datasets` has written."""
     try:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
@@ -199,7 +199,7 @@ def _saved_dataset_files(folder: Path) -> list[File]:
     return [replace(_plain_file(folder / name), name=f"{folder.name}/{name}") for name in names]
 
 
-def _plain_file(path: Path) -> File:
+def _plain_file(path: Path) -> DataFile:
     """Returns the file at a path without wildcards. Raises `_BadPathError` if it is missing, empty or not a regular file."""
     if not path.exists():
         hint = "a relative path starts at the plan's folder"
@@ -212,7 +212,7 @@ def _plain_file(path: Path) -> File:
         raise _BadPathError("data-missing", f"`{path}` is not a regular file")
     if not stat.st_size:
         raise _BadPathError("data-empty", f"`{path}` is empty")
-    return File(path.name, path, stat.st_size)
+    return DataFile(path.name, path, stat.st_size)
 
 
 def download_files(name: str) -> str:
@@ -280,13 +280,13 @@ def library_files() -> FilesAndProblems:
 
 
 @cache
-def _find_library_files(root: str) -> tuple[File, ...]:
+def _find_library_files(root: str) -> tuple[DataFile, ...]:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
         paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
-        files += [File(prefix + name, path, path.stat().st_size) for name, path in paths]
+        files += [DataFile(prefix + name, path, path.stat().st_size) for name, path in paths]
     return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
 
 
@@ -309,7 +309,7 @@ ConfigT = TypeVar("ConfigT", TextConfig, ChatConfig)
 
 def split_files(
     config: ConfigT, split: Split, find_split: Callable[[ConfigT, Split], FilesAndProblems]
-) -> tuple[list[File], list[File]]:
+) -> tuple[list[DataFile], list[DataFile]]:
     """Returns the files of a split, and the files whose documents are excluded from the split.
 
     find_split: returns the files of a split of one table, and their problems. Raises PlanError with all problems.
@@ -327,7 +327,7 @@ def row_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
     return _add_formats(*find_files(patterns, key), key, tables=True)
 
 
-def _add_formats(files: Sequence[File], problems: list[Problem], key: KeyPath, *, tables: bool) -> FilesAndProblems:
+def _add_formats(files: Sequence[DataFile], problems: list[Problem], key: KeyPath, *, tables: bool) -> FilesAndProblems:
     """Returns the files with their formats, and all problems. tables: whether Parquet and Arrow tables are allowed."""
     formats = [detect_format(file.path) for file in files]
     if tables:
@@ -343,7 +343,7 @@ def _content_suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def _format_problems(files: Sequence[File], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
+def _format_problems(files: Sequence[DataFile], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
     for file, fmt in zip(files, formats, strict=True):
         if fmt.unsupported is not None:
             yield Problem(key, f"`{file.path}` is {fmt.unsupported[0]}", fmt.unsupported[1], "data-format")
@@ -375,7 +375,7 @@ def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
     return files, problems
 
 
-def _add_index(file: File) -> File:
+def _add_index(file: DataFile) -> DataFile:
     """Returns the token file of `file`, a token file or its index, with the index if there is one. Raises `_BadPathError`."""
     index, tokens = file.path.with_suffix(".idx"), file
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sley_core.errors import PlanError, PluginError
-from sley_data.files import File
+from sley_data.files import DataFile
 from sley_data.formats import ARROW_FILE, PARQUET, open_decompressed
 
 INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
@@ -22,7 +22,7 @@ _BATCH_ROWS = 256
 """The number of table rows that are in memory at a time."""
 
 
-def read_rows(file: File, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
 
     columns: the columns of tables to read, or None for all. Null values of tables are omitted, also in nested dicts, since
@@ -37,12 +37,12 @@ def read_rows(file: File, columns: Sequence[str] | None = None) -> Iterator[tupl
     yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
 
 
-def row_error(file: File, number: int, reason: str, hint: str | None = None) -> PlanError:
+def row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
     """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
 
-def _read_lines(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_lines(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_decompressed(file.path) as lines:
         for number, line in enumerate(lines, start=1):
             line = line.removeprefix(_BOM) if number == 1 else line
@@ -50,27 +50,27 @@ def _read_lines(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _require_object(file, number, _parse_json(file, number, line))
 
 
-def _read_array(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_array(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_decompressed(file.path) as content:
         values = _parse_json(file, 1, content.read().removeprefix(_BOM))
     for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield number, _require_object(file, number, value)
 
 
-def _parse_json(file: File, number: int, text: bytes) -> Any:
+def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
 
 
-def _require_object(file: File, number: int, value: Any) -> dict[str, Any]:
+def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise row_error(file, number, "is not a JSON object")
     return value
 
 
-def _read_table(file: File, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the rows of a Parquet or Arrow file."""
     try:
         import pyarrow  # type: ignore[import-untyped]
@@ -97,7 +97,7 @@ def _read_table(file: File, columns: Sequence[str] | None) -> Iterator[tuple[int
         raise PlanError("data-format", message, path=("data", "files")) from None
 
 
-def _read_batches(file: File, columns: Sequence[str] | None) -> Iterator[Any]:
+def _read_batches(file: DataFile, columns: Sequence[str] | None) -> Iterator[Any]:
     """Yields the record batches of a Parquet file, an Arrow file, or an Arrow stream, which `save_to_disk` writes."""
     import pyarrow as pa
 

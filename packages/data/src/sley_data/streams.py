@@ -20,7 +20,7 @@ from sley_core.api.files import replace_atomically
 from sley_data import cache
 from sley_data.config import TextConfig, TokensConfig
 from sley_data.documents import find_copied_tokens, read_documents
-from sley_data.files import File, merge_problems, split_files, text_files, token_files
+from sley_data.files import DataFile, merge_problems, split_files, text_files, token_files
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
@@ -196,7 +196,7 @@ def token_stream(config: TokensConfig, split: Split) -> Stream:
     return Stream(parts, np.unique(np.concatenate(ends)))
 
 
-def _document_ends(file: File, part: Integers, config: TokensConfig) -> Integers:
+def _document_ends(file: DataFile, part: Integers, config: TokensConfig) -> Integers:
     """Returns the ends of the documents in a file, or also the start of the first document."""
     if file.index is not None:
         return np.array(file.index.offsets, np.int64)

@@ -83,9 +83,9 @@ class _Worker:
         try:
             self._send(batch)
             is_error, result = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died within a reply
-            message = f"a worker process ended with the exit status {self._process.wait()} when it tokenized {batch}"
-            hint = "set `cache` to a path on another disk, or use a host with more memory, if the system killed the process"
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died mid-reply
+            message = f"a worker process exited with status {self._process.wait()} while tokenizing {batch}"
+            hint = "if the system killed the process, use a host with more memory or set `cache` to a path on another disk"
             raise RunError("data-worker", message, path=("data",), hint=hint) from None
         if is_error:
             raise result

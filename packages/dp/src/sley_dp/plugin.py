@@ -56,7 +56,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
         if not isinstance(handler.config, ShardedConfig) or handler.config.shards is None:
             continue
         shards, location = handler.config.shards, ("gradient_handlers", index, "shards")
-        sizes = {axis: topology.size_of(axis) for axis in reduce_groups(topology)}
+        sizes = {axis: topology.size_of(axis) for axis in reduction_axes(topology)}
         for axis, size in sizes.items():
             if size % shards:
                 divisors = [str(divisor) for divisor in range(2, size + 1) if size % divisor == 0]
@@ -71,8 +71,8 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
             yield Problem(location, message, hint, "canonical-unsupported")
 
 
-def reduce_groups(topology: Topology) -> list[str]:
-    """Returns the axes that reduce gradients and have at least two ranks."""
+def reduction_axes(topology: Topology) -> list[str]:
+    """Returns the axes over which gradients are reduced and that have at least two ranks."""
     axes = ("stage", "wdp") if topology.wp > 1 else ("stage",)
     return [axis for axis in axes if topology.size_of(axis) > 1]
 
@@ -83,7 +83,7 @@ def shard_groups(shards: int | None, topology: Topology) -> Iterator[ProcessGrou
     shards: a divisor of the size of every reduce group, or None for that size. For a reduce group of 8 ranks and shards = 4,
     the ranks 0 1 2 3 and 4 5 6 7 share a copy, and 0 4, 1 5, 2 6, 3 7 hold the same shard.
     """
-    for axis in reduce_groups(topology):
+    for axis in reduction_axes(topology):
         groups = list(topology.partition(axis))
         num_shards = shards or topology.size_of(axis)
         ranks_per_copy = tuple(

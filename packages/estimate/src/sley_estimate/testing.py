@@ -23,7 +23,7 @@ from sley_estimate.layers.prices import LayerSeconds, price_layers
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.links import Cost
-from sley_estimate.step.simulate import Await, Begin, Compute, Instruction, StepSeconds, simulate_programs
+from sley_estimate.step.simulate import Await, Begin, Compute, Instruction, StepTime, simulate_programs
 from sley_testing.plans import Tables, changed
 from train_cli.meta_model import meta_micro_batch
 
@@ -84,7 +84,7 @@ def plain_step(
     layers: Sequence[Sequence[LayerSeconds]],
     messages: Sequence[Cost],
     final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
-) -> StepSeconds:
+) -> StepTime:
     """Returns the simulated step of lowered lists without a plan. layers: the layers of each position. messages: the cost
     between position i and i + 1. final_instructions: the last instructions of the programs, by stage.
     """

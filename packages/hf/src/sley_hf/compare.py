@@ -15,7 +15,7 @@ from torch import Tensor
 from sley_core.api.model import Model
 from sley_core.errors import PlanError
 from sley_hf.decoder import build_from_config, layers_of, read_hf_config, routers_of
-from sley_hf.structure import Structure, layer_name
+from sley_hf.structure import ModuleNames, layer_name
 
 if TYPE_CHECKING:
     from sley_hf.config import DecoderConfig
@@ -64,7 +64,7 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
 
-def shrink(hf_config: Any, causal: Any, structure: Structure) -> Any:
+def shrink(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
     """Returns a copy of a config with few token ids, and only as many layers as it takes to have each kind of layer.
 
     causal: the model of `hf_config`. Layers are of one kind if they have one type, and the same names and shapes of parameters.
@@ -111,7 +111,7 @@ def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seq
 def _load_balancing_loss(model: Model, tokens: Tensor) -> float:
     """Returns the load-balancing loss, without its coefficient, for token ids [b, s]."""
     for layer in model.layers:
-        layer.module.training = True  # not the modules within, which may drop values
+        layer.module.training = True  # not its submodules, which may apply dropout
     output: Any = logits(model, tokens)
     return float(output.balance.routers.loss(*output.routed[1:]))
 

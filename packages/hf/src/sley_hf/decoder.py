@@ -24,7 +24,7 @@ from sley_hf.config import has_router_loss
 from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
     LayerArguments,
-    Structure,
+    ModuleNames,
     UnsupportedModelError,
     find_structure,
     layer_name,
@@ -59,7 +59,7 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     return layers_of(causal, structure, initialise, routers)
 
 
-def routers_of(config: DecoderConfig, causal: Any, structure: Structure) -> Routers | None:
+def routers_of(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
     """Returns the routers, if the model is trained with their load-balancing loss. Raises PlanError "hf-structure"."""
     if not has_router_loss(config):
         return None
@@ -72,7 +72,7 @@ def routers_of(config: DecoderConfig, causal: Any, structure: Structure) -> Rout
 
 def layers_of(
     causal: Any,
-    structure: Structure,
+    structure: ModuleNames,
     initialise: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
@@ -97,7 +97,7 @@ def read_hf_config(config: DecoderConfig) -> Any:
         raise _structure_error(str(error)) from None
 
 
-def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, Structure]:
+def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, ModuleNames]:
     """Returns the transformers model with its parameters on meta and its buffers on the host, and its structure.
 
     Raises PlanError "hf-structure".
@@ -151,7 +151,7 @@ def _initialise(causal: Any, module: nn.Module, name: str) -> None:
     causal._init_weights(module)
 
 
-def ties(causal: Any, structure: Structure) -> list[tuple[str, str]]:
+def ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
     """Returns the ties of the model under the names of its layers: embedding first, head second."""
     if not causal.config.tie_word_embeddings:
         return []
@@ -159,17 +159,19 @@ def ties(causal: Any, structure: Structure) -> list[tuple[str, str]]:
     return [(layer_name(source, structure), layer_name(target, structure)) for target, source in tied.items()]
 
 
-def _copy_embed(causal: Any, structure: Structure) -> nn.Module:
+def _copy_embed(causal: Any, structure: ModuleNames) -> nn.Module:
     return Embed(*with_recorders(causal, structure, 1))
 
 
-def _copy_block(causal: Any, structure: Structure, arguments: LayerArguments, index: int, routers: Routers | None) -> nn.Module:
+def _copy_block(
+    causal: Any, structure: ModuleNames, arguments: LayerArguments, index: int, routers: Routers | None
+) -> nn.Module:
     blocks = structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks)
     layer = copy.deepcopy(list(blocks.children())[index])
     return Block(layer, arguments, index, causal.config._attn_implementation != NAME, routers)
 
 
-def _copy_head(causal: Any, structure: Structure, routers: Routers | None) -> nn.Module:
+def _copy_head(causal: Any, structure: ModuleNames, routers: Routers | None) -> nn.Module:
     stack = structure.stack_of(getattr(causal, structure.base))
     norm = copy.deepcopy(stack.get_submodule(structure.norm))
     hidden = _Hidden()

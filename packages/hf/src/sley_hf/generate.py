@@ -63,7 +63,7 @@ class Generator:
         Raises UsageError "chat-template" if there is no template, or if it refuses the messages.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            hint = "use a run of `data.chat`, or a model whose tokenizer has a template"
+            hint = "use a run that was trained with `data.chat`, or a model whose tokenizer has a template"
             raise UsageError("chat-template", "the model has no chat template", hint=hint)
         try:
             text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sley_core.api.comm import Group
     from sley_core.api.parts import Parts
-    from sley_hf.structure import Structure
+    from sley_hf.structure import ModuleNames
 
 
 class Routed(NamedTuple):
@@ -85,7 +85,7 @@ class Routers:
         return (per_expert / num_tokens * (probabilities / num_tokens)).sum() * self.num_experts
 
 
-def find_routers(causal: Any, structure: Structure, coefficient: float | None) -> Routers:
+def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None) -> Routers:
     """Returns the routers of a transformers model. coefficient: None takes that of its config.
 
     Raises UnsupportedModelError if the model has no routers, or if transformers computes another loss.

@@ -33,7 +33,7 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class Structure:
+class ModuleNames:
     """The names of a model's parts.
 
     base: the attribute of the base model. stack: the path of the module that owns the decoder layers, within the base; "" for
@@ -49,12 +49,12 @@ class Structure:
         """Returns the module that owns the decoder layers."""
         return base.get_submodule(self.stack)
 
-    def prefix(self, attribute: str) -> str:
+    def full_name(self, attribute: str) -> str:
         """Returns the full name of an attribute of the stack, such as `model.layers`."""
         return ".".join(name for name in (self.base, self.stack, attribute) if name)
 
 
-def find_structure(causal: Any) -> Structure:
+def find_structure(causal: Any) -> ModuleNames:
     """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is no plain decoder."""
     config = causal.config
     family = config.model_type
@@ -89,12 +89,12 @@ def find_structure(causal: Any) -> Structure:
         raise UnsupportedModelError(
             f"`{family}` must have one norm after its decoder layers, but has {', '.join(norms) or 'none'}"
         )
-    return Structure(base_name, stack, blocks, norms[0])
+    return ModuleNames(base_name, stack, blocks, norms[0])
 
 
-def layer_name(name: str, structure: Structure) -> str:
+def layer_name(name: str, structure: ModuleNames) -> str:
     """Returns the registry's name of the parameter that transformers calls `name`."""
-    blocks, norm = structure.prefix(structure.blocks), structure.prefix(structure.norm)
+    blocks, norm = structure.full_name(structure.blocks), structure.full_name(structure.norm)
     if name.startswith(f"{blocks}."):
         index, _, path = name.removeprefix(f"{blocks}.").partition(".")
         return f"blocks.{index}.layer.{path}"
@@ -165,7 +165,7 @@ class _Unchanged(nn.Module):
         return x
 
 
-def with_recorders(causal: Any, structure: Structure, num_recorders: int | None = None) -> tuple[nn.Module, list[_Recorder]]:
+def with_recorders(causal: Any, structure: ModuleNames, num_recorders: int | None = None) -> tuple[nn.Module, list[_Recorder]]:
     """Returns a copy of the base model whose decoder layers are recorders, and these. num_recorders: all layers if None."""
     original = getattr(causal, structure.base)
     blocks = structure.stack_of(original).get_submodule(structure.blocks)
@@ -184,7 +184,7 @@ class LayerArguments:
     belong to no layer.
     """
 
-    def __init__(self, causal: Any, structure: Structure) -> None:
+    def __init__(self, causal: Any, structure: ModuleNames) -> None:
         base, recorders = with_recorders(causal, structure)
         hidden = causal.config.hidden_size
         for module in list(base.modules()):

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from sley_core.api.files import TensorKind, TensorReader, open_weights
 from sley_core.api.state import BY_NAME, DTYPES
 from sley_core.errors import PlanError, RunError
-from sley_hf.structure import Structure, layer_name
+from sley_hf.structure import ModuleNames, layer_name
 
 PATH = ("model", "weights")
 _MAX_PROBLEMS = 4
@@ -39,7 +39,7 @@ class StoredWeights:
     meta. Raises RunError "weight-files" if the files cannot be read.
     """
 
-    def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
+    def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
         self._weights = open_weights(folder)
         self._causal = causal
         transforms = get_model_conversion_mapping(causal)
@@ -129,7 +129,7 @@ class FileInitializer:
     Raises PlanError "model-weights" if the files cannot be read or belong to another model.
     """
 
-    def __init__(self, folder: Path, causal: Any, structure: Structure) -> None:
+    def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
         try:
             self._folder, self._stored = folder, StoredWeights(folder, causal, structure)
         except RunError as error:

@@ -10,7 +10,7 @@ from sley_core.api.plan import Array, PlanPath, Table
 
 
 class GPipeConfig(Table):
-    """Runs all forwards, then all backwards. Holds every microbatch of the step."""
+    """Runs all forwards, then all backwards. Keeps the activations of all microbatches of a step in memory."""
 
 
 class OneFOneBConfig(Table):

@@ -254,10 +254,10 @@ class Link:
 
     def _label(self, transfer: Transfer, verb: str) -> str:
         """Returns the description of `transfer` for errors and traces. verb: "sends to" or "receives from"."""
-        contents = "its output" if transfer.flow == "forward" else "a gradient"
+        contents = "output" if transfer.flow == "forward" else "gradient"
         return (
-            f"stage {self._stage} {verb} stage {transfer.peer}, {transfer.flow}, {contents} of microbatch {transfer.micro} "
-            f"(chunk {transfer.chunk})"
+            f"stage {self._stage} {verb} stage {transfer.peer}, the {contents} for microbatch {transfer.micro} "
+            f"({transfer.flow}, chunk {transfer.chunk})"
         )
 
 

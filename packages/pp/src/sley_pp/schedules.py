@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v
+from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v_placement
 from sley_core.errors import Place, PlanError
 from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
 
@@ -226,7 +226,7 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
         number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)
     ]
     lists = [[action for action in actions if action.micro < num_microbatches] for actions in patterns]
-    return insert_weight_gradients(lists, v(stages), max_inputs=2 * stages)
+    return insert_weight_gradients(lists, v_placement(stages), max_inputs=2 * stages)
 
 
 def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Symbol]:
@@ -260,7 +260,7 @@ def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
 
 def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
     """Returns the ZB-V schedule, with two chunks per stage in a V."""
-    return Schedule(zero_bubble_v, chunks=2, place=v)
+    return Schedule(zero_bubble_v, chunks=2, place=v_placement)
 
 
 def build_csv(config: CsvConfig) -> Schedule:

@@ -206,7 +206,7 @@ class Walker:
             self._send("backward", action, description, self._gradients(position, micro_batch, description))
 
     def _receive(self, flow: Flow, action: Action, origin: int) -> Description:
-        """Receives the message of the chunk at position `origin`, and compares it with the sent one."""
+        """Receives the message of the chunk at position `origin`, checks its content, and returns its description."""
         description, tensors = self._crossing.receive(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
         label = f"stage {self.stage}, walk {self._number}, {flow} of {action}"

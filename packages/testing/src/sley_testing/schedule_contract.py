@@ -151,10 +151,10 @@ def _decoder(num_layers: int, num_micro_batches: int, **changes: Any) -> Table:
     return small_plan(model__num_layers=num_layers, batch=batch, evaluation={"every": 9, "steps": 2}, **changes)
 
 
-def _assert_parity(ranks: Callable[..., Ranks], texts: Path, plan: Table, tables: Table) -> None:
-    """Asserts that two stages with the further `tables` match one process."""
-    layouts = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **tables}, NUM_STEPS, folder=texts)
-    assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=texts), layouts, "fp64")
+def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Table, extra_tables: Table) -> None:
+    """Asserts that two stages with the additional `extra_tables` match one process."""
+    records = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **extra_tables}, NUM_STEPS, folder=folder)
+    assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_micro_batches: int, label: str) -> None:

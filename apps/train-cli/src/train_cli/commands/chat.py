@@ -20,7 +20,7 @@ from sley_core.hugging_face import CONFIG, merged_weights
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.hugging_face import write_other_files
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 from train_cli.saved import open_weights
@@ -48,7 +48,7 @@ def chat(
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     generator.encode_chat([*first, {"role": "user", "content": "?"}])  # refuses a model without a template at once
-    say(HELP)
+    print_line(HELP)
     for line in _lines():
         if line == "/quit":
             return
@@ -94,7 +94,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if ids and ids[-1] is not None:
-        say("the answer has no end token yet")
+        print_line("the answer has no end token yet")
     return text
 
 
@@ -105,7 +105,7 @@ def _encode_recent(generator: Any, messages: list[dict[str, str]], num_first: in
         if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_first + 1:
             return ids
         del messages[num_first : num_first + 2]
-        say("the conversation is too long for the model, which forgets its first turn")
+        print_line("the conversation is too long for the model, which forgets its first turn")
 
 
 def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:

@@ -11,7 +11,7 @@ import typer
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan, has_tie_handler
 from sley_core.plan.load import load_plan
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.options import FormatOption, NodesOption, OutputFormat, PerNodeOption, SetOption, WorldOption, world_size
 
 
@@ -42,7 +42,7 @@ def check(
         worst = max(errors, key=lambda error: error.exit_code)
         raise type(worst).from_diagnostics(diagnostic for error in errors for diagnostic in error.diagnostics)
     result = "1 plan is fine" if len(plans) == 1 else f"{len(plans)} plans are fine"
-    say(result if model else f"{result}; no model was built (use --model)")
+    print_line(result if model else f"{result}; no model was built (use --model)")
 
 
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
@@ -55,9 +55,11 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
         from train_cli.meta_model import check_model
 
         for note in check_model(plan, size, calls_layers=True):
-            say(f"{path}: {note}")
+            print_line(f"{path}: {note}")
     elif plan.parallel.pp > 1 and not has_tie_handler(plan):
-        say(f"{path}: no gradient handler sums weights that stages share; use --model to check whether there are such weights")
+        print_line(
+            f"{path}: no gradient handler sums weights that stages share; use --model to check whether there are such weights"
+        )
 
 
 def env(form: FormatOption = OutputFormat.text) -> None:

@@ -17,7 +17,7 @@ from sley_core.errors import UsageError
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
 from sley_core.whole_files import replace_atomically
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ def prepare(plan: PlanArgument, overrides: SetOption = None) -> None:
         dataset = _open_dataset(resolved.data, DataContext(resolved.run.seed, split))
         if is_stream(dataset):
             raise UsageError("no-tokens", f"`{resolved.data.name}` is a stream, so there is nothing to prepare")
-        say(f"{split}: {len(cast('Dataset', dataset))} samples")
+        print_line(f"{split}: {len(cast('Dataset', dataset))} samples")
         for note in getattr(dataset, "data_notes", ()):
-            say(note)
+            print_line(note)
 
 
 @data.command()
@@ -116,7 +116,7 @@ def export(
             for part in dataset.token_parts:
                 file.write(part.astype(dtype).data)
                 count += len(part)
-        say(f"{out / name}: {count} tokens, {dtype}, vocab_size = {dataset.info.vocab_size}")
+        print_line(f"{out / name}: {count} tokens, {dtype}, vocab_size = {dataset.info.vocab_size}")
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:

@@ -24,7 +24,7 @@ from sley_core.errors import RunError, UsageError
 from sley_core.hugging_face import merged_weights
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.options import BestOption
 from train_cli.saved import open_weights
 
@@ -83,13 +83,13 @@ def export(
         raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
     if form is ExportFormat.peft:
         _export_adapters(plan, source, Path(run), to)
-        say(f"the adapters for peft: {out}")
+        print_line(f"the adapters for peft: {out}")
         return
     if form is ExportFormat.huggingface:
         num_files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
         num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
-    say(f"weights in {'1 file' if num_files == 1 else f'{num_files} files'}: {out}")
+    print_line(f"weights in {'1 file' if num_files == 1 else f'{num_files} files'}: {out}")
 
 
 def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:
@@ -114,10 +114,10 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     if not check:
         return len(files)
     if find_spec("sley_hf") is None:
-        say("the export was not loaded for a check, which needs sley-hf")
+        print_line("the export was not loaded for a check, which needs sley-hf")
         return len(files)
     import_module("sley_hf.export").check_export(plan, model, source, out)
-    say("transformers computes the run's logits")
+    print_line("transformers computes the run's logits")
     return len(files)
 
 
@@ -170,10 +170,10 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
     pairs = [(name, exported) for name in source.names for exported in module_names.names[name]]
     files = write_tensors(out, source, pairs, max_file_bytes)
     if module_names.module:
-        say(f"the names are those of `{module_names.module}.load_state_dict`")
+        print_line(f"the names are those of `{module_names.module}.load_state_dict`")
     if missing := module_names.missing:
         suffix = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        say(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses; load with `strict=False`")
+        print_line(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses; load with `strict=False`")
     return len(files)
 
 

@@ -24,7 +24,7 @@ from sley_core.plan.kinds import COMPONENTS, kind_name
 from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
 from sley_core.words import describe_type, suggestion
 from train_cli import templates
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.main import module_of
 from train_cli.options import FormatOption, OutputFormat
 
@@ -204,8 +204,8 @@ def new(
     files = package_files(kind, name)
     write_package(files, folder)
     for path in files:
-        say(f"{folder / path}")
-    say(f"next: cd {folder} && pip install -e . pytest && pytest")
+        print_line(f"{folder / path}")
+    print_line(f"next: cd {folder} && pip install -e . pytest && pytest")
 
 
 def package_files(plugin_kind: str, name: str) -> dict[str, str]:

@@ -84,7 +84,7 @@ def run(
     check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # Importing torch takes seconds, in this process and in each rank.
-        console.say(f"starting {resolved.run.name} on {ranks(size)}")
+        console.print_line(f"starting {resolved.run.name} on {ranks(size)}")
     from train_cli.meta_model import check_model
 
     check_model(resolved, size)
@@ -123,13 +123,13 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
         arguments,
         size,
         folder,
-        say=console.say,
+        print_line=console.print_line,
         terminated_s=terminated_s(plan),
         stop_signals=plan.run.stop_signals,
     )
     console.show(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
-        console.say(f"use `train-cli doctor {folder}` to see the state of each rank")
+        console.print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
     return fault.exit_code
 
 

@@ -28,7 +28,7 @@ from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord, ModelRecord
 from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 from train_cli.progress import SUMMARY, repeats
@@ -89,7 +89,7 @@ def sample(
         for context, *answer in zip(shown, *steps, strict=True):
             _print(text_ids, chain(context, (token for token in answer if token is not None)))
     if limit < tokens:
-        say(f"the model has {generator.max_length} positions")
+        print_line(f"the model has {generator.max_length} positions")
 
 
 def _has_cache(plan: Plan) -> bool:
@@ -267,12 +267,12 @@ def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
         if data and (note := _trained_on(plan_with_data(run), plan)):
-            say(note)
+            print_line(note)
         numbers = model.evaluate_sets()
         evaluation = model.plan.evaluation
         assert evaluation is not None
         if model.held_out is not None and (note := repeats(model.held_out.num_samples, model.plan)):
-            say(note)
+            print_line(note)
     if (loss := numbers.pop(row_name("loss"), None)) is not None:
         typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
         if _is_nats_per_byte(plan):

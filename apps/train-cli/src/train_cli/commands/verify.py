@@ -79,7 +79,7 @@ def verify(
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps)))
     is_idle = findings.no_step_taken(ranks_findings, steps)
     if is_idle:
-        console.say("no step updated the weights, so no weight was compared; use more `--steps`")
+        console.print_line("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
@@ -115,7 +115,7 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
-        fault = launch(target, {**arguments, "folder": name}, size, folder, say=console.say, terminated_s=limit_s)
+        fault = launch(target, {**arguments, "folder": name}, size, folder, print_line=console.print_line, terminated_s=limit_s)
         console.show(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)

@@ -272,7 +272,7 @@ def loop(stages: int, chunks: int = 1) -> Placement:
     return Placement(tuple(range(stages)) * chunks)
 
 
-def v(stages: int, chunks: int = 2) -> Placement:
+def v_placement(stages: int, chunks: int = 2) -> Placement:
     """Returns the V placement: all stages up, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
@@ -291,7 +291,7 @@ Generator = Callable[[int, int, int], list[list[Action]]]
 @dataclass(frozen=True)
 class Schedule:
     """A generator with the number of chunks per stage and the placement of the plan's table. place: returns the placement for
-    any number of stages, as `loop` and `v` do.
+    any number of stages, as `loop` and `v_placement` do.
     """
 
     generate: Generator

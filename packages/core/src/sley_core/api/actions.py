@@ -8,4 +8,4 @@ from sley_core.actions.action import Schedule as Schedule
 from sley_core.actions.action import Transfer as Transfer
 from sley_core.actions.action import direction_of as direction_of
 from sley_core.actions.action import loop as loop
-from sley_core.actions.action import v as v
+from sley_core.actions.action import v_placement as v_placement

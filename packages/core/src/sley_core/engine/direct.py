@@ -181,7 +181,7 @@ def no_view(result: Tensor) -> Tensor:
 
 
 class GradientUse(Enum):
-    """The use of a weight's gradient by the running backward."""
+    """How the running backward uses a weight's gradient."""
 
     NOTHING = "autograd.grad of other tensors"
     SUM = "backward, which adds to `grad`"
@@ -189,7 +189,7 @@ class GradientUse(Enum):
 
     @classmethod
     def find(cls, ctx: Any, index: int = 1) -> GradientUse:
-        """Returns the use of a weight's gradient by the running backward. Every backward calls it, since a forward may call
+        """Returns how the running backward uses a weight's gradient. Every backward calls this, since a forward may call
         `autograd.grad`. index: the index of the weight, a leaf, among the inputs of the autograd function.
         """
         accumulation = ctx.next_functions[index][0]

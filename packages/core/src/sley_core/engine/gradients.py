@@ -259,7 +259,7 @@ class GradientStore:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for param in layout.order:
             has_products = param in self._products
-            self._accumulators[param] = self.reduction.accumulator(
+            self._accumulators[param] = self.reduction.new_accumulator(
                 param, views[param], empty, expected_passes.get(param, 0), has_products=has_products
             )
         self._order = list(self._accumulators.values())

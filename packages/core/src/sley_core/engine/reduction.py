@@ -111,12 +111,16 @@ class Reduction:
         """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""
         return 1
 
-    def accumulator(
-        self, param: Param, view: Tensor | None, empty: Tensor, expected_passes: int | None, *, has_products: bool
+    def new_accumulator(
+        self, param: Param, view: Tensor | None, placeholder: Tensor, expected_passes: int | None, *, has_products: bool
     ) -> Accumulator:
-        """Returns the accumulator of `param`. view: its part of a buffer; None without a reducer. empty: an empty tensor."""
+        """Returns a new accumulator for `param`.
+
+        view: the parameter's part of a buffer; None without a reducer. placeholder: an empty tensor for a gradient without
+        memory. expected_passes, has_products: as in `Accumulator`.
+        """
         if view is None:
-            return LooseAccumulator(param, empty, expected_passes, has_products=has_products)
+            return LooseAccumulator(param, placeholder, expected_passes, has_products=has_products)
         return Accumulator(param, view, expected_passes, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:

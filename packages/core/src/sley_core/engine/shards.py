@@ -277,7 +277,7 @@ def sharded_read_error(param: Param, label: str) -> RunError:
     return RunError(
         "sharded-weight-read",
         f"{label} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
-        hint="call the linear or embedding that has the parameter, or use a subclass, whose forward may read it. Between "
+        hint="call the linear or embedding layer that owns the parameter, or read it in the forward of a subclass. Between "
         "steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
         "`run.registry[name].parameter` is this rank's shard",
     )

@@ -144,7 +144,7 @@ class WeightStore:
         self._completions.append(completion)
 
     @property
-    def arrive_late(self) -> bool:
+    def may_arrive_late(self) -> bool:
         """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 

@@ -65,8 +65,8 @@ class _Block:
 class DevicePool(MemoryPool):
     """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
 
-    Blocks use at most twice the bytes that were ever lent at once. At this limit the pool lends a larger free block, or frees
-    the blocks that have been free longest. The block of a lost lease leaves the pool.
+    Blocks use at most twice the bytes that were ever lent at once. At this limit the pool lends a larger free block, or
+    releases the blocks that have been unused the longest. The block of a lost lease leaves the pool.
 
     per_doubling: the number of block sizes from one power of two to the next.
     """
@@ -77,7 +77,7 @@ class DevicePool(MemoryPool):
         self.num_leases = 0
         self._max_bytes = 0
         self._max_lent = 0
-        # The first sizes are those that have been free longest.
+        # The first sizes are those that have been unused the longest.
         self._free: dict[tuple[torch.device, int], list[_Block]] = {}
         # Weak: a failed step loses its leases. Their buffers may still be received into, and are freed with their last user.
         self._lent: WeakSet[_Block] = WeakSet()
@@ -152,7 +152,8 @@ class DevicePool(MemoryPool):
     def _pop_larger(self, device: torch.device, size: int) -> _Block | None:
         """Returns the smallest free block of at least `size` bytes if a new block would exceed the limit of the pool.
 
-        Otherwise returns None; at the limit, frees the blocks that have been free longest.
+        Returns None if a new block fits within the limit, or if no free block is large enough. In the latter case it first
+        releases the blocks that have been unused the longest.
         """
         self._max_lent = max(self._max_lent, size + sum(block.num_allocated for block in self._lent))
         if self.num_bytes + size > 2 * self._max_lent:

@@ -56,18 +56,18 @@ class RunMemory:
         ...
         run.memory.onload()               # the next step gives the same numbers as without an offload
 
-    managers: the offload managers of the plan, attached. masters: the master weights, which follow weights that a program
-    writes. settle: waits until no step is in progress. check_free: raises StateError if exchanges of a failed step are still in
-    progress. The run sets both. Ranks may offload independently, unless a manager shares copies among ranks, as
-    `memory.everything` does with `shared = true`.
+    managers: the plan's offload managers, already attached. masters: the master weights, which are updated when a program
+    writes to the weights. wait_until_idle: waits until no step is in progress. check_idle: raises StateError if exchanges of a
+    failed step are still in progress. The run sets both. Ranks may offload independently, unless a manager shares copies among
+    ranks, as `memory.everything` does with `shared = true`.
     """
 
     device: Device
     inventory: MemoryInventory
     managers: Sequence[OffloadManager]
     masters: Masters
-    settle: Callable[[], None] = lambda: None
-    check_free: Callable[[], None] = lambda: None
+    wait_until_idle: Callable[[], None] = lambda: None
+    check_idle: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -88,8 +88,8 @@ class RunMemory:
         evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
         moves.
         """
-        self.settle()
-        self.check_free()
+        self.wait_until_idle()
+        self.check_idle()
         self.follow()
         waits = [manager.offload(part) for part, manager in reversed(self._select(parts))]
         return Move(waits, self.inventory.device)
@@ -100,7 +100,7 @@ class RunMemory:
 
         Raises RunError "step-running" within a step, and the UsageErrors of `offload`.
         """
-        self.settle()
+        self.wait_until_idle()
         return Move([manager.onload(part) for part, manager in self._select(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
@@ -139,7 +139,7 @@ class RunMemory:
         copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and StateError
         "memory-away" if this rank's host has only a part of the copy.
         """
-        self.settle()
+        self.wait_until_idle()
         if part not in COPIED:
             hint = f"remove it from the call, or use one of {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload makes no copy of a run's {part.replace('_', ' ')}", hint=hint)

@@ -165,8 +165,8 @@ RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
 """The settings of BPE and Unigram that make tokenization random."""
 
 
-def disable_settings(text: str) -> str:
-    """Returns the text of a `tokenizer.json` without truncation, padding and random settings, as training uses it."""
+def deterministic_tokenizer_json(text: str) -> str:
+    """Returns the text of a `tokenizer.json` with truncation, padding and random settings turned off, as in training."""
     try:
         content = json.loads(text)
         settings = {key: None for key in ("truncation", "padding") if content.get(key) is not None}

@@ -79,7 +79,7 @@ class _Zero(torch.autograd.Function):
         return torch.unbind(gradients[0].to(ctx.dtype).expand(ctx.count, 1).contiguous())
 
 
-class Identity:
+class IdentityLoss:
     """A loss that returns the output."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
@@ -129,7 +129,7 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
         "run": {"name": "engine", "steps": 1 << 20, "device": device.type},
         "model": {"factory": f"{__name__}:build_weights", "options": {"count": num_weights}},
         "data": {"factory": f"{__name__}:IndexDataset"},
-        "loss": {"factory": f"{__name__}:Identity"},
+        "loss": {"factory": f"{__name__}:IdentityLoss"},
         "batch": {"global_size": num_micro_batches, "micro_size": 1},
         "optimizer": {"use": "core.adamw", "lr": 1e-4, "clip_norm": 1.0},
         "precision": dict(precision),

@@ -51,7 +51,7 @@ def calibrate(
 
         arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
         target = "sley_estimate.commands.calibrate:measure_on_rank"
-        fault = launch(target, arguments, ranks, out.absolute().parent, say=console.say, terminated_s=TIMEOUT_S)
+        fault = launch(target, arguments, ranks, out.absolute().parent, print_line=console.print_line, terminated_s=TIMEOUT_S)
         console.show(fault, context.ensure_object(Settings))
         raise typer.Exit(fault.exit_code)
     measure_on_rank(str(out), str(plan) if plan else None, overrides or [])
@@ -72,7 +72,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
         raise
     if machine is not None:
         Path(out).write_text(machine_text(machine), "utf-8")
-        console.say(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
+        console.print_line(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
     return EXIT_OK
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sley_estimate.bytes.rank import RankBytes
     from sley_estimate.layers.prices import Source
     from sley_estimate.machine import MachineFile
-    from sley_estimate.step.estimate import PlanSeconds
+    from sley_estimate.step.estimate import PlanEstimate
 
 GIB = 1 << 30
 UNCOMPILED = "the layers are estimated as if they were not compiled"
@@ -107,7 +107,7 @@ def estimate(
         data = {"world": size, "memory": limit, "stages": [asdict(stage) for stage in stages]}
         typer.echo(json.dumps(data | ({} if seconds is None else {"seconds": seconds_data(seconds)}), indent=2))
     else:
-        typer.echo("\n".join(bytes_lines(stages, size, limit)))
+        typer.echo("\n".join(memory_lines(stages, size, limit)))
         if seconds is not None and machine_file is not None:
             typer.echo("\n".join(seconds_lines(seconds, machine_file)))
         if resolved.model.config.compile:
@@ -127,7 +127,7 @@ def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
 
 def bytes_and_seconds(
     plan: Plan, size: int, machine: MachineFile | None = None
-) -> tuple[Sequence[RankBytes], PlanSeconds | None]:
+) -> tuple[Sequence[RankBytes], PlanEstimate | None]:
     """Returns the bytes of each stage and the seconds of a step on `machine`. Raises SleyError with its location."""
     from sley_estimate.bytes.stages import stage_bytes
     from sley_estimate.step.estimate import estimate_bytes_and_seconds
@@ -153,9 +153,9 @@ def parse_size(text: str) -> int:
     )
 
 
-def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> Iterator[str]:
-    """Yields text lines about the bytes of each stage."""
-    per_stage = size // len(stages)
+def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None) -> Iterator[str]:
+    """Yields the report lines on each stage's memory."""
+    per_stage = world_size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
         layer = f", layer {stage.position.layer}" if stage.position.layer else ""
@@ -168,9 +168,7 @@ def bytes_lines(stages: Sequence[RankBytes], size: int, limit: int | None) -> It
     verdict = f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}"
     if limit is not None:
         free_bytes = limit - largest.peak
-        verdict += (
-            f", which fits into {format_bytes(limit)} with {format_bytes(free_bytes)} to spare" if free_bytes >= 0 else ""
-        )
+        verdict += f", which fits in {format_bytes(limit)} with {format_bytes(free_bytes)} to spare" if free_bytes >= 0 else ""
         verdict += f", which exceeds {format_bytes(limit)} by {format_bytes(-free_bytes)}" if free_bytes < 0 else ""
     yield verdict
     yield COUNTED
@@ -197,7 +195,7 @@ def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
     yield from seconds_lines(seconds, machine)
 
 
-def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
+def seconds_lines(seconds: PlanEstimate, machine: MachineFile) -> Iterator[str]:
     """Yields text lines about the seconds of a step, the work of each stage, and the source of the layer seconds."""
     step = seconds.step
     host_wait_s = step.seconds - step.devices_s
@@ -223,7 +221,7 @@ def seconds_lines(seconds: PlanSeconds, machine: MachineFile) -> Iterator[str]:
     yield f"  {_describe_sources(seconds)} ({machine.device.name})"
 
 
-def _describe_sources(seconds: PlanSeconds) -> str:
+def _describe_sources(seconds: PlanEstimate) -> str:
     if not seconds.layers:
         return "slices of sequences are computed from their operators"
     counts = Counter(layer.source for layer in seconds.layers)
@@ -234,7 +232,7 @@ def _describe_sources(seconds: PlanSeconds) -> str:
     return f"of {len(seconds.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
 
 
-def seconds_data(seconds: PlanSeconds) -> dict[str, Any]:
+def seconds_data(seconds: PlanEstimate) -> dict[str, Any]:
     """Returns the estimated seconds as JSON data."""
     step = seconds.step
     return {

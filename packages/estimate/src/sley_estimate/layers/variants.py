@@ -43,8 +43,9 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def module_signature(module: nn.Module, location: str) -> Any:
-    """Returns nested plain values that determine the module's cost: modules with equal `repr`s have equal costs. location: the
-    module's name in the model, which replaces attributes that are not plain.
+    """Returns nested plain values that determine the module's cost: modules whose signatures have equal `repr`s cost the same.
+
+    location: the module's name in the model, which replaces attributes that are not plain.
     """
     attributes = [
         (name, plain_value(value, f"{location}.{name}"))
@@ -264,17 +265,18 @@ def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWor
 def add_copies(work: LayerWork) -> LayerWork:
     """Adds the copies of q, k, v and context that attentions over slices make in each forward, recomputation and backward."""
 
-    def copied(operators: Sequence[Operator], attentions: Sequence[Operator]) -> tuple[Operator, ...]:
-        sizes = [operator.num_bytes for operator in attentions if operator.name == ATTENTION]
+    def with_copies(operators: Sequence[Operator], forward: Sequence[Operator]) -> tuple[Operator, ...]:
+        """Returns `operators` plus the copies of the tensors that each attention in `forward` reads or writes."""
+        sizes = [operator.num_bytes for operator in forward if operator.name == ATTENTION]
         copies = [Operator("copy", COPY * num_bytes // TENSORS) for num_bytes in sizes for _ in range(TENSORS)]
         return (*operators, *copies)
 
     return replace(
         work,
-        forward=copied(work.forward, work.forward),
-        recompute=copied(work.recompute, work.recompute),
-        backward=copied(work.backward, work.forward),
-        input_gradient=copied(work.input_gradient, work.forward),
+        forward=with_copies(work.forward, work.forward),
+        recompute=with_copies(work.recompute, work.recompute),
+        backward=with_copies(work.backward, work.forward),
+        input_gradient=with_copies(work.input_gradient, work.forward),
     )
 
 

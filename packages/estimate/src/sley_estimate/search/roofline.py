@@ -243,7 +243,7 @@ class Roofline:
         def stages() -> tuple[Floats, Floats, Floats, Floats, Floats]:
             sharded = split.by_stage(self._sharded_numel(layout))
             topology, ranks = Topology(self.world, layout.pp, wp=wp), self.world // layout.pp
-            unsharded, shards = split.by_stage(self._numel) - sharded, sharded / wp
+            unsharded, shards = split.by_stage(self._num_trained) - sharded, sharded / wp
             owned = shards / (ranks // wp) + unsharded / ranks if is_shared else shards + unsharded
 
             def exchanged(collective: Collective, itemsize: int) -> Floats:
@@ -307,7 +307,7 @@ class Roofline:
         return trained
 
     @cached_property
-    def _numel(self) -> Floats:
+    def _num_trained(self) -> Floats:
         return np.array([float(sum(param.numel() for param in parameters)) for parameters in self._trained])
 
     def _sharded_numel(self, layout: Layout) -> Floats:
@@ -315,7 +315,7 @@ class Roofline:
         for two ranks.
         """
         if layout.weights is None:
-            return np.zeros(len(self._numel))
+            return np.zeros(len(self._num_trained))
 
         def sharded() -> Floats:
             pair = layout._replace(pp=1, sp=1, wp=2, micro_size=1, schedule=None, reducer=None, attention=None)

@@ -55,7 +55,7 @@ from sley_estimate.step.record import (
     WaitEvent,
     expand_step,
 )
-from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepSeconds, simulate_programs
+from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from train_cli.meta_model import meta_micro_batch
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
@@ -92,7 +92,7 @@ class _OperatorSeconds(NamedTuple):
 
 def simulate_records(
     records: Records, num_micro_batches: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
-) -> StepSeconds:
+) -> StepTime:
     """Returns the simulated step of `num_micros` microbatches.
 
     measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
@@ -290,10 +290,10 @@ def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Ca
 
 
 @dataclass(frozen=True)
-class PlanSeconds:
+class PlanEstimate:
     """The estimate of a plan's step. layers: the priced layers in model order; empty if recorded steps were priced instead."""
 
-    step: StepSeconds
+    step: StepTime
     layers: Sequence[PricedLayer]
 
 
@@ -305,7 +305,7 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 
 def estimate_bytes_and_seconds(
     plan: Plan, size: int, machine: MachineFile, cores: int = 1
-) -> tuple[list[RankBytes], PlanSeconds]:
+) -> tuple[list[RankBytes], PlanEstimate]:
     """Returns the bytes of each stage and the seconds of a step of `plan` on `size` ranks of `machine`, from the same steps.
     Raises PlanError for each failed check of the plan and for a missing part of the machine file, and the errors of
     `rank_bytes`.
@@ -318,7 +318,7 @@ def estimate_bytes_and_seconds(
     return [memory for memory, _ in stages], estimate_from_records(records, plan, size, machine, draft)
 
 
-def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanSeconds:
+def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanEstimate:
     """Returns the seconds of a step from representative stages. Raises the errors of `estimate_bytes_and_seconds`."""
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
@@ -355,7 +355,7 @@ def build_records(records_by_stage: Mapping[int, RankRecord], samples: Sequence[
     )
 
 
-def estimate_from_records(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanSeconds:
+def estimate_from_records(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanEstimate:
     """Returns the seconds of a step. Chunks whose layers are all measured use the measured seconds. Raises the errors of
     `simulate_records`.
     """
@@ -371,7 +371,7 @@ def estimate_from_records(records: Records, plan: Plan, size: int, machine: Mach
     num_micro_batches = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
     step = simulate_records(records, num_micro_batches, machine, measured, waits=waits)
-    return PlanSeconds(step, layers)
+    return PlanEstimate(step, layers)
 
 
 def waits_before_updates(plan: Plan) -> bool:

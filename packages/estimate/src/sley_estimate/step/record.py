@@ -51,8 +51,9 @@ class ExchangeReference(NamedTuple):
 
 @dataclass(frozen=True)
 class BeginEvent:
-    """The rank began an exchange of `num_bytes` (of full tensors) on a channel of its group of `axis`, or a copy on stream
-    `channel` of the axis `HOST`. after: a copy that must end first.
+    """The rank began an exchange on a channel of its group along `axis`, or a copy on stream `channel` of the axis `HOST`.
+
+    num_bytes: the size of the full tensors. after: a copy that must end first.
     """
 
     kind: Collective | CopyDirection

@@ -241,7 +241,7 @@ class ProgramSimulator:
 
 
 @dataclass(frozen=True)
-class StepSeconds:
+class StepTime:
     """A simulated step. exposed: the waits of stages and their own parts of exchanges. computing_s: the computing seconds of
     each stage. updating_s: the part of them outside the list, for norm and update. devices_s: the time at which all devices are
     done. host_s: the host's seconds of each stage, or 0 if it does not run ahead.
@@ -268,7 +268,7 @@ class StepSeconds:
         return dict(seconds)
 
 
-def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
+def simulate_programs(programs: Sequence[Program]) -> StepTime:
     """Returns the step of the given programs, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
     simulator = ProgramSimulator(programs)
     simulator.run()
@@ -286,4 +286,4 @@ def simulate_programs(programs: Sequence[Program]) -> StepSeconds:
     timeline = replace(
         Timeline.from_spans(len(programs), spans.values()), end_s=max((devices_s, *host_s)), computing_s=tuple(computing)
     )
-    return StepSeconds(timeline, tuple(simulator.exposed), tuple(computing), tuple(updating), devices_s, host_s)
+    return StepTime(timeline, tuple(simulator.exposed), tuple(computing), tuple(updating), devices_s, host_s)

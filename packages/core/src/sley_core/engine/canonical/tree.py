@@ -239,11 +239,11 @@ class CanonicalReduction(Reduction):
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
 
-    def accumulator(
-        self, param: Param, view: Tensor | None, empty: Tensor, expected_passes: int | None, *, has_products: bool
+    def new_accumulator(
+        self, param: Param, view: Tensor | None, placeholder: Tensor, expected_passes: int | None, *, has_products: bool
     ) -> Accumulator:
         is_loose = view is None
-        home = empty if view is None else view
+        home = placeholder if view is None else view
         return CanonicalAccumulator(self, param, home, expected_passes, is_loose=is_loose, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:
