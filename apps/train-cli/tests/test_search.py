@@ -126,7 +126,7 @@ def test_formula_counts_tied_weight_once(layout: dict[str, Any]) -> None:
     reducers = {candidate.reducer.name for candidate in layouts if candidate.reducer}
     assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
     for candidate in layouts[:3]:
-        peak = max(rank_bytes(candidate.plan(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
+        peak = max(rank_bytes(candidate.apply(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
         assert 0.6 * peak < roofline.estimate(candidate).num_bytes <= peak, candidate
 
 
@@ -173,7 +173,7 @@ def test_search_finds_nearly_fastest_layout(seed: int) -> None:
     estimates = []
     for layout in space.all_layouts():
         try:
-            exact = estimate_plan(layout.plan(plan, WORLD), WORLD, machine)
+            exact = estimate_plan(layout.apply(plan, WORLD), WORLD, machine)
         except SleyError:
             continue
         assert exact is not None

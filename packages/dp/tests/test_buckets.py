@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.comm.groups import Groups, make_groups
-from sley_core.engine.buffers import by_reduce_group
+from sley_core.engine.buffers import group_by_reduce_group
 from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
 from sley_core.topology import GroupEntry
 from sley_testing.collectives import assert_same_sequence, collectives
@@ -158,7 +158,7 @@ def reduce_over_two_groups(run):
     run.stepper.agreement.on_agreed = None  # which knows of no pairs
     for param in run.registry:
         param.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(param.name.partition(".")[0], "stage")
-    run.store.lay_out(by_reduce_group)
+    run.store.lay_out(group_by_reduce_group)
     for handler in run.stepper.handlers:
         handler.attach(run.parts)
 

@@ -134,7 +134,7 @@ def test_layouts_are_valid_plans_with_other_tables_unchanged():
     layouts = list(space.all_layouts())
     assert layouts
     for layout in layouts:
-        layout_plan = layout.plan(plan, 4)
+        layout_plan = layout.apply(plan, 4)
         assert check_plan(layout_plan, 4) == []
         assert layout_plan.parallel.dp == 4
         assert layout_plan.parallel.reduction == "canonical"
@@ -222,6 +222,6 @@ def test_formula_is_close_to_verified_seconds() -> None:
     for layout in Layouts(plan, 1, choices, ["micro_size"]).all_layouts():
         if layout.activations.copies:
             continue
-        exact = estimate_plan(layout.plan(plan, 1), 1, roofline.machine)
+        exact = estimate_plan(layout.apply(plan, 1), 1, roofline.machine)
         assert exact is not None
         assert roofline.estimate(layout).seconds == pytest.approx(exact.seconds, rel=0.1), layout

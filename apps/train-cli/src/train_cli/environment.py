@@ -103,8 +103,8 @@ class StartRecord:
     machine: dict[str, Any]
 
 
-def write_start(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
-    """Writes `start.json` for a start that happens now. plan: the resolved plan. names_gpus: as in `machine_info`."""
+def write_start_record(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
+    """Writes `start.json` with the current time. plan: the resolved plan. names_gpus: as in `machine_info`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
     write_json(folder / START, vars(StartRecord(time, origins, machine_info(names_gpus=names_gpus))))

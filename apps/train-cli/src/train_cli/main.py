@@ -207,17 +207,17 @@ def command() -> Any:
 
 
 def _load_command(name: str) -> Any:
-    """Imports one of Sley's commands and returns its function. Raises PluginError "command-missing" if the package that has
-    it is not installed.
+    """Imports one of Sley's commands and returns its function. Raises PluginError "command-missing" if the package that
+    provides it is not installed.
     """
     if name not in PACKAGES:
         return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
     if name not in foreign_commands():
-        raise not_installed(PACKAGES[name], f"`train-cli {name}`")
+        raise not_installed_error(PACKAGES[name], f"`train-cli {name}`")
     return load_foreign(name)
 
 
-def not_installed(package: str, feature: str) -> PluginError:
+def not_installed_error(package: str, feature: str) -> PluginError:
     """Returns the PluginError "command-missing" for a `feature` of `sley-<package>`, which is not installed."""
     message = f"{feature} is part of sley-{package}, which is not installed"
     return PluginError("command-missing", message, hint=install_hint(package))
@@ -226,7 +226,7 @@ def not_installed(package: str, feature: str) -> PluginError:
 def module_of(package: str, module: str, feature: str) -> Any:
     """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
     if find_spec(module.partition(".")[0]) is None:
-        raise not_installed(package, feature)
+        raise not_installed_error(package, feature)
     return import_module(module)
 
 
@@ -288,8 +288,8 @@ def _common_parameters() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _print_versions(is_set: bool) -> None:
-    if is_set:
+def _print_versions(is_requested: bool) -> None:
+    if is_requested:
         from train_cli.environment import sley_versions
 
         for name, version in sley_versions().items():

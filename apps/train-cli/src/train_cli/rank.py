@@ -23,7 +23,7 @@ from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from train_cli.console import print_line
-from train_cli.environment import num_cores, write_start
+from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.main import disable_gc
 from train_cli.preflight import RankFaults, meet
@@ -79,7 +79,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
     resume: the checkpoint from which to continue; None starts at the first step. line: whether rank 0 redraws one progress
     line.
     """
-    with joined(plan, folder, writes=True) as (run, stopping):
+    with open_run(plan, folder, writes=True) as (run, stopping):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
             _report_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return stopping.exit_code or EXIT_OK
@@ -109,7 +109,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
 
 
 @contextmanager
-def joined(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, Stopping]]:
+def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, Stopping]]:
     """Joins the world and assembles the run for the block. Yields the run, and the `Stopping` that stops it at a signal.
 
     folder: the run folder, which gets this rank's report if it fails. writes: whether the run writes its files there.
@@ -156,7 +156,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     resolved = run.resolved_plan  # has the values that come from the data
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
-    write_start(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
+    write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
     if run.held_out is not None and (note := repeats(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     for row in read_rows(folder) if resume else ():

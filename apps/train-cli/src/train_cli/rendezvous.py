@@ -85,7 +85,7 @@ class Rendezvous:
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
         if not address or not port.isdecimal():
             hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
-            raise _refused(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
+            raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
             timeout_s = min(timeout_s, PATIENCE_S)  # a loopback address never connects several hosts
         serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -105,11 +105,11 @@ class Rendezvous:
         if self.rank == 0:
             first = self._identity | {"info": {**info}, "details": {**details}}
             if self._write_once("first", first) is not None:
-                raise _used_before()
+                raise _reused_store_error()
         else:
             first = self._read_rank_0()
             if self._read_key("verdict") == {}:
-                raise _used_before()
+                raise _reused_store_error()
             self._record_arrival(self._difference(first, info, details) if "info" in first else {})
         self._finish(ARRIVAL, self.timeout_s)
 
@@ -156,7 +156,7 @@ class Rendezvous:
         first = self._wait_for("first", "rank 0", self.timeout_s)
         if first["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same one on all ranks of a run"
-            raise _refused(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
+            raise _preflight_error(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
         return first
 
     def _difference(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
@@ -229,7 +229,7 @@ class Rendezvous:
         for _ in _polls(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value
-        raise _refused(f"rank {self.rank} did not receive {description} in time", _OTHERS_HINT)
+        raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _OTHERS_HINT)
 
     def _read_key(self, key: str) -> dict[str, Any] | None:
         """Returns the value under `key` in this round; None if no rank has written it."""
@@ -255,7 +255,7 @@ class Rendezvous:
         try:
             yield
         except RuntimeError as error:
-            raise _refused(
+            raise _preflight_error(
                 f"rank {self.rank} has lost the connection to the store: {first_line(error)}", _OTHERS_HINT
             ) from error
 
@@ -263,16 +263,16 @@ class Rendezvous:
 _OTHERS_HINT = "check the output of rank 0, or of its launcher, for the reason"
 
 
-def _refused(message: str, hint: str) -> RunError:
+def _preflight_error(message: str, hint: str) -> RunError:
     return RunError(PREFLIGHT, f"on {platform.node()}: {message}", hint=hint)
 
 
-def _used_before() -> RunError:
+def _reused_store_error() -> RunError:
     hint = (
         "use `--max-restarts=0` on several hosts, since torchrun's agents keep their store when they "
         "restart; then submit the job again"
     )
-    return _refused("the launcher's store contains keys of an earlier attempt of this run", hint)
+    return _preflight_error("the launcher's store contains keys of an earlier attempt of this run", hint)
 
 
 def _polls(timeout_s: float) -> Iterator[None]:
@@ -299,38 +299,38 @@ def _is_loopback(address: str) -> bool:
         except OSError as error:
             if time.monotonic() > until:
                 hint = "set MASTER_ADDR to a name or address of rank 0's host that all hosts can resolve"
-                raise _refused(f"the name `{address}` cannot be resolved: {error.strerror or error}", hint) from error
+                raise _preflight_error(f"the name `{address}` cannot be resolved: {error.strerror or error}", hint) from error
             time.sleep(_RETRY_S)
 
 
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves: bool) -> Store:
     """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.join` describes."""
-    until = time.monotonic() + (PATIENCE_S if serves else timeout_s)  # an earlier run's store may still hold the port
+    deadline_s = time.monotonic() + (PATIENCE_S if serves else timeout_s)  # an earlier run's store may still hold the port
     num_silent = 0
     while True:
-        answers = serves
+        has_answered = serves
         try:
             if not serves:  # first, since torch handles no signals while it connects
                 socket.create_connection((address, port), timeout=PATIENCE_S).close()
-                answers = True
+                has_answered = True
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
             # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
             num_silent += isinstance(error, _SilentError)
-            if time.monotonic() > until or num_silent == 2:
+            if time.monotonic() > deadline_s or num_silent == 2:
                 break
         time.sleep(_RETRY_S)
     if serves:
-        raise _refused(
+        raise _preflight_error(
             f"port {port} is in use: {reason}",
             "set another MASTER_PORT; `ss -ltnp` on that host shows the program that uses it",
         )
-    if answers:
+    if has_answered:
         hint = "set another MASTER_PORT, since another program uses this one"
-        raise _refused(f"the program at {address}:{port} is not a rendezvous store: {reason}", hint)
+        raise _preflight_error(f"the program at {address}:{port} is not a rendezvous store: {reason}", hint)
     hint = "set MASTER_ADDR to rank 0's host on all hosts, not to localhost; check that it runs and that the port is open"
-    raise _refused(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
+    raise _preflight_error(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
 
 
 class _SilentError(RuntimeError):
@@ -338,17 +338,17 @@ class _SilentError(RuntimeError):
 
 
 def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
-    """Makes the store in a thread, since torch waits without a limit for a program that does not answer."""
+    """Creates the store in a thread, since torch waits without a limit for a program that does not answer."""
     outcomes: list[Store | RuntimeError] = []
 
-    def make() -> None:
-        limit = timedelta(seconds=PATIENCE_S / 2)
+    def create_store() -> None:
+        timeout = timedelta(seconds=PATIENCE_S / 2)
         try:
-            outcomes.append(TCPStore(address, port, size, serves, limit, wait_for_workers=False, multi_tenant=True))
+            outcomes.append(TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
             outcomes.append(error)
 
-    thread = threading.Thread(target=make, name="sley-store", daemon=True)
+    thread = threading.Thread(target=create_store, name="sley-store", daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
     if not outcomes:

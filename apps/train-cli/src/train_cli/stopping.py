@@ -232,7 +232,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
                     if number in self._codes:
-                        self._act_on(number)
+                        self._handle_signal(number)
             elif self._deadline is None:
                 if self._print_line is not None and self._is_working:
                     self._print_line(REMIND_MESSAGE.format(time.monotonic() - self._first_signal_s))
@@ -241,8 +241,8 @@ class Stopping(AbstractContextManager["Stopping"]):
                     self._report_stuck()
                 _exit_now(self._deadline_code)
 
-    def _act_on(self, number: int) -> None:
-        """Acts on a signal: asks the run to stop, sets a deadline, or ends the process at once."""
+    def _handle_signal(self, number: int) -> None:
+        """Handles a signal: asks the run to stop, sets a deadline, or ends the process at once."""
         code = self._codes[number]
         now = time.monotonic()
         if self._first is None:

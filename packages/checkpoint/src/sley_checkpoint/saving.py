@@ -110,13 +110,13 @@ class SavePreparation:
         with suppress(Exception):  # a failed deletion must not fail the save
             names = complete_checkpoints(folder)
             self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
-            own_names = [name for name in names if self._is_own(folder, name, attempt)]
+            own_names = [name for name in names if self._is_written_by_run(folder, name, attempt)]
             best = next((name for name in own_names if self._lineages[name][1]), "")
             for name in own_names[keep:]:
                 if name != best:
                     folder.child(name).remove()
 
-    def _is_own(self, folder: Folder, name: str, attempt: Attempt) -> bool:
+    def _is_written_by_run(self, folder: Folder, name: str, attempt: Attempt) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint `name`."""
         if name not in self._lineages:
             if (index := index_or_none(folder.child(name))) is None:

@@ -445,13 +445,13 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     def states_of(stepped: Stepped) -> NamedTensors:
         return _prefix_names(stepped.name, optimizer_states(update, stepped))
 
-    def held_by(objects: Iterable[object]) -> NamedTensors:
+    def held_tensors(objects: Iterable[object]) -> NamedTensors:
         for holder in objects:
             if isinstance(holder, Holds):
                 yield from holder.named_tensors()
 
     def messages() -> NamedTensors:
-        yield from held_by([crossing.link])
+        yield from held_tensors([crossing.link])
         for handler in stepper.handlers:
             if isinstance(handler, HoldsMessages):
                 yield from handler.messages()
@@ -467,7 +467,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
         "masters": update.masters.named_tensors,
         "optimizer_states": states,
         "gradients": parts.store.named_tensors,
-        "handlers": lambda: held_by(stepper.handlers),
+        "handlers": lambda: held_tensors(stepper.handlers),
         "pools": parts.pool.named_tensors,
         "messages": messages,
     }

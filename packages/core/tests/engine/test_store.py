@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sley_core.actions.action import Action, Kind, loop, select_actions, sequential
 from sley_core.actions.lower import lower
-from sley_core.engine.buffers import Planner, by_reduce_group, loose
+from sley_core.engine.buffers import Planner, group_by_reduce_group, loose
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry
@@ -57,7 +57,7 @@ class Harness:
         return {param.name: self.store.gradient(param).clone() for param in self.store.params}
 
 
-@pytest.fixture(params=[by_reduce_group, loose], ids=["buffers", "loose"])
+@pytest.fixture(params=[group_by_reduce_group, loose], ids=["buffers", "loose"])
 def store_of(request: pytest.FixtureRequest) -> Callable[..., Harness]:
     """`store_of(*modules, dtype=fp32)`: a harness of a store over these layers.
 
@@ -92,7 +92,7 @@ def test_gradients_are_the_sum_over_micro_batches_in_every_step(store_of, num_mi
         for param, gradient in zip(harness.registry, wanted, strict=True):
             torch.testing.assert_close(found[param.name], gradient, rtol=1e-6, atol=1e-6)
         assert harness.ready == ["l1.bias", "l1.weight", "l0.bias", "l0.weight"]
-        expected = step > 0 and harness.planner is by_reduce_group
+        expected = step > 0 and harness.planner is group_by_reduce_group
         assert any(harness.during) == expected, "after the first step, where somebody waits: within the backward"
 
 
@@ -102,7 +102,7 @@ def test_optimizer_reads_the_views_and_zero_grad_in_any_form_changes_nothing(sto
     losses = [lambda x=x: a(x).square().sum() for x in inputs(2)]
     optimizer = torch.optim.SGD(a.parameters(), lr=0.0)
     first = harness.step(losses)
-    if harness.planner is by_reduce_group:
+    if harness.planner is group_by_reduce_group:
         assert a.weight.grad.data_ptr() == harness.store.gradient(harness.registry["l0.weight"]).data_ptr()
     for set_to_none in (True, False):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -154,7 +154,7 @@ def test_what_comes_again_after_its_reduction_began_is_refused_once_and_then_wai
     again = [lambda x=x: b(checkpoint(b, a(x).relu(), use_reentrant=True)).square().sum() for x in xs]
     harness.step(once)
     harness.step(once)
-    if harness.planner is by_reduce_group:
+    if harness.planner is group_by_reduce_group:
         with pytest.raises(RunError, match=r"gradient-late.*'l1\.(weight|bias)'.*\n.*use_reentrant=False"):
             harness.step(again)
     wanted = reference([a, b], [lambda x=x: b(b(a(x).relu())).square().sum() for x in xs])
@@ -184,10 +184,10 @@ def test_memory_is_taken_over_by_the_next_layout_unless_somebody_may_still_write
     """Not after a freeze: the step before may have failed with a reduction on its way. Closing frees it."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     harness = store_of(first, second)
-    harness.store.lay_out(by_reduce_group)
+    harness.store.lay_out(group_by_reduce_group)
     (buffer,) = harness.store.buffers
     buffer.data.fill_(1)
-    harness.store.lay_out(lambda params: by_reduce_group(params[::-1]))
+    harness.store.lay_out(lambda params: group_by_reduce_group(params[::-1]))
     assert harness.store.buffers[0].data.data_ptr() == buffer.data.data_ptr()
     assert not buffer.data.any()
     first.requires_grad_(False)
@@ -229,7 +229,7 @@ def test_a_contribution_after_the_last_action_is_our_fault_and_says_whose(store_
     assert [len(tensors) for tensors, *_ in harness.store.norm_groups()] == [1]
 
     def contribute():
-        if by == "code" or harness.planner is by_reduce_group:
+        if by == "code" or harness.planner is group_by_reduce_group:
             harness.state.enter(Action(Kind.BACKWARD, 0, 0))
         if by == "code":
             harness.store.add(harness.registry["l0.weight"], torch.ones(2, 4))
@@ -248,7 +248,7 @@ def test_a_backward_between_two_steps_is_told_what_to_do(store_of):
     param = harness.registry["l0.weight"]
     (x,) = inputs(1)
     wanted = harness.step([lambda: a(x).square().sum()])["l0.weight"]
-    by_hook = [lambda: a(x).square().sum().backward()] if harness.planner is by_reduce_group else []
+    by_hook = [lambda: a(x).square().sum().backward()] if harness.planner is group_by_reduce_group else []
     by_code = [lambda: harness.store.add(param, wanted), lambda: harness.store.add_product(param, x.new_ones(3, 2), x)]
     for contribute in by_hook + by_code:
         with pytest.raises(RunError, match=r"'l0\.weight'.*\n.*run\.store\.begin_step\(\)"):

@@ -122,7 +122,7 @@ class Given:
         return self.values[name]
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and (
         one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
     )
@@ -134,7 +134,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path, max_bytes: in
     files = write_tensors(tmp_path / "out", Given(VALUES), names, max_bytes)
     found = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
     assert found.keys() == {f"m.{name}" for name in VALUES}
-    assert all(same_bits(found[f"m.{name}"], value) for name, value in VALUES.items())
+    assert all(have_same_bits(found[f"m.{name}"], value) for name, value in VALUES.items())
     assert WeightFiles(tmp_path / "out").names, "the index names exactly these"
     if len(files) > 1:
         index = json.loads((tmp_path / "out" / INDEX).read_text())
@@ -161,4 +161,4 @@ def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
     scratch.mkdir()
     (scratch / "model.safetensors").write_text("half")
     write_tensors(tmp_path / "out", Given(VALUES), [("half", "half")], 10**6)
-    assert same_bits(load_file(tmp_path / "out" / "model.safetensors")["half"], VALUES["half"])
+    assert have_same_bits(load_file(tmp_path / "out" / "model.safetensors")["half"], VALUES["half"])

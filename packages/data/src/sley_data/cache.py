@@ -111,14 +111,14 @@ def prepare_parts(
         with _hold_lock(folder):
             if (complete := _read_complete(folder)) is None:
                 num_parts = _write_parts(folder, documents, size_of, encode, num_bytes)
-                summary = summarize(part_files(folder, num_parts))
+                summary = summarize(list_parts(folder, num_parts))
                 complete = {"parts": num_parts, "sizes": _file_sizes(folder), **summary}
                 with replace_atomically(folder / _COMPLETE) as file:
                     file.write(json.dumps(complete).encode())
     return complete
 
 
-def part_files(folder: Path, num_parts: int) -> list[Part]:
+def list_parts(folder: Path, num_parts: int) -> list[Part]:
     """Returns the paths of all parts."""
     return [_part_paths(folder, number) for number in range(num_parts)]
 

@@ -123,7 +123,7 @@ class ChatRows:
             complete = cache.prepare_parts(
                 folder, self._read(), lambda conversation: conversation.size_and_key[0], encode, num_bytes, summarize
             )
-            parts = [_map_part(part) for part in cache.part_files(folder, complete["parts"])]
+            parts = [_map_part(part) for part in cache.list_parts(folder, complete["parts"])]
         except OSError as error:
             cache.report(f"the tokens are not kept in {folder}: {error}")
             return None

@@ -82,7 +82,7 @@ def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conve
 
     Raises PlanError with all problems of the files, or with the first row that is not a conversation.
     """
-    is_selected = split_filter(config, split, lambda table: _keys(table, "held_out"))
+    is_selected = split_filter(config, split, lambda table: _conversation_keys(table, "held_out"))
     for conversation in _read_files(config, split):
         yield conversation, is_selected(conversation.size_and_key[1])
 
@@ -195,10 +195,10 @@ def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
         return ""  # the evaluation reports it
     if problems := chat_files(training, "train")[1]:
         return f"it is not known whether the run was trained on the held-out conversations: {problems[0].message}"
-    return overlap_sentence(_keys(training, "train"), _keys(evaluation, "held_out"), "conversations")
+    return overlap_sentence(_conversation_keys(training, "train"), _conversation_keys(evaluation, "held_out"), "conversations")
 
 
-def _keys(config: ChatConfig, split: Split) -> list[bytes]:
+def _conversation_keys(config: ChatConfig, split: Split) -> list[bytes]:
     return [conversation.size_and_key[1] for conversation, is_selected in read_conversations(config, split) if is_selected]
 
 

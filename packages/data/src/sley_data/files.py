@@ -189,7 +189,7 @@ _SAVED_STATE = "state.json"
 
 
 def _saved_dataset_files(folder: Path) -> list[DataFile]:
-    """Returns the data files in a folder that `save_to_disk` of `datasets` has written."""
+    """Returns the data files in a folder written by `save_to_disk` of `datasets`."""
     try:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]

@@ -164,7 +164,7 @@ def _cached_stream(
         folder, documents, lambda document: len(document[1]), partial(_encode_documents, tokenizer), num_bytes, summarize
     )
     notes[:] = complete["notes"]
-    return map_parts(cache.part_files(folder, complete["parts"]), complete["digest"])
+    return map_parts(cache.list_parts(folder, complete["parts"]), complete["digest"])
 
 
 def map_tokens(path: Path, dtype: str) -> Integers:

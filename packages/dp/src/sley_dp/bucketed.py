@@ -85,7 +85,7 @@ class BucketedReducer(GradientHandler):
 
         The latter is a collective over the stage.
         """
-        self.sums.forget()
+        self.sums.discard()
         self._sent.begin_step()
         if self._order is None and self._has_finished_step:
             self._order = self._broadcast_order()

@@ -106,7 +106,7 @@ class ShardedReducer(GradientHandler):
 
     def begin_step(self, step: StepState) -> None:
         """Discards the sums of a failed step, and resets the counts of missing gradients."""
-        self.sums.forget()
+        self.sums.discard()
         self._counts.reset()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:

@@ -54,7 +54,7 @@ class ExactSums(Sums):
         self._handles.clear()
         self._pending_handles.clear()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self.finish()
 
 
@@ -83,7 +83,7 @@ class Bf16Sums(Sums):
         while self._sums:
             self._sums.popleft().finish()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         while self._sums:
             self._sums.popleft().pending.wait()
 
@@ -178,7 +178,7 @@ class ShardSums(Sums):
         self._sums.clear()
         self._scratch_users.clear()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         self.finish()
 
     def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:

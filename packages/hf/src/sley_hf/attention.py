@@ -136,12 +136,12 @@ def call_flex(
     else:
         mask = once_per_field(cu_seqlens, ("flex", window, length), lambda: _block_mask(cu_seqlens, length, window))
 
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
+    def cap_score(score: Tensor, *_: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap  # type: ignore[operator]
 
     context: Tensor = _flex_function(q.device.type == "cuda")(
         *(heads.transpose(1, 2) for heads in (q, k, v)),
-        score_mod=None if softcap is None else cap,
+        score_mod=None if softcap is None else cap_score,
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],

@@ -174,7 +174,7 @@ def _copy_block(
 def _copy_head(causal: Any, structure: ModuleNames, routers: Routers | None) -> nn.Module:
     stack = structure.stack_of(getattr(causal, structure.base))
     norm = copy.deepcopy(stack.get_submodule(structure.norm))
-    hidden = _Hidden()
+    hidden = _HiddenStates()
     balance = None if routers is None else LoadBalance(routers)
     return Head(norm, copy.deepcopy(causal, {id(stack): hidden}), hidden, balance)
 
@@ -255,7 +255,7 @@ class Block(nn.Module):
         return self._routers.add(output_states, inputs, logits)
 
 
-class _Output:
+class _BaseModelOutput:
     """The output of a base model: hidden states, and None for everything else that a causal model may read."""
 
     def __init__(self, last_hidden_state: Tensor | None) -> None:
@@ -268,19 +268,19 @@ class _Output:
         return None
 
 
-class _Hidden(nn.Module):
+class _HiddenStates(nn.Module):
     """Stands in for the module that owns the decoder layers: returns the hidden states that `Head` sets."""
 
     hidden: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> _Output:
-        return _Output(self.hidden)
+    def forward(self, *_: Any, **__: Any) -> _BaseModelOutput:
+        return _BaseModelOutput(self.hidden)
 
 
 class Head(nn.Module):
     """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
 
-    def __init__(self, norm: nn.Module, causal: nn.Module, source: _Hidden, balance: LoadBalance | None = None) -> None:
+    def __init__(self, norm: nn.Module, causal: nn.Module, source: _HiddenStates, balance: LoadBalance | None = None) -> None:
         """causal: the transformers model with `source` in place of its decoder layers and embeddings. balance: computes the
         load-balancing loss of the routers.
         """

@@ -71,7 +71,7 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     exported = causal.state_dict()
     for name, hf_name in model.names.items():
-        if hf_name not in exported or not torch.equal(_as_loaded(source.tensor(name)), exported[hf_name]):
+        if hf_name not in exported or not torch.equal(_to_loaded_dtype(source.tensor(name)), exported[hf_name]):
             raise _difference(folder, f"the tensor {hf_name!r} differs from {name!r} of the run")
     vocab_size = causal.config.vocab_size
     length = min(PROMPT_LENGTH, getattr(causal.config, "max_position_embeddings", None) or PROMPT_LENGTH)
@@ -97,7 +97,7 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def _as_loaded(value: Tensor) -> Tensor:
+def _to_loaded_dtype(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
 
@@ -127,4 +127,4 @@ def _load_values(layer: nn.Module, layer_name: str, source: TensorReader, ties: 
                 module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
         for attribute in module._buffers:
             if f"{prefix}.{attribute}" in source.names:
-                module._buffers[attribute] = _as_loaded(source.tensor(f"{prefix}.{attribute}"))
+                module._buffers[attribute] = _to_loaded_dtype(source.tensor(f"{prefix}.{attribute}"))

@@ -79,7 +79,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
             yield Verdict("contract", name, record.name, "skipped", reason)
         else:
             report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
-            reason = "\n".join(report.failures or report.left_open)
+            reason = "\n".join(report.failures or report.unchecked_tests)
             yield Verdict("contract", name, record.name, "failed" if report.failures else "passed", reason)
 
 
@@ -99,25 +99,25 @@ def _run_contract(record_kind: RecordKind, table: Tables) -> _ReportCollector:
     """Runs the contract of `record_kind` on the record of `table` by pytest, and returns the failures."""
     module, contract, attribute = CONTRACTS[record_kind]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
-    report = _ReportCollector()
+    collector = _ReportCollector()
     with TemporaryDirectory() as folder:
         name = f"test_{record_kind}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
         file = Path(folder, f"{name}.py")
         file.write_text(text, "utf-8")
         options = ("-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", folder)
         with contextlib.redirect_stdout(io.StringIO()):
-            code = pytest.main([*options, str(file)], plugins=[report])
+            code = pytest.main([*options, str(file)], plugins=[collector])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        report.failures.append(f"pytest ended with exit code {int(code)}")
-    return report
+        collector.failures.append(f"pytest ended with exit code {int(code)}")
+    return collector
 
 
 class _ReportCollector:
-    """Collects failure messages as a pytest plugin. left_open: tests that need input from the record's author."""
+    """Collects failure messages as a pytest plugin. unchecked_tests: tests that need input from the record's author."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self.left_open: list[str] = []
+        self.unchecked_tests: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -126,7 +126,7 @@ class _ReportCollector:
             message = crash.message if crash is not None else str(report.longrepr)
             line = f"{name}: {message.strip().splitlines()[0] if message.strip() else 'failed'}"
             if message.startswith("NotImplementedError"):  # raised by a contract that needs a method of its subclass
-                self.left_open.append(f"not checked, {line}")
+                self.unchecked_tests.append(f"not checked, {line}")
             else:
                 self.failures.append(line)
 

@@ -24,7 +24,7 @@ from torch import Generator, Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
-from sley_core.engine.buffers import by_reduce_group
+from sley_core.engine.buffers import group_by_reduce_group
 from sley_core.engine.parts import StepNumbers
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
@@ -139,7 +139,7 @@ class Observation:
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     calls: list[list[Collective]] = field(default_factory=list)
-    hooks_left: int = -1
+    num_hooks_left: int = -1
 
 
 def observe(
@@ -161,7 +161,7 @@ def observe(
                 if param.name.startswith(ALONE):
                     param.reduce_group = "sp"
             assert run.groups["sp"].size == 1, run.groups["sp"]
-            run.store.lay_out(by_reduce_group)
+            run.store.lay_out(group_by_reduce_group)
             for handler in run.stepper.handlers:
                 handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
         for number in range(NUM_STEPS):
@@ -173,7 +173,7 @@ def observe(
             observation.gradients.append(gradients(run))
         assert num_hooks == _num_hooks(run), "a handler must not install autograd hooks"
         run.close()
-        observation.hooks_left = _num_hooks(run)
+        observation.num_hooks_left = _num_hooks(run)
     return observation
 
 
@@ -189,9 +189,9 @@ class GradientHandlerContract:
     @pytest.mark.parametrize("num_micro_batches", [1, 3])
     def test_reduction_matches_record(self, ranks_of_two: Ranks, num_micro_batches: int) -> None:
         """Compares gradients with `core.each` in every step, within the record's tolerance."""
-        baseline = ranks_of_two.once(observe, [EACH], num_micro_batches, False, self._splits())
-        results = ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._splits())
-        record, config = self._record()
+        baseline = ranks_of_two.once(observe, [EACH], num_micro_batches, False, self._uses_split_backward())
+        results = ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._uses_split_backward())
+        record, config = self._handler_record()
         tolerance = record.tolerance_for(config)
         assert 0.0 <= tolerance < 1.0, f"a tolerance of {tolerance} would accept a reducer that sums nothing"
         for expected, actual in zip(baseline, results, strict=True):
@@ -218,8 +218,8 @@ class GradientHandlerContract:
 
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks_of_two: Ranks) -> None:
         """Expects the same bits in two runs, and the same gradients on both replicas."""
-        first = ranks_of_two.once(observe, self._handlers(), 3, False, self._splits())
-        second = ranks_of_two(observe, self._handlers(), 3, False, self._splits())
+        first = ranks_of_two.once(observe, self._handlers(), 3, False, self._uses_split_backward())
+        second = ranks_of_two(observe, self._handlers(), 3, False, self._uses_split_backward())
         _assert_same_bits(first, second, "a second run gives different bits")
         for step, (first_rank, second_rank) in enumerate(zip(first[0].gradients, first[1].gradients, strict=True)):
             differing_names = [
@@ -232,7 +232,7 @@ class GradientHandlerContract:
     def test_ranks_issue_same_collectives_once_per_step(self, ranks_of_two: Ranks) -> None:
         """Expects the same collectives on every rank, and as many with three microbatches as with one."""
         baseline, accumulated = (
-            ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._splits())
+            ranks_of_two.once(observe, self._handlers(), num_micro_batches, False, self._uses_split_backward())
             for num_micro_batches in (1, 3)
         )
         for results in (baseline, accumulated):
@@ -246,13 +246,13 @@ class GradientHandlerContract:
 
     def test_failed_backward_leaves_no_state(self, ranks_of_two: Ranks) -> None:
         """Expects that the next `begin_step` discards the state of a failed step."""
-        clean = ranks_of_two.once(observe, self._handlers(), 3, False, self._splits())
-        failed = ranks_of_two(observe, self._handlers(), 3, True, self._splits())
+        clean = ranks_of_two.once(observe, self._handlers(), 3, False, self._uses_split_backward())
+        failed = ranks_of_two(observe, self._handlers(), 3, True, self._uses_split_backward())
         _assert_same_bits(clean, failed, "the bits differ after a failed step")
 
     def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
         """Expects the bits of one process if the record declares a fixed order, also after a failed step."""
-        record, config = self._record()
+        record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
         plans = (tables(self._handlers(), 6 // dp, dp=dp, reduction="canonical") for dp in (1, 2))
@@ -263,14 +263,14 @@ class GradientHandlerContract:
 
     def test_detach_removes_all_hooks(self, ranks_of_two: Ranks) -> None:
         """Expects no hook on any parameter after `Run.close`."""
-        for result in ranks_of_two.once(observe, self._handlers(), 1, False, self._splits()):
-            assert result.hooks_left == 0, f"{result.hooks_left} hooks are left on parameters after the run"
+        for result in ranks_of_two.once(observe, self._handlers(), 1, False, self._uses_split_backward()):
+            assert result.num_hooks_left == 0, f"{result.num_hooks_left} hooks are left on parameters after the run"
 
     def test_duplicate_or_missing_reducer_is_refused(self) -> None:
         """Expects a plan error unless the plan has exactly one reducer."""
         from sley_core.plan.check import check_plan
 
-        if self._record()[0].role != "reducer":
+        if self._handler_record()[0].role != "reducer":
             pytest.skip("only a reducer must occur exactly once")
         for handlers in ([], [self.handler, EACH]):
             problems = check_plan(plan_from_dict(tables(handlers, 1)), 2)
@@ -279,15 +279,15 @@ class GradientHandlerContract:
 
     def _handlers(self) -> list[Handler]:
         """Returns the handlers of the test's plan: the tested one, and `core.each` if the tested one is no reducer."""
-        record, _ = self._record()
+        record, _ = self._handler_record()
         if record.role == "reducer":
             return [self.handler]
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
-    def _splits(self) -> bool:
-        return self._record()[0].result == "full"
+    def _uses_split_backward(self) -> bool:
+        return self._handler_record()[0].result == "full"
 
-    def _record(self) -> tuple[GradientHandlerRecord, Table]:
+    def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config

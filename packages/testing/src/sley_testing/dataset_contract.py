@@ -76,7 +76,7 @@ class DatasetContract:
         if not is_stream(dataset):
             indexed = cast(Dataset, dataset)
             for index in reversed(self._indices(indexed)):
-                assert _equal_samples(indexed[index], first_read[index]), f"sample {index} differs when it is read again"
+                assert _are_equal_samples(indexed[index], first_read[index]), f"sample {index} differs when it is read again"
             new_length = len(indexed)
             assert new_length == lengths[0], f"the length changes when samples are read, from {lengths[0]} to {new_length}"
         thread_reads: list[dict[int, Sample]] = []
@@ -85,7 +85,7 @@ class DatasetContract:
         thread.join()
         assert thread_reads, "samples can only be read in the main thread"
         for index, sample in first_read.items():
-            assert _equal_samples(thread_reads[0][index], sample), (
+            assert _are_equal_samples(thread_reads[0][index], sample), (
                 f"sample {index} differs on another rank or in another thread"
             )
 
@@ -95,7 +95,7 @@ class DatasetContract:
         samples = dict(self._indexed_samples(dataset))
         copies = self._copy_samples(self._open(folder))
         for index, sample in samples.items():
-            assert _equal_samples(sample, copies[index]), f"sample {index} changes while others are read: its memory is reused"
+            assert _are_equal_samples(sample, copies[index]), f"sample {index} changes while others are read"
 
     def test_default_generator_is_unchanged(self, folder: Path) -> None:
         """Protects the generator that a concurrent forward draws from."""
@@ -116,7 +116,7 @@ class DatasetContract:
             if has_rows:
                 fields = self._open(folder).info.fields
                 joined = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
-                assert _equal_samples(joined, all_rows.batch), (
+                assert _are_equal_samples(joined, all_rows.batch), (
                     f"batch {number}: the tensors of two ranks differ from those of one process"
                 )
 
@@ -129,7 +129,7 @@ class DatasetContract:
             resumed = list(islice(self._feed(folder, range(BATCH), state, notes), NUM_BATCHES - num_done))
             assert not notes, f"a run that resumes after batch {num_done} has a different batch {num_done}: {notes[0]}"
             for number, (expected, actual) in enumerate(zip(uninterrupted[num_done:], resumed, strict=True), start=num_done):
-                assert _equal_samples(actual.batch, expected.batch), (
+                assert _are_equal_samples(actual.batch, expected.batch), (
                     f"a run that resumes after batch {num_done} has a different batch {number}"
                 )
 
@@ -139,7 +139,7 @@ class DatasetContract:
             pytest.skip("the dataset has no held-out samples (`holds_out`)")
         training_samples = self._samples(self._open(folder))
         for index, sample in enumerate(self._samples(self._open(folder, "held_out"))):
-            assert not any(_equal_samples(sample, training_sample) for training_sample in training_samples), (
+            assert not any(_are_equal_samples(sample, training_sample) for training_sample in training_samples), (
                 f"the held-out sample {index} is also a training sample"
             )
 
@@ -206,5 +206,5 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
     assert sequence in (None, length), f"the field `{name}` has {length} positions, but {sequence} are declared"
 
 
-def _equal_samples(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def _are_equal_samples(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())

@@ -259,7 +259,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             for name in _READ_BY_HOST:
                 stack.enter_context(replaced(torch.Tensor, name, self._before_host_reads))
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._around_resize))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._wrap_resize))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -303,7 +303,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return check_and_call
 
-    def _around_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a storage method to call `before_resize` first, and the returned function afterwards."""
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:

@@ -25,7 +25,7 @@ from sley_core.memory.state import COPIED, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.parity import same_bits
+from sley_testing.parity import have_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import fail_once, weights
 
@@ -206,7 +206,7 @@ def _assert_same(expected: Bits, actual: Bits, label: str) -> None:
     assert expected.keys() == actual.keys(), (
         f"{label}: {sorted(expected.keys() ^ actual.keys())[:3]} are missing in one of the two"
     )
-    differing = [f"{part} {name}" for (part, name), value in expected.items() if not same_bits(value, actual[part, name])]
+    differing = [f"{part} {name}" for (part, name), value in expected.items() if not have_same_bits(value, actual[part, name])]
     assert not differing, (
         f"{label}: {len(differing)} of {len(expected)} tensors have different bits: {', '.join(differing[:3])}"
     )

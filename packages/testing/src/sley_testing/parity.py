@@ -54,7 +54,7 @@ def assert_close_gradients(
 def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
     """Asserts that all tensors are bit-identical; the message lists those that differ."""
     _assert_same_layout(reference, actual)
-    differing_names = [name for name, value in reference.items() if not same_bits(value, actual[name])]
+    differing_names = [name for name, value in reference.items() if not have_same_bits(value, actual[name])]
     if differing_names:
         lines = []
         for name in differing_names[:_MAX_LINES]:
@@ -87,7 +87,7 @@ def _error(reference: Tensor, actual: Tensor, floor: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def same_bits(reference: Tensor, actual: Tensor) -> bool:
+def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bytes."""
     if (reference.shape, reference.dtype) != (actual.shape, actual.dtype):
         return False

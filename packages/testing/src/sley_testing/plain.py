@@ -137,17 +137,17 @@ class PlainLoop:
         for name, parameter in self.parameters.items():
             master = self.stepped[name]
             if master is not parameter and parameter.grad is not None:
-                wide = parameter.grad.to(master.dtype)
-                master.grad = wide if master.grad is None else master.grad + wide
+                wide_dtype = parameter.grad.to(master.dtype)
+                master.grad = wide_dtype if master.grad is None else master.grad + wide_dtype
                 parameter.grad = None
 
 
 def _stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that the optimizer updates: an fp32 copy of a narrow trained parameter, else `parameter`."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    if wide == parameter.dtype or not parameter.requires_grad:
+    """Returns the parameter that the optimizer updates: `parameter`, or its fp32 copy if it is trained in a narrower dtype."""
+    wide_dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if wide_dtype == parameter.dtype or not parameter.requires_grad:
         return parameter
-    return nn.Parameter(parameter.detach().to(wide))
+    return nn.Parameter(parameter.detach().to(wide_dtype))
 
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -49,7 +49,7 @@ class MemoryPoolContract:
 
     def test_buffer_matches_request(self) -> None:
         """Expects the requested shape, dtype and device, and a contiguous tensor that is usable in training."""
-        pool = self._pool()
+        pool = self._new_pool()
         for _ in range(2):  # the second time from cached memory
             for shape, dtype in SIZES:
                 with torch.inference_mode(), pool.lease(shape, dtype, CPU) as buffer:
@@ -61,7 +61,7 @@ class MemoryPoolContract:
 
     def test_leased_buffer_has_one_user(self) -> None:
         """Leases and returns buffers in random order, and checks their contents."""
-        pool, generator = self._pool(), Random(7)
+        pool, generator = self._new_pool(), Random(7)
         leases: list[tuple[int, Size, Lease, Tensor]] = []
         for number in range(self.num_draws):
             if leases and (len(leases) == 12 or generator.random() < 0.45):
@@ -78,7 +78,7 @@ class MemoryPoolContract:
 
     def test_ended_lease_cannot_alias_another_buffer(self) -> None:
         """Expects that a second `with` of a lease is refused or gets an unused buffer."""
-        pool = self._pool()
+        pool = self._new_pool()
         lease = pool.lease((64,), torch.float32, CPU)
         with lease:
             pass
@@ -93,17 +93,17 @@ class MemoryPoolContract:
 
     def test_memory_does_not_grow(self) -> None:
         """Repeats the same leases, including blocks that raise."""
-        pool = self._pool()
+        pool = self._new_pool()
         sizes = []
         for _ in range(4):
-            self._lease_all(pool)
+            self._lease_all_sizes(pool)
             sizes.append(_num_bytes(pool))
         assert sizes[-1] == sizes[0], f"the pool holds {sizes} bytes after each of four identical rounds of leases"
 
     def test_trim_frees_only_unleased_memory(self) -> None:
         """Expects that `trim` keeps leased buffers and returns the number of freed bytes."""
-        pool = self._pool()
-        self._lease_all(pool)
+        pool = self._new_pool()
+        self._lease_all_sizes(pool)
         with pool.lease((100,), torch.float32, CPU) as leased:
             _fill(leased, 9)
             storages_before, leased_id = _storages(pool), storage_id(leased)
@@ -121,7 +121,7 @@ class MemoryPoolContract:
 
     def test_trimmed_memory_is_released(self) -> None:
         """Expects that no reference keeps trimmed memory alive."""
-        pool = self._pool()
+        pool = self._new_pool()
         references = []
         for shape, dtype in SIZES:
             with pool.lease(shape, dtype, CPU) as buffer:
@@ -133,7 +133,7 @@ class MemoryPoolContract:
 
     def test_held_includes_leased_buffers(self) -> None:
         """Checks `named_tensors`, which memory reports and offload managers use to find a run's memory."""
-        pool = self._pool()
+        pool = self._new_pool()
         with ExitStack() as leases:
             for shape, dtype in SIZES:
                 buffer = leases.enter_context(pool.lease(shape, dtype, CPU))
@@ -144,18 +144,18 @@ class MemoryPoolContract:
 
     def test_counts_are_numbers(self) -> None:
         """Expects finite counts that do not change between calls."""
-        pool = self._pool()
-        self._lease_all(pool)
+        pool = self._new_pool()
+        self._lease_all_sizes(pool)
         counts_of(pool)
 
-    def _pool(self) -> MemoryPool:
+    def _new_pool(self) -> MemoryPool:
         """Returns a new pool."""
         component = plan_from_dict(small_plan(pool=self.pool)).pool
         assert component is not None
         pool: MemoryPool = component.build()
         return pool
 
-    def _lease_all(self, pool: MemoryPool) -> None:
+    def _lease_all_sizes(self, pool: MemoryPool) -> None:
         """Leases a buffer of each size at the same time, and returns them by an error."""
         with suppress(_BlockError), ExitStack() as leases:
             for size in SIZES:

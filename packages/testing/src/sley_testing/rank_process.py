@@ -150,15 +150,15 @@ def _background_failures_are_warnings() -> Iterator[None]:
     """Reports thread exceptions and unraisable exceptions as pytest warnings at the end of the block."""
     failures: list[Warning] = []
 
-    def text(failure: Any) -> str:
+    def format_failure(failure: Any) -> str:
         return "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
 
     def report_thread_failure(failure: threading.ExceptHookArgs) -> None:
-        failures.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{text(failure)}"))
+        failures.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{format_failure(failure)}"))
 
     def report_unraisable(failure: sys.UnraisableHookArgs) -> None:
         source = f"{failure.err_msg or 'in'} {failure.object!r}"
-        failures.append(pytest.PytestUnraisableExceptionWarning(f"{source}\n{text(failure)}"))
+        failures.append(pytest.PytestUnraisableExceptionWarning(f"{source}\n{format_failure(failure)}"))
 
     threading.excepthook, sys.unraisablehook = report_thread_failure, report_unraisable
     yield

@@ -43,7 +43,7 @@ def pack(value: Any) -> Packed:
     object.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _RecordingPickler(buffer)
     try:
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -86,7 +86,7 @@ def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
 
-class _Pickler(pickle.Pickler):
+class _RecordingPickler(pickle.Pickler):
     """Records the module of every class and function that is pickled by reference."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -103,16 +103,16 @@ class _Pickler(pickle.Pickler):
 
 def _sources(names: set[str]) -> dict[str, Source]:
     """Returns the sources of these modules and of their parent packages, packages first."""
-    paths = [name.split(".") for name in names if name != "__main__" and _file(sys.modules.get(name))]
+    paths = [name.split(".") for name in names if name != "__main__" and _source_file(sys.modules.get(name))]
     all_names = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
     modules = {name: module for name in sorted(all_names) if (module := sys.modules.get(name))}
     return {
-        name: Source(_file(module), tuple(module.__path__) if hasattr(module, "__path__") else None)
+        name: Source(_source_file(module), tuple(module.__path__) if hasattr(module, "__path__") else None)
         for name, module in modules.items()
     }
 
 
-def _file(module: ModuleType | None) -> str | None:
+def _source_file(module: ModuleType | None) -> str | None:
     file = getattr(module, "__file__", None)
     return str(Path(file).resolve()) if file else None
 
@@ -120,7 +120,7 @@ def _file(module: ModuleType | None) -> str | None:
 def _import_from(name: str, source: Source) -> None:
     """Imports the module `name` from the same file as in the parent process."""
     module = sys.modules.get(name)
-    if module and (source.file is None or _file(module) == source.file):
+    if module and (source.file is None or _source_file(module) == source.file):
         return
     try:
         spec = importlib.util.find_spec(name)

@@ -217,7 +217,7 @@ def package_files(plugin_kind: str, name: str) -> dict[str, str]:
     paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
     files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name)
-    return {path.replace("NAME", name): _fill_in(text, name) for path, text in files.items()}
+    return {path.replace("NAME", name): _fill_template(text, name) for path, text in files.items()}
 
 
 def write_package(files: Mapping[str, str], out: Path) -> None:
@@ -251,7 +251,7 @@ def check_name(name: str) -> None:
         )
 
 
-def _fill_in(text: str, name: str) -> str:
+def _fill_template(text: str, name: str) -> str:
     text = text.replace("@name@", name).replace("@Name@", _class_name(name))
     # The position of the module's import depends on its name.
     return re.sub(

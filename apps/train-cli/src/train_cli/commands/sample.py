@@ -133,7 +133,7 @@ def _sample_windows(
 def generate(
     run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> Iterator[int]:
-    """Yields ids that follow `ids`, without end. The model's context is the last ids, as many as a sample of its data has.
+    """Yields endless token ids that continue `ids`. The model's context is the last ids, at most as many as a sample has.
 
     size: the number of ids. temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids.
     Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
@@ -155,8 +155,8 @@ def generate(
             if top_k is not None and top_k < len(logits):
                 logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
             # Relative to the largest, so that no temperature overflows.
-            odds = ((logits - logits.max()) / temperature).exp()
-            token = int(torch.multinomial(odds, 1, generator=generator))
+            weights = ((logits - logits.max()) / temperature).exp()
+            token = int(torch.multinomial(weights, 1, generator=generator))
         sequence.append(token)
         yield token
 
@@ -266,7 +266,7 @@ def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
-        if data and (note := _trained_on(plan_with_data(run), plan)):
+        if data and (note := _overlap_note(plan_with_data(run), plan)):
             print_line(note)
         numbers = model.evaluate_sets()
         evaluation = model.plan.evaluation
@@ -293,7 +293,7 @@ def _is_nats_per_byte(plan: Plan) -> bool:
     return record.text_ids is not None and record.load(record.text_ids)(plan.data.config, None).is_bytes
 
 
-def _trained_on(own: Plan, plan: Plan) -> str:
+def _overlap_note(own: Plan, plan: Plan) -> str:
     """Returns a note on the evaluated documents on which the run was trained, or "". own: the run's plan. plan: the plan with
     the evaluated data.
     """

@@ -41,7 +41,7 @@ _MAX_GROUPS = 4
 _SIZES = ("pp", "dp", "sp", "wdp", "wp")
 
 
-def sizes(topology: Topology) -> str:
+def axis_sizes(topology: Topology) -> str:
     """Returns the sizes of all axes as text, such as `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
     return ", ".join(f"{name} {getattr(topology, name)}" for name in _SIZES)
 
@@ -188,7 +188,7 @@ def _text_output(plan: Plan, topology: Topology, rank: int | None) -> Iterator[s
     """Yields the text output of `show`."""
     yield from _plan_lines(plan)
     yield ""
-    yield f"# world of {topology.world}: {sizes(topology)}"
+    yield f"# world of {topology.world}: {axis_sizes(topology)}"
     yield from rank_lines(topology, rank)
     yield ""
     yield "# groups, in the order in which all ranks make them"

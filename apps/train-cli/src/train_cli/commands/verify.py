@@ -77,7 +77,7 @@ def verify(
         typer.echo(json.dumps(findings.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps)))
-    is_idle = findings.no_step_taken(ranks_findings, steps)
+    is_idle = findings.has_taken_no_step(ranks_findings, steps)
     if is_idle:
         console.print_line("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
@@ -94,12 +94,12 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
     from sley_testing.verify.findings import read_findings
     from sley_testing.verify.measure import check_complete, dropout_modules, save_reference
     from train_cli.local_launch import launch
-    from train_cli.rank import joined
+    from train_cli.rank import open_run
 
     single = one_process_plan(plan)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        with joined(single, folder) as (run, stopping):
+        with open_run(single, folder) as (run, stopping):
             if plan.parallel.sp > 1 and (layers := dropout_modules(run)):
                 message = (
                     f"a model with dropout cannot be compared with sp > 1, since `{layers[0]}` draws different "
@@ -127,9 +127,9 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
 def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
     """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
     from sley_testing.verify.measure import compare_steps
-    from train_cli.rank import joined
+    from train_cli.rank import open_run
 
-    with joined(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
+    with open_run(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
         stopping.working(run.stop)
         compare_steps(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK

@@ -87,11 +87,11 @@ def declare_dataset(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDa
         if hasattr(dataset, "__next__"):
             hint = "return an object whose `__iter__` starts over, such as a class with `def __iter__(self): yield ...`"
             raise _factory_error(f"`{name}` returned a {type_name}, which can be iterated only once", hint)
-        return _StreamWithInfo(dataset, config, name)
-    return _DatasetWithInfo(dataset, config, name)
+        return _StreamWrapper(dataset, config, name)
+    return _DatasetWrapper(dataset, config, name)
 
 
-class _WithInfo:
+class _InfoWrapper:
     """Wraps a dataset and adds an `info`; forwards other public attributes."""
 
     def __init__(self, dataset: Any, config: FactoryDataConfig, name: str) -> None:
@@ -137,7 +137,7 @@ class _WithInfo:
         return {str(key): Field(str(value.dtype).removeprefix("torch.")) for key, value in sample.items()}
 
 
-class _DatasetWithInfo(_WithInfo):
+class _DatasetWrapper(_InfoWrapper):
     def __len__(self) -> int:
         try:
             return len(self._dataset)
@@ -148,7 +148,7 @@ class _DatasetWithInfo(_WithInfo):
         return cast(Sample, self._dataset[index])
 
 
-class _StreamWithInfo(_WithInfo):
+class _StreamWrapper(_InfoWrapper):
     def __iter__(self) -> Iterator[Sample]:
         return iter(self._dataset)
 

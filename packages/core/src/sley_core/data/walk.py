@@ -108,18 +108,18 @@ class StreamReader:
         done, replay = state["samples"], state.get("replay")
         batch_start = replay["samples"] if replay else done
         if replay and "stream" in replay["place"] and self._methods is not None:
-            samples = self._read_from(replay["place"], batch_start)
+            samples = self._read_samples_after(replay["place"], batch_start)
             if digest_of(islice(samples, done - batch_start)) == replay["digest"]:
                 return samples
             add_note(INEXACT.format(count=done))
-        samples = self._read_from(self._start, 0)
+        samples = self._read_samples_after(self._start, 0)
         for _ in islice(samples, batch_start):
             pass
         if replay and digest_of(islice(samples, done - batch_start)) != replay["digest"]:
             add_note(CHANGED)
         return samples
 
-    def _read_from(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:
+    def _read_samples_after(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:
         """Moves the stream to `position` and returns the samples after it. start: the number of the first sample."""
         self._epoch = position["epoch"]
         if self._methods is not None:

@@ -175,7 +175,7 @@ def loose(params: list[Param]) -> Layout:
     return Layout([], params, params)
 
 
-def by_reduce_group(params: list[Param]) -> Layout:
+def group_by_reduce_group(params: list[Param]) -> Layout:
     """Returns a layout with one buffer per `Param.family`, in the order of `params`."""
     families: dict[tuple[object, ...], list[Param]] = {}
     for param in params:
@@ -246,11 +246,11 @@ class GradientBuffer(FlatBuffer):
 
     def zero_padding(self) -> None:
         """Zeroes the padding in this rank's part, in which a reduction may leave arbitrary values."""
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        if self._padding_views:
+            torch._foreach_zero_(self._padding_views)
 
     @cached_property
-    def _gaps(self) -> list[Tensor]:
+    def _padding_views(self) -> list[Tensor]:
         starts = [max(start + param.numel, self._begin) for param, start in zip(self.params, self.offsets, strict=True)]
         ends = [min(end, self._end) for end in (*self.offsets[1:], self.data.numel())]
         return [self.data[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
@@ -269,7 +269,7 @@ class GradientMemory:
         self._data = torch.empty(0, dtype=dtype, device=device)
         self._num_freed = 0
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drops the memory, so that the next layout allocates new memory: a collective in flight may still write into it."""
         self._data = self._data.new_empty(0)
 
@@ -294,7 +294,7 @@ class GradientMemory:
         if self._data.numel() == sum(sizes):
             self._data.zero_()
         else:
-            self.forget()
+            self.discard()
             self._data = self._data.new_zeros(sum(sizes))
         parts = torch.split(self._data, sizes)
         return [GradientBuffer(params, part, shard) for (params, shard), part in zip(lists, parts, strict=True)]

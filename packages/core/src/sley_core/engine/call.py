@@ -173,7 +173,7 @@ class LayerCaller:
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Returns `layer(*args, **fields)` under the policy. args: the output of the previous layer, () for the first layer."""
-        call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._under_policy
+        call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._call_with_policy
         if self.sequence is not None and micro.phase is Phase.TRAIN:
             return self.sequence.call_layer(
                 layer,
@@ -188,11 +188,11 @@ class LayerCaller:
         """Seeds torch's generators for a loss of full sequences, with one seed on all ranks that share the sequences."""
         self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
-    def _under_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
+    def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Calls the layer through the policy, and reports its recomputation to the scheduler hooks."""
         num_runs = 0
 
-        def run(*args: Any, **fields: Any) -> Any:
+        def run_layer(*args: Any, **fields: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
             if num_runs > 1:
@@ -202,7 +202,7 @@ class LayerCaller:
                 call_hooks(self.hooks, "before_forward", recomputation, args[0] if args else None)
             return self._run_layer(layer, args, fields, micro)
 
-        return self.policy.call(layer.name, run, args, fields, micro)
+        return self.policy.call(layer.name, run_layer, args, fields, micro)
 
     def _run_layer(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Waits for the layer's weights, seeds the generators, and calls the layer; recomputation uses the same seed."""

@@ -32,7 +32,7 @@ from sley_core.engine.buffers import (
     GradientMemory,
     NormGroup,
     Planner,
-    by_reduce_group,
+    group_by_reduce_group,
 )
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry
@@ -55,7 +55,7 @@ class GradientStore:
         dtype: torch.dtype,
         device: torch.device,
         reduction: Reduction,
-        planner: Planner = by_reduce_group,
+        planner: Planner = group_by_reduce_group,
     ) -> None:
         self.registry = registry
         self.dtype = dtype
@@ -322,7 +322,7 @@ class GradientStore:
                     hint="set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`",
                 )
             else:
-                self._memory.forget()  # a reduction that a failed step began may still write into it
+                self._memory.discard()  # a reduction that a failed step began may still write into it
                 self.lay_out(self._planner)
         for buffer in self.buffers:
             buffer.is_whole = True
@@ -358,7 +358,7 @@ class GradientStore:
         """Removes hooks and gradients from the parameters, and frees the store's memory; no step may begin after it."""
         self._is_closed = True
         self._clear_layout()
-        self._memory.forget()
+        self._memory.discard()
 
     def _check_not_freed(self) -> None:
         if self._are_freed:

@@ -43,7 +43,7 @@ class Each(GradientHandler):
     def begin_step(self, step: StepState) -> None:
         """Waits for reductions of a failed step, which could still write into the gradients."""
         if self._sums is not None:
-            self._sums.forget()
+            self._sums.discard()
         self._wait()
         self._sent.begin_step()
 

@@ -35,7 +35,7 @@ class Sums(Protocol):
     """Sums a reducer's buffers over ranks.
 
          start* ──> finish ──> start* ──> finish ...
-            └─────> forget ────────┘             (a step that failed)
+            └────> discard ────────┘             (a step that failed)
 
     All ranks of a group call `start` for the same buffers in the same order, so it may issue collectives.
     """
@@ -46,7 +46,7 @@ class Sums(Protocol):
     def finish(self) -> None:
         """Blocks until every started buffer holds its sum."""
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
     def trim(self) -> int:

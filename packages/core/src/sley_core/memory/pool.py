@@ -65,8 +65,8 @@ class _Block:
 class DevicePool(MemoryPool):
     """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
 
-    Blocks use at most twice the bytes that were ever lent at once. At this limit the pool lends a larger free block, or
-    releases the blocks that have been unused the longest. The block of a lost lease leaves the pool.
+    Blocks use at most twice the bytes that were ever lent at the same time. At this limit the pool lends a larger free block,
+    or releases the blocks that have been unused the longest. The block of a lost lease leaves the pool.
 
     per_doubling: the number of block sizes from one power of two to the next.
     """
@@ -88,7 +88,7 @@ class DevicePool(MemoryPool):
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.num_allocated for block in self._blocks())
+        return sum(block.num_allocated for block in self._all_blocks())
 
     @contextmanager
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
@@ -114,7 +114,7 @@ class DevicePool(MemoryPool):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every block, lent or free, as (name, uint8 tensor)."""
         num_lent = len(self._lent)
-        for number, block in enumerate(self._blocks()):
+        for number, block in enumerate(self._all_blocks()):
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
     def counts(self) -> Mapping[str, float]:
@@ -133,7 +133,7 @@ class DevicePool(MemoryPool):
             "hit_rate": 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0,
         }
 
-    def _blocks(self) -> list[_Block]:
+    def _all_blocks(self) -> list[_Block]:
         return [*self._lent, *(block for blocks in self._free.values() for block in blocks)]
 
     def _acquire(self, num_bytes: int, device: torch.device) -> _Block:

@@ -127,7 +127,7 @@ def plan_text(plan: Plan, world: int, best: Result) -> str:
     comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows from them"
     comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
     texts = []
-    for text in plan_sections(layout.plan(plan, world).tables):
+    for text in plan_sections(layout.apply(plan, world).tables):
         comment = comments.pop(text.split("\n", 1)[0], None)  # the first of several tables with one header
         texts.append(f"# {comment}\n{text}" if comment else text)
     return head + "\n".join(texts)

@@ -135,7 +135,9 @@ def search_layouts(
 
     def estimate_layout(layout: Layout) -> tuple[ExactEstimate | SleyError | None, OpResultCache]:
         try:
-            return estimate_plan(layout.plan(space.plan, space.world), space.world, machine, memory, result_cache), result_cache
+            return estimate_plan(
+                layout.apply(space.plan, space.world), space.world, machine, memory, result_cache
+            ), result_cache
         except SleyError as error:
             return error, result_cache
 
@@ -216,7 +218,7 @@ def _valid_layouts(space: Layouts, layouts: Sequence[Layout], result: SearchResu
     """Yields the layouts that pass the plan checks. Records the other layouts as refused in `result`."""
     for layout in layouts:
         try:
-            if problems := check_plan(layout.plan(space.plan, space.world), space.world):
+            if problems := check_plan(layout.apply(space.plan, space.world), space.world):
                 raise PlanError.from_diagnostics(problems)
         except SleyError as error:
             result.refuse(error)

@@ -156,12 +156,12 @@ class Layout(NamedTuple):
         """Returns the number of microbatches of a rank in a step."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
-    def plan(self, plan: Plan, world: int) -> Plan:
+    def apply(self, plan: Plan, world_size: int) -> Plan:
         """Returns `plan` in this layout. Omits pipeline tables without stages, and explicit stage lengths if the stages or the
         schedule differ from the plan. Raises PlanError for invalid tables.
         """
         written, schedule = plan.document.tables, self.schedule
-        sizes = {"dp": world // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
+        sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The reducer, the schedule's tie handler, and the plan's remaining handlers.
         handlers = [self.reducer.table] if self.reducer else []
         record = schedule.record if schedule else None

@@ -169,7 +169,7 @@ class Roofline:
             if layout.attention is not None:
                 # Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence.
                 sliced_layout = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
-                plan = partial(sliced_layout.plan, self.plan, layout.sp)
+                plan = partial(sliced_layout.apply, self.plan, layout.sp)
                 self._memoize(("slices", id(layout.attention)), lambda: build_meta_model(plan(), self.dataset.info))
             works = self._variants.works(variant)
             rows = []
@@ -319,7 +319,7 @@ class Roofline:
 
         def sharded() -> Floats:
             pair = layout._replace(pp=1, sp=1, wp=2, micro_size=1, schedule=None, reducer=None, attention=None)
-            plan = pair.plan(self.plan, 2)
+            plan = pair.apply(self.plan, 2)
             assert plan.weights is not None, layout
             communicator = plan.weights.build()
             communicator.prepare(self.model.layers)
@@ -340,7 +340,7 @@ class Roofline:
         pp = layout.pp
 
         def split_model() -> StageSplit:
-            plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).plan(self.plan, self.world)
+            plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).apply(self.plan, self.world)
             if pp > len(self.model.layers):
                 raise PlanError("partition-empty", "there are more stages than layers")
             stage = build_stage(plan, plan.topology(self.world), 0, self.model, self._costs)

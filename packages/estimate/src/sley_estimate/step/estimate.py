@@ -375,8 +375,8 @@ def estimate_from_records(records: Records, plan: Plan, size: int, machine: Mach
 
 
 def waits_before_updates(plan: Plan) -> bool:
-    """Returns whether host and device wait before each update: it runs on the host, has a loss scale, or cannot be skipped on
-    the device.
+    """Returns whether host and device wait before each update, because the update runs on the host, uses a loss scale, or
+    cannot be skipped on the device.
     """
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True

@@ -169,7 +169,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         yield f"skipped because gradients are not finite in this precision: step {', '.join(map(str, skipped))}"
 
 
-def no_step_taken(ranks: Sequence[RankFindings], num_steps: int) -> bool:
+def has_taken_no_step(ranks: Sequence[RankFindings], num_steps: int) -> bool:
     """Returns whether all steps were skipped because of non-finite gradients."""
     return len(_skipped_steps(ranks)) == num_steps
 
@@ -190,7 +190,7 @@ def _skipped_steps(ranks: Sequence[RankFindings]) -> list[int]:
 def findings_to_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
     """Returns the report as JSON data with all differences in causal order. null stands for non-finite numbers."""
     return {
-        "agrees": not differences(ranks, limits) and not no_step_taken(ranks, num_steps),
+        "agrees": not differences(ranks, limits) and not has_taken_no_step(ranks, num_steps),
         "ranks": len(ranks),
         "steps": num_steps,
         "largest": [_to_json(error) for error in largest_errors(ranks, limits)],

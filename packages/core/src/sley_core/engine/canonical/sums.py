@@ -44,22 +44,22 @@ class TreeSums(Sums):
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         for exchange in self._in_flight:
-            exchange.join()
+            exchange.sum_rows()
         self._in_flight.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
 
     def finish(self) -> None:
         for exchange in self._in_flight:
-            exchange.join()
+            exchange.sum_rows()
         while self._in_flight:
             self._in_flight.popleft().finish()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().work.wait_sent()
 
 
 class _TreeSum:
-    """Sums one buffer. The constructor starts the exchange; `join` and `finish` follow."""
+    """Sums one buffer. The constructor starts the exchange; `sum_rows` and `finish` follow."""
 
     def __init__(
         self,
@@ -77,37 +77,37 @@ class _TreeSum:
         self._num_leaves = reduction.num_leaves
         self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
         self._num_uses = buffer.params[0].num_sums
-        self._out = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
-        self._in = self._out.new_empty(self._out.shape)
+        self._outgoing_rows = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
+        self._incoming_rows = self._outgoing_rows.new_empty(self._outgoing_rows.shape)
         self._gathered: Tensor | None = None
-        self._is_joined = False
+        self._is_summed = False
         # The buffer's reduce group; its ranks start their buckets in one order.
         self.work: Work = group.transport(channel).all_to_all(
-            self._in, self._out, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
+            self._incoming_rows, self._outgoing_rows, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
         )
-        sent.add(self._out, group, passes=1)
+        sent.add(self._outgoing_rows, group, passes=1)
 
-    def join(self) -> None:
+    def sum_rows(self) -> None:
         """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
-        if self._is_joined:
+        if self._is_summed:
             return
-        self._is_joined = True
+        self._is_summed = True
         self.work.wait()
-        num_rows = self._in.shape[1] // self._num_uses
+        num_rows = self._incoming_rows.shape[1] // self._num_uses
         sums = PartialSums(self._num_leaves)
         for coord, nodes in enumerate(self._nodes):
             for use in range(self._num_uses):
                 for row, node in enumerate(nodes):
-                    sums.put(use, node, self._in[coord, use * num_rows + row])
+                    sums.put(use, node, self._incoming_rows[coord, use * num_rows + row])
         root = Node(0, self._num_leaves)
-        local_sum = sum_uses([sums.pop(use, root, self._in[0, 0]) for use in range(self._num_uses)])
+        local_sum = sum_uses([sums.pop(use, root, self._incoming_rows[0, 0]) for use in range(self._num_uses)])
         if self.buffer.shard is not None:
             self.buffer.local_part.copy_(local_sum)
             self.buffer.zero_padding()
             return
         self.work.wait_sent()
-        self._gathered = self._out.view(-1)[: self.group.size * local_sum.numel()]
-        # Over the same group; all its ranks get here between the same two starts, or after the last start.
+        self._gathered = self._outgoing_rows.view(-1)[: self.group.size * local_sum.numel()]
+        # Over the same group; all its ranks start it between the same two starts, or after the last start.
         self.work = self.group.transport(self._channel).all_gather(
             [self._gathered], [local_sum], label=f"the sum of {self.buffer.params[0].name}"
         )
@@ -115,7 +115,7 @@ class _TreeSum:
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""
-        self.join()
+        self.sum_rows()
         self.work.wait()
         if self._gathered is not None and self._gathered.data_ptr() != self.buffer.data.data_ptr():
             self.buffer.data.copy_(self._gathered[: self.buffer.data.numel()])

@@ -300,13 +300,13 @@ class CanonicalAccumulator(Accumulator):
     ) -> None:
         self.reduction = reduction
         self.is_loose = is_loose
-        self._empty = view
+        self._placeholder = view
         super().__init__(param, view, expected_passes, has_products=has_products)
 
     def reset(self) -> None:
         """Starts a step, and discards all partial sums."""
         super().reset()
-        self.view = self._empty
+        self.view = self._placeholder
         self._leaf: TreeLeaf | None = None
         self._is_fresh = True
         self._sum = self.view
@@ -370,7 +370,7 @@ class CanonicalAccumulator(Accumulator):
     def finalize(self) -> None:
         """Collects `rows` from the partial sums. No contribution may follow."""
         self._close_leaf()
-        home = self._home_view()
+        home = self._allocated_view()
         sums = self._new_partial_sums() if self._sums is None else self._sums
         is_whole = self.reduction.groups[self.param.reduce_group].size == 1
         nodes = [Node(0, sums.num_leaves)] if is_whole else self.reduction.nodes(self.param.reduce_group)
@@ -385,8 +385,8 @@ class CanonicalAccumulator(Accumulator):
         self.rows = rows
         self._sums = None
 
-    def _home_view(self) -> Tensor:
-        if self.is_loose and self.view is self._empty:
+    def _allocated_view(self) -> Tensor:
+        if self.is_loose and self.view is self._placeholder:
             self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         return self.view
 
@@ -397,7 +397,7 @@ class CanonicalAccumulator(Accumulator):
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
         # The view holds the sum of this rank's first leaf.
         is_first = self._leaf is None or self._leaf == (0, first)
-        self._sum = self._home_view() if is_first else self.reduction.sum_memory.allocate(self._home_view())
+        self._sum = self._allocated_view() if is_first else self.reduction.sum_memory.allocate(self._allocated_view())
         return self._sum
 
     def _close_leaf(self) -> None:
@@ -411,7 +411,7 @@ class CanonicalAccumulator(Accumulator):
         self._sums.put(leaf.use, Node(leaf.micro, leaf.micro + 1), self._sum)
 
     def _new_partial_sums(self) -> PartialSums:
-        return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._home_view())
+        return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
 
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
