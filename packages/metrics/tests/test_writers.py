@@ -122,7 +122,7 @@ class TestTensorboard(MetricsWriterContract):
 
     writer: ClassVar[dict[str, Any]] = {"use": "metrics.tensorboard"}
     writes_at_once = False
-    on_disk = False
+    writes_files = False
 
     @pytest.fixture(autouse=True)
     def tensorboard(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class MaskedLossContract(LossContract):
         output, y = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
         return output, {"y": y, "mask": torch.rand(6, 4, generator=generator) > 0.3}
 
-    def nothing(self) -> dict[str, Tensor]:
+    def weightless_batch(self) -> dict[str, Tensor]:
         return {"y": torch.ones(6, 4), "mask": torch.zeros(6, 4, dtype=torch.bool)}
 
 
@@ -271,7 +271,7 @@ class TestCrossEntropy(LossContract):
             "tokens": torch.randint(7, (4, 5), generator=generator),
         }
 
-    def nothing(self) -> dict[str, Tensor]:
+    def weightless_batch(self) -> dict[str, Tensor]:
         return {"labels": torch.full((4, 5), -100), "tokens": torch.ones(4, 5, dtype=torch.int64)}
 
 

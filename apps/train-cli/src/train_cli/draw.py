@@ -39,13 +39,15 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     names = [_row_label(stage, chunk) for stage, chunk in rows]
     notes = ["" if chunk else f"  {timeline.idle(stage):4.0%} idle" for stage, chunk in rows]
     indent = max(map(len, names))
-    room = max(1, width - indent - max(map(len, notes)))
-    scale = _columns_per_second(timeline, room)
-    drawn = [_shorten(_draw_row(timeline, stage, chunk, scale), room) for stage, chunk in rows]
+    max_columns = max(1, width - indent - max(map(len, notes)))
+    scale = _columns_per_second(timeline, max_columns)
+    drawn = [_shorten(_draw_row(timeline, stage, chunk, scale), max_columns) for stage, chunk in rows]
     lines = [f"{name:{indent}}{row}{note}".rstrip() for name, row, note in zip(names, drawn, notes, strict=True)]
     legend = _legend_lines(timeline, chunks)
-    if (columns := round(timeline.makespan_s * scale)) > room:
-        legend.append(f"/: {columns - room + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more")
+    if (columns := round(timeline.makespan_s * scale)) > max_columns:
+        legend.append(
+            f"/: {columns - max_columns + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more"
+        )
     return "\n".join([*lines, *legend]) + "\n"
 
 
@@ -61,16 +63,16 @@ def _row_label(stage: int, chunk: int | None) -> str:
     return f"{f'stage {stage}' if chunk == 0 else '':9}chunk {chunk}  "
 
 
-def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """Returns the number of columns per second. The drawing may be wider than `room`.
+def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
+    """Returns the number of columns per second. The drawing may be wider than `max_columns`.
 
     The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
     """
     lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
     if not lengths:
         return 0.0
-    columns = min(COLUMNS_PER_ACTION, room * min(lengths) / timeline.makespan_s)
-    if columns < 1 and room >= LEAST_ROOM and min(lengths) >= max(lengths) / 10:
+    columns = min(COLUMNS_PER_ACTION, max_columns * min(lengths) / timeline.makespan_s)
+    if columns < 1 and max_columns >= LEAST_ROOM and min(lengths) >= max(lengths) / 10:
         columns = 1
     return (int(columns) if columns >= 1 else columns) / min(lengths)
 
@@ -85,12 +87,12 @@ def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -
     return "".join(cells)
 
 
-def _shorten(row: str, room: int) -> str:
-    """Returns `row` without its middle, so that it fits into `room` columns."""
-    if len(row) <= room:
+def _shorten(row: str, max_columns: int) -> str:
+    """Returns `row` without its middle, so that it fits into `max_columns` columns."""
+    if len(row) <= max_columns:
         return row
-    tail = (room - len(CUT)) // 2
-    return row[: room - len(CUT) - tail] + CUT + row[len(row) - tail :]
+    tail = (max_columns - len(CUT)) // 2
+    return row[: max_columns - len(CUT) - tail] + CUT + row[len(row) - tail :]
 
 
 def _legend_lines(timeline: Timeline, chunks: int) -> list[str]:

@@ -111,7 +111,7 @@ def disable_gc() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code, as listed at the end of `--help`.
 
-    argv: the arguments without the program name; default: those of this process.
+    argv: the arguments without the program name; by default this process's arguments.
     """
     _open_standard_streams()
     settings = Settings()

@@ -67,7 +67,7 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes this process end with its launcher, also after `kill -9` of the launcher. Does nothing without a launcher.
+    """Makes this process end with its launcher, even after `kill -9` of the launcher. Does nothing without a launcher.
 
     The kernel sends the signal, even while the rank hangs in a driver. Must be called before slow imports. Exits if the
     launcher has already died.

@@ -34,7 +34,7 @@ class CmaTransport(Transport):
         return Gather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Offers all `shards` at once, and returns an object that gathers them without further messages."""
+        """Offers all `shards` at once, and returns an object that gathers them without additional messages."""
         return PublishedOffer(self.published, shards, Mark.from_tensors("share", label, shards))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:

@@ -103,8 +103,8 @@ def prepare_parts(
     """Writes the missing parts in `folder`, or waits for a process that does. Returns the content of `complete.json`.
 
     size_of: returns the number of bytes of a document. encode: tokenizes documents in a worker process. num_bytes: the size of
-    all text, for progress lines. summarize: returns the further content of `complete.json`. Raises OSError if the folder cannot
-    be written.
+    all text, for progress lines. summarize: returns the remaining content of `complete.json`. Raises OSError if the folder
+    cannot be written.
     """
     if (complete := _read_complete(folder)) is None:
         folder.mkdir(parents=True, exist_ok=True)

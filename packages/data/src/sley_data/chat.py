@@ -43,7 +43,7 @@ class ChatStats:
     remarks: list[str] = field(default_factory=list)
 
     def add(self, stats: ChatStats) -> None:
-        """Adds the counts of further conversations."""
+        """Adds the counts of more conversations."""
         for name in ("documents", "samples", "tokens", "trained", "copied"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)

@@ -7,7 +7,7 @@ Templates with `{% generation %}` blocks mark these tokens. For other templates,
                                                                                    ^^^^^^^^^^^ trained
 
 The tokens of both must be the first tokens of the conversation. If they are not, because the template changes earlier turns
-when further turns follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn is
+when more turns follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn is
 dropped and counted.
 """
 

@@ -213,7 +213,7 @@ class SourceTable(PartTable):
     name: Annotated[
         str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), ValueDescription("letters, digits, `.`, `_` and `-`")
     ]
-    """The name of the source, also in the metrics `loss/NAME` and `share/NAME`."""
+    """The name of the source, which is part of the metrics `loss/NAME` and `share/NAME`."""
 
     weight: PositiveFloat | None = None
     """The relative share of the samples. The weights of all sources need not add up to 1."""

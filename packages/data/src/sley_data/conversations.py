@@ -4,7 +4,7 @@
     conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
     prompt and completion     two texts, or two lists of messages; only the completion has labels
 
-The template also receives further keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
+The template also receives additional keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
 """
 
 from __future__ import annotations

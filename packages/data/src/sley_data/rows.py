@@ -25,7 +25,7 @@ _BATCH_ROWS = 256
 def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
 
-    columns: the columns of tables to read, or None for all. Null values of tables are omitted, also in nested dicts, since
+    columns: the columns of tables to read, or None for all. Null values of tables are omitted, even in nested dicts, since
     every row of a table has the keys of all rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and
     PluginError "pyarrow-missing" if `pyarrow` is not installed.
     """

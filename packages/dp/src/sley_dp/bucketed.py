@@ -129,7 +129,7 @@ class BucketedReducer(GradientHandler):
         """
         if self._order is None and not self._has_finished_step:
             return {}
-        name, order = ("seen", self._first_order()) if self._order is None else ("order", self._order)
+        name, order = ("seen", self._first_step_order()) if self._order is None else ("order", self._order)
         return {name: torch.tensor([param.index for param in order])}
 
     def restore_saved_state(self, state: Mapping[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class BucketedReducer(GradientHandler):
             self._order = [params[index] for index in state["order"].tolist()]
             self._store.lay_out(self._plan_layout)
 
-    def _first_order(self) -> list[Param]:
+    def _first_step_order(self) -> list[Param]:
         """Returns the order in which the first step completed gradients on this rank."""
         return self._restored_order or self._store.completion_order
 
@@ -166,7 +166,7 @@ class BucketedReducer(GradientHandler):
         Parameters without a gradient, such as frozen ones, come last. So the order has the same length on all ranks, even if
         they differ in frozen parameters, which is detected only later.
         """
-        order = self._first_order()
+        order = self._first_step_order()
         order = [*order, *(param for param in self._parts.registry if param not in set(order))]
         indices = torch.tensor([param.index for param in order], device=self._parts.world.device.torch_device)
         # Over the stage, whose ranks hold the same parameters. All of them call this at the start of their second step.

@@ -66,7 +66,7 @@ class Routers:
         return logits
 
     def add(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
-        """Returns the output of a block. before: the output of the layer before it. logits: those of the block's routers."""
+        """Returns the output of a block. before: the previous layer's output. logits: the logits of the block's routers."""
         probabilities, counts = [], []
         if isinstance(before, Routed):
             probabilities, counts = [before.probabilities], [before.counts]

@@ -131,7 +131,7 @@ class _Recorder(nn.Module):
 def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Runs the base model up to its last recorder; returns hidden states and further arguments of each recorder's call.
+    """Runs the base model up to its last recorder; returns hidden states and the remaining arguments of each recorder's call.
 
     Raises PlanError "hf-structure" if the forward does not run with recorders.
     """

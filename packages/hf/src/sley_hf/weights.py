@@ -57,8 +57,8 @@ class StoredWeights:
             self._sources[target].append((stored, pattern))
             self._targets[target] = target
             if pattern is not None:
-                first, *further = self._converters[pattern].target_patterns
-                self._targets |= {target.replace(first, name): target for name in further}
+                first, *other_patterns = self._converters[pattern].target_patterns
+                self._targets |= {target.replace(first, name): target for name in other_patterns}
 
     def __contains__(self, name: str) -> bool:
         return name in self._targets

@@ -102,7 +102,7 @@ def check_names(names: Collection[str], expected: Collection[str], optional: set
 
 
 def _join_problems(problems: Sequence[str]) -> str:
-    """Returns a text with the first problems and the number of further problems."""
+    """Returns a text with the first problems and the number of remaining problems."""
     text = ", ".join(problems[:_MAX_PROBLEMS])
     return f"{text}, and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else text
 

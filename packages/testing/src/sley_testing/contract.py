@@ -251,7 +251,7 @@ class GradientHandlerContract:
         _assert_same_bits(clean, failed, "the bits differ after a failed step")
 
     def test_canonical_sums_match_one_process(self, ranks_of_two: Ranks) -> None:
-        """Expects the bits of one process if the record declares a fixed order, also after a failed step."""
+        """Expects the bits of one process if the record declares a fixed order, even after a failed step."""
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")

@@ -105,7 +105,7 @@ class DatasetContract:
         assert is_unchanged, "reading samples draws from or seeds torch's default generator: use a separate generator"
 
     def test_ranks_split_each_batch(self, folder: Path) -> None:
-        """Expects that the rows of two ranks form the batches of one process, also across the end of an epoch."""
+        """Expects that the rows of two ranks form the batches of one process, even across the end of an epoch."""
         all_batches = list(islice(self._feed(folder, range(BATCH)), NUM_BATCHES))
         halves = [list(islice(self._feed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
         has_rows = not hasattr(self._open(folder), "collate")  # a collate function may pad to the longest row

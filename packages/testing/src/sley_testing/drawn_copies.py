@@ -48,7 +48,7 @@ from sley_testing.happens_before import (
 )
 
 RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
-"""Probabilities of a further copy at each call. With 0 a copy happens as late as possible, with 1 at once."""
+"""Probabilities of another copy at each call. With 0 copies happen as late as possible, with 1 immediately."""
 
 
 @dataclass(frozen=True)

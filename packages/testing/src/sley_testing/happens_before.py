@@ -104,7 +104,7 @@ class Ledger:
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
                 del self._memory[key]
         touched = [
-            (self._memory.get(storage._cdata) or self._remember(storage), access)
+            (self._memory.get(storage._cdata) or self._register_memory(storage), access)
             for access in accesses
             if (storage := storage_of(access.tensor)) is not None
         ]
@@ -122,7 +122,7 @@ class Ledger:
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Records that the device frees or replaces the memory of `storage`."""
-        memory = self._memory.get(storage._cdata) or self._remember(storage)
+        memory = self._memory.get(storage._cdata) or self._register_memory(storage)
         self.device[DEVICE] += 1
         all_bytes = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
         text = f"the storage of {storage.nbytes()} bytes is resized"
@@ -184,9 +184,9 @@ class Ledger:
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
-        return self._memory.get(storage._cdata) or self._remember(storage)
+        return self._memory.get(storage._cdata) or self._register_memory(storage)
 
-    def _remember(self, storage: torch.UntypedStorage) -> _Memory:
+    def _register_memory(self, storage: torch.UntypedStorage) -> _Memory:
         memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._memory[storage._cdata] = memory
         return memory

@@ -42,7 +42,7 @@ class LossContract:
         """Returns an fp64 model output and the batch. Dim 0 of all tensors is the number of samples: even, at least four."""
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
-    def nothing(self) -> Batch | None:
+    def weightless_batch(self) -> Batch | None:
         """Returns a batch of the size of `batch` whose weight is 0, as if all labels are ignored; or None."""
         return None
 
@@ -138,10 +138,10 @@ class LossContract:
         assert actual == float(loss.loss(output, batch)), f"the loss reads more than its `fields` {fields}"
 
     def test_batch_without_weight(self) -> None:
-        """Expects weight 0, loss 0 and zero gradients for the batch of `nothing`."""
-        batch = self.nothing()
+        """Expects weight 0, loss 0 and zero gradients for the batch of `weightless_batch`."""
+        batch = self.weightless_batch()
         if batch is None:
-            pytest.skip("`nothing` returns None")
+            pytest.skip("`weightless_batch` returns None")
         weight = self._loss().weight(batch)
         assert weight == 0, f"a batch of ignored labels has the weight {weight}"
         loss, gradient = self._loss_and_gradient(self.batch()[0], batch)

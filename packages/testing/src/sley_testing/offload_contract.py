@@ -36,7 +36,7 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. plan: further
+    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. plan: additional
     changes of the plan, as in `small_plan`. orders: the number of random copy orders.
     """
 

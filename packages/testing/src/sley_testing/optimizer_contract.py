@@ -288,7 +288,7 @@ class LRScheduleContract:
     num_steps: ClassVar[int] = 100
 
     def test_every_step_has_finite_rate(self) -> None:
-        """Expects finite, non-negative factors, also after the plan's last step, and at least one above 0."""
+        """Expects finite, non-negative factors, even after the plan's last step, and at least one above 0."""
         rates = self._rates(self.num_steps)
         for step, rate in enumerate(rates):
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
@@ -331,6 +331,6 @@ class LRScheduleContract:
         return plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(num_steps)
 
     def _rates(self, num_steps: int) -> list[float]:
-        """Returns the factors of all steps of a run and of NUM_LATE further steps, in order."""
+        """Returns the factors of all steps of a run and of NUM_LATE later steps, in order."""
         factor = self._factor(num_steps)
         return [factor(step) for step in range(num_steps + NUM_LATE)]

@@ -38,8 +38,8 @@ NUM_STEPS = 2
 class ScheduleContract:
     """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `max_micro_batches`, and pytest does the rest.
 
-    tables: further tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros: the
-    supported numbers of stages and microbatches. num_draws: the number of random sizes to test.
+    tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
+    the supported numbers of stages and microbatches. num_draws: the number of random sizes to test.
     """
 
     pipeline: ClassVar[Table]

@@ -37,14 +37,14 @@ MOST_BYTES = 4096  # the maximum file size on the full disk, less than the size 
 class MetricsWriterContract:
     """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, write `read`, and pytest does the rest.
 
-    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. goes_on: whether a resumed run
-    drops the rows of steps after its checkpoint (`rewind`). on_disk: whether the writer writes into its folder.
+    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether a resumed
+    run drops the rows of steps after its checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
     """
 
     writer: ClassVar[dict[str, Any]]
     writes_at_once: ClassVar[bool] = True
-    goes_on: ClassVar[bool] = True
-    on_disk: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = True
+    writes_files: ClassVar[bool] = True
 
     def read(self, folder: Path) -> Iterable[Point]:
         """Returns all numbers that the writer has written into `folder`."""
@@ -86,8 +86,8 @@ class MetricsWriterContract:
 
     def test_repeated_steps_are_written_once(self, tmp_path: Path) -> None:
         """Calls `rewind`, as a resumed run does, in the same and in a new writer."""
-        if not self.goes_on:
-            pytest.skip("the writer does not resume (`goes_on`)")
+        if not self.can_resume:
+            pytest.skip("the writer cannot resume (`can_resume`)")
         for index, reopens in enumerate((False, True)):
             folder = tmp_path / str(index)
             folder.mkdir()
@@ -128,8 +128,8 @@ class MetricsWriterContract:
 
     def test_full_disk_is_an_error(self, tmp_path: Path) -> None:
         """Expects an error of `write` or `close`, so that rows are not lost silently."""
-        if not self.on_disk:
-            pytest.skip("the writer does not write into its folder (`on_disk`)")
+        if not self.writes_files:
+            pytest.skip("the writer does not write into its folder (`writes_files`)")
         writer, num_rows = self._writer(tmp_path), MOST_BYTES // 8
         is_refused = False
         with _limit_file_size(MOST_BYTES):

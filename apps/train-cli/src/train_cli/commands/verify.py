@@ -85,7 +85,7 @@ def verify(
 
 def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
     """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
-    did not finish.
+    does not finish.
 
     arguments: the arguments of `compare_on_rank` except the folder.
     """

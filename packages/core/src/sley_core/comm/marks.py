@@ -47,7 +47,7 @@ class Mark(NamedTuple):
     @classmethod
     def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label: the
-        description, equal on all ranks. contents: a checksum of further content to compare (`checksum`).
+        description, equal on all ranks. contents: a checksum of additional content to compare (`checksum`).
         """
         sizes = array("q", (contents,))
         num_bytes = 0

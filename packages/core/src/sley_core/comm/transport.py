@@ -73,7 +73,7 @@ class Published(Protocol):
 
 class Transport(Published, Protocol):
     """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous, and may not be used until
-    `wait_sent` has returned. contents: a checksum of further content, compared between ranks.
+    `wait_sent` has returned. contents: a checksum of additional content, compared between ranks.
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:

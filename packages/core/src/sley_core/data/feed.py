@@ -59,7 +59,7 @@ class PrefetchThread(Generic[T]):
     def get(self, timeout_s: float) -> T:
         """Waits for the next item and returns it.
 
-        Raises the thread's error, also at later calls, or RunError "data-timeout" after `timeout_s` seconds.
+        Raises the thread's error, in this and in later calls, or RunError "data-timeout" after `timeout_s` seconds.
         """
         if self._error is not None:
             raise self._error

@@ -129,7 +129,7 @@ _ATOMIC_TYPES = Tensor, nn.Module, type, ModuleType, *_FUNCTION_TYPES, *_PLAIN_T
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object by name, those in slots included."""
+    """Returns the attributes of an object by name, including those in slots."""
     if isinstance(value, _ATOMIC_TYPES):
         return {}
     slots: list[str] = []

@@ -170,12 +170,12 @@ class GradientStore:
         )
 
     def aligned_bytes(self, param: Param, *, is_sharded: bool = False) -> int:
-        """Returns the bytes of the gradient of `param` in a buffer, alignment included."""
+        """Returns the bytes of the gradient of `param` in a buffer, including alignment."""
         alignment = SHARD_ALIGNMENT if is_sharded else ALIGNMENT_BYTES // self.dtype.itemsize
         return round_up(param.numel, alignment) * self.dtype.itemsize
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and view of each gradient, also without memory, and the name and value of each partial sum."""
+        """Yields the name and view of each gradient, even without memory, and the name and value of each partial sum."""
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 

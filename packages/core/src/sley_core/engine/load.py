@@ -123,7 +123,7 @@ class _WeightLoader:
         if strict:
             self.report.faults += [f"{name!r} is missing" for name in missing]
             self.report.faults += [f"{name!r} is unknown" for name in self.report.unknown]
-        # over all ranks: each of them gets here, also with faults
+        # over all ranks: each of them reaches this, even with faults
         reports = control.gather_objects([asdict(self.report), missing], label="the reports on loaded weights")
         reports_and_missing = [(_LoadReport(**report), names) for report, names in reports]
         faults = list(dict.fromkeys(line for report, _ in reports_and_missing for line in report.faults))

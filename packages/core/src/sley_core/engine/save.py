@@ -122,11 +122,11 @@ class WeightSaver:
             probe(LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
     def __call__(
-        self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], facts: Mapping[str, str]
+        self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]
     ) -> None:
         """Saves the weights as `Run.save_weights` describes. Every rank calls it. Ranks exchange failures over `control` after
-        each part, so that all ranks raise and none waits. require: raises if memory that is read here is offloaded. facts: the
-        metadata of the files; only those of rank 0 count.
+        each part, so that all ranks raise and none waits. require: raises if memory that is read here is offloaded. metadata:
+        the files' metadata; only those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
         sources: list[_Source] = []
@@ -141,11 +141,11 @@ class WeightSaver:
         except OSError as error:
             failure = describe_write_error(error, folder)
         specs_of_rank = [source.spec for source in sources] if self._writes else []
-        files, facts = self._exchange_files(
-            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, facts
+        files, metadata = self._exchange_files(
+            split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, metadata
         )
         local_names = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
-        failure = self._write(sources, local_names, precision, folder, facts)
+        failure = self._write(sources, local_names, precision, folder, metadata)
         self._exchange_files([], failure, folder, {})
         if self._parts.world.rank == 0:
             specs_by_file = {name: specs for name, _, specs in files}
@@ -159,13 +159,13 @@ class WeightSaver:
         self._exchange_files([], failure, folder, {})
 
     def _exchange_files(
-        self, files: list[list[Spec]], failure: str, folder: Path, facts: Mapping[str, str]
+        self, files: list[list[Spec]], failure: str, folder: Path, metadata: Mapping[str, str]
     ) -> tuple[list[tuple[str, int, list[Spec]]], Mapping[str, str]]:
-        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the facts of rank
-        0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
+        """Exchanges this rank's files and failure; returns name, rank and tensors of every rank's files, and the metadata of
+        rank 0. If any rank failed, discards the unfinished folder and raises RunError "weights-unsaved" on all ranks.
         """
-        # Over all ranks: each of them gets here three times, also after a failure.
-        messages = self._control.gather_objects([failure, files, dict(facts)], label="the files to save")
+        # Over all ranks: each of them reaches this three times, even after a failure.
+        messages = self._control.gather_objects([failure, files, dict(metadata)], label="the files to save")
         failures = [
             f"rank {rank}: {failure_of_rank}"
             for rank, (failure_of_rank, _, _) in zip(self._control.ranks, messages, strict=True)
@@ -212,14 +212,14 @@ class WeightSaver:
         file_of_tensor: dict[str, str],
         precision: Precision,
         folder: Path,
-        facts: Mapping[str, str],
+        metadata: Mapping[str, str],
     ) -> str:
         """Writes this rank's files, and returns the failure or "". A failed rank still takes part in every exchange."""
         files: dict[str, list[Spec]] = {}
         for source in sources if self._writes else ():
             files.setdefault(file_of_tensor[source.spec.name], []).append(source.spec)
         failure = ""
-        with TensorFiles(scratch_folder(folder), files, facts) as tensor_files:
+        with TensorFiles(scratch_folder(folder), files, metadata) as tensor_files:
             for source in sources:
                 value = self._gather_full(source, precision)
                 if value is None or failure:

@@ -108,7 +108,7 @@ def _check_parts(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _check_schedule(plan: Plan, topology: Topology) -> list[Diagnostic]:
-    """Lowers the schedule's action lists, and returns their problems, also with compiled layers."""
+    """Lowers the schedule's action lists, and returns their problems, including those with compiled layers."""
     if plan.pipeline is None or plan.batch.global_size % (topology.dp * plan.batch.micro_size):
         return []
     # Imported only if there is a schedule, so that other plans are checked faster.

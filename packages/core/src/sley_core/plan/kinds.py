@@ -8,7 +8,7 @@ from typing import Literal
 from sley_core import records
 from sley_core.data.dataset import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
-from sley_core.plan.tables import CheckpointConfig, Factory, ModelConfig, SequenceConfig
+from sley_core.plan.tables import CheckpointConfig, FactoryTable, ModelConfig, SequenceConfig
 from sley_core.table import RecordKind, Table
 
 RECORDS: dict[RecordKind, type[records.Record]] = {
@@ -50,15 +50,15 @@ CHECKPOINTER = "checkpoint.any_layout"
 """The default checkpointer."""
 
 
-class ModelFactory(ModelConfig, Factory):
+class ModelFactory(ModelConfig, FactoryTable):
     """Your own model: a function that returns the layers. The function may have a parameter `data`."""
 
 
-class DataFactory(FactoryDataConfig, Factory):
+class DataFactory(FactoryDataConfig, FactoryTable):
     """Your own dataset: a function or class. It may have a parameter `context` (seed, split)."""
 
 
-class LossFactory(Factory):
+class LossFactory(FactoryTable):
     """Your own loss: a function or class that returns an object with `weight` and `loss`."""
 
     sequence: Literal["slices", "whole"] = "slices"
@@ -68,13 +68,13 @@ class LossFactory(Factory):
     """
 
 
-class RateFactory(Factory):
+class RateFactory(FactoryTable):
     """Your own learning rate: a function that returns a function from the step, counted from 0, to the share of the full rate.
     The outer function may have a parameter `num_steps`.
     """
 
 
-class WriterFactory(Factory):
+class WriterFactory(FactoryTable):
     """Your own writer: a function or class that returns an object with `write(row)` and `close()`. It may have a parameter
     `folder`, the run's folder.
     """

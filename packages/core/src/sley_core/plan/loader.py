@@ -170,7 +170,7 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 
 
 def import_plugin(source: PluginSource) -> Any:
-    """Imports and returns the plugin's module. Raises PluginError "plugin-import", also in place of SystemExit."""
+    """Imports and returns the plugin's module. Raises PluginError "plugin-import", even if the module exits."""
     if source.entry_point is None:
         return source.module
     try:

@@ -18,7 +18,7 @@ from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.tables import (
     BatchTable,
     EvaluationTable,
-    Factory,
+    FactoryTable,
     LimitsTable,
     ParallelTable,
     PrecisionTable,
@@ -38,7 +38,7 @@ class Component:
     """A resolved table that names a record or factory, from which `build` builds a part of the run.
 
     name: the record's full name (`core.adamw`), or the path of the factory. record: None for a factory. config: the table, an
-    instance of the record's `config`, or of a `Factory` with the factory's path and options.
+    instance of the record's `config`, or of a `FactoryTable` with the factory's path and options.
     """
 
     table: ComponentTable
@@ -76,7 +76,7 @@ class Component:
                 return self.plugin.load_builder(self.record)(self.config, *args)
             if self.table.build:
                 return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
-            assert isinstance(self.config, Factory), self.config
+            assert isinstance(self.config, FactoryTable), self.config
             arguments = {self.table.factory_argument: args[0]} if self.table.factory_argument else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)
         except SleyError as error:

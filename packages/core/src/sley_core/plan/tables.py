@@ -167,8 +167,8 @@ class ParallelTable(Table):
     """
 
 
-class Factory(Table):
-    """The keys of your own code."""
+class FactoryTable(Table):
+    """The keys that name your own code."""
 
     factory: FactoryPath
     """The function or class, `"package.module:name"`. The folder of the plan is also searched."""
@@ -177,7 +177,7 @@ class Factory(Table):
     """The keyword arguments of the call."""
 
 
-class MetricFactory(Factory):
+class MetricFactory(FactoryTable):
     """Your own metric: a function that returns a function `(output, batch) -> {name: (sum, count)}`. An evaluation calls the
     inner function for each microbatch; the metric is the total sum divided by the total count.
     """

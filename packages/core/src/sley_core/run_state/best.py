@@ -45,7 +45,7 @@ class Best:
 
     @property
     def stop_reason(self) -> str:
-        """The reason why the run ends, or "" as long as `patience` allows further steps."""
+        """The reason why the run ends, or "" as long as `patience` allows more steps."""
         if self.patience is None or self.num_since < self.patience:
             return ""
         best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"

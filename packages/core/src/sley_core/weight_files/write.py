@@ -229,7 +229,7 @@ def write_tensors(
     """Writes tensors of `source` into the new folder `out`, which appears when all files are on the disk; returns the file
     names.
 
-    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes further files into a
+    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes additional files into a
     folder. Raises RunError "weight-files" if `out` cannot be written.
     """
     source_names = {file_name: source_name for source_name, file_name in names}

@@ -196,7 +196,7 @@ def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
 
 
 def seconds_lines(seconds: PlanEstimate, machine: MachineFile) -> Iterator[str]:
-    """Yields text lines about the seconds of a step, the work of each stage, and the source of the layer seconds."""
+    """Yields the report lines on the seconds of a step, the work of each stage, and the source of the layer seconds."""
     step = seconds.step
     host_wait_s = step.seconds - step.devices_s
     yield f"a step takes {step.seconds:.4g} s" + (

@@ -83,7 +83,7 @@ def search(
 
 
 def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields text lines about the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
+    """Yields the report lines on the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
     too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
     if result.not_begun:

@@ -209,16 +209,16 @@ def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | No
 def full_weights(run: Run) -> dict[str, Tensor]:
     """Returns the full parameters of this rank's layers in registry order, without buffers."""
     all_weights = weights(run)
-    return _contiguous({name: all_weights[name] for name in run.registry.names})
+    return _make_contiguous({name: all_weights[name] for name in run.registry.names})
 
 
 def _unclipped(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
     """Returns the gradients before clipping, which would hide a wrong scale."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
-    return _contiguous({name: gradient / factor for name, gradient in gradients.items()})
+    return _make_contiguous({name: gradient / factor for name, gradient in gradients.items()})
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _make_contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
