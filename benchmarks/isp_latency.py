@@ -95,8 +95,8 @@ class _LateGathers(Published):
         self.published = published
         self.wire = wire
 
-    def all_gather(self, wholes: Any, shards: Any, *, label: str) -> Work:
-        return self.wire.carry(self.published.all_gather(wholes, shards, label=label), label)
+    def all_gather(self, tensors: Any, shards: Any, *, label: str) -> Work:
+        return self.wire.carry(self.published.all_gather(tensors, shards, label=label), label)
 
     def wait_sent(self) -> None:
         self.published.wait_sent()
@@ -109,8 +109,8 @@ class _LateTransport(Transport):
         self.transport = transport
         self.wire = wire
 
-    def all_gather(self, wholes: Any, shards: Any, *, label: str) -> Work:
-        return self.wire.carry(self.transport.all_gather(wholes, shards, label=label), label)
+    def all_gather(self, tensors: Any, shards: Any, *, label: str) -> Work:
+        return self.wire.carry(self.transport.all_gather(tensors, shards, label=label), label)
 
     def publish(self, shards: Any, *, label: str) -> Published:
         return _LateGathers(self.transport.publish(shards, label=label), self.wire)
@@ -118,8 +118,8 @@ class _LateTransport(Transport):
     def num_scratch_rows(self, num_rows: int) -> int:
         return self.transport.num_scratch_rows(num_rows)
 
-    def reduce_scatter(self, wholes: Any, scratches: Any, *, label: str, contents: int = 0) -> Work:
-        return self.wire.carry(self.transport.reduce_scatter(wholes, scratches, label=label, contents=contents), label)
+    def reduce_scatter(self, tensors: Any, scratches: Any, *, label: str, contents: int = 0) -> Work:
+        return self.wire.carry(self.transport.reduce_scatter(tensors, scratches, label=label, contents=contents), label)
 
 
 def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int, Sleeps]:

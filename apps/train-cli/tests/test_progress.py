@@ -18,7 +18,7 @@ from train_cli.progress import (
     RunInfo,
     RunTotals,
     UnsavedNote,
-    closing,
+    closing_lines,
     draws_line,
     duration,
     opening,
@@ -201,7 +201,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "counts": {"mine.handler": {"kept": 3}},
         "notes": [],
     }
-    assert closing(content, "runs/small").splitlines() == [
+    assert closing_lines(content, "runs/small").splitlines() == [
         "finished: 40 steps in 10s, early: it is bad",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
@@ -218,13 +218,13 @@ def test_summaries_without_tokens_losses_or_steps() -> None:
     steps[3] |= {"loss": math.nan, "skipped": 1}
     skipped = summary(INFO, "finished", RunTotals(steps))
     assert (skipped["skipped_steps"], skipped["final_loss"], skipped["mean_loss_last_20"]) == (1, steps[2]["loss"], 5.75)
-    assert closing(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
+    assert closing_lines(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
     frames = [{"step": step, "loss": 1.0, "samples": 4, "seconds": 0.25} for step in (1, 2)]
     content = summary(INFO, "finished", RunTotals(frames))
     assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
     none = summary(INFO, "failed", RunTotals())
     unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
     assert [none[key] for key in unknown] == [None] * 7
-    compiled = closing(content | {"counts": {"compile": {"graphs": 3}}}, "x")
+    compiled = closing_lines(content | {"counts": {"compile": {"graphs": 3}}}, "x")
     assert "  first step     0s with compilation (3 graphs in the whole run)\n" in compiled
-    assert closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
+    assert closing_lines(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"

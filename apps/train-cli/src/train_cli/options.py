@@ -57,7 +57,7 @@ FormatOption = Annotated[OutputFormat, typer.Option("--format", help="The output
 
 def world_size(world: int | None, nodes: int | None, per_node: int | None) -> int | None:
     """Returns the number of ranks that the options set, or None if no option is set. Raises UsageError "world" if only one of
-    `nodes` and `per_node` is set, or if `world` is set beside them.
+    `nodes` and `per_node` is set, or if `world` is set as well.
     """
     if nodes is None and per_node is None:
         return world

@@ -376,7 +376,7 @@ class _Line:
         self._progress.stop()
 
 
-def closing(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
+def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
     """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any."""
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""

@@ -34,7 +34,7 @@ from train_cli.progress import (
     RunInfo,
     RunTotals,
     UnsavedNote,
-    closing,
+    closing_lines,
     opening,
     repeats,
     summary,
@@ -104,7 +104,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
             content = _summarize(run, folder, outcome, totals, reporter) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
             if content is not None:
-                print_line(closing(content, folder, weights))
+                print_line(closing_lines(content, folder, weights))
     return stopping.exit_code or EXIT_OK
 
 

@@ -47,7 +47,7 @@ def run_folder(plan: Plan) -> Path:
 
 def copy_run_files(plan: Plan, folder: Path) -> None:
     """Copies the files into the run folder that `export` and `sample` need: the tokenizer with its chat template, and the small
-    files beside the weights from which the run started. Raises OSError.
+    files next to the weights from which the run started. Raises OSError.
     """
     for (table, key), name in COPIES.items():
         source = getattr(getattr(plan, table).config, key, None)

@@ -180,7 +180,7 @@ def make_parts(
         StepNumbers(groups),
         DevicePool() if plan.pool is None else plan.pool.build(),
         is_compiled=bool(plan.model.config.compile),
-        foretold=announced,
+        describe_output=announced,
         head=head,
     )
 
@@ -292,7 +292,7 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     Raises the same errors as `sliced_info`, `build_on_meta` and `frozen_names`, and PlanError "sequence-positions" for a model
     that would count the positions of every slice from 0.
     """
-    plan.model.load()  # imported before the build, so that parameters made by an import are no part of it
+    plan.model.load()  # imported before the build, so that it does not include parameters made by an import
     if plan.adapters is not None:
         plan.adapters.load()
     model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)

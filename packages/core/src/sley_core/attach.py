@@ -41,7 +41,7 @@ from sley_core.losses.chunked_head import patch_head
 from sley_core.memory.inventory import MemoryInventory
 from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
 from sley_core.memory.run_memory import ManagerCounts, RunMemory
-from sley_core.memory.state import Holds, HoldsMessages, OffloadManager, Part, Trims
+from sley_core.memory.state import HoldsMessages, HoldsTensors, OffloadManager, Part, Trimmable
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
@@ -447,7 +447,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def held_tensors(objects: Iterable[object]) -> NamedTensors:
         for holder in objects:
-            if isinstance(holder, Holds):
+            if isinstance(holder, HoldsTensors):
                 yield from holder.named_tensors()
 
     def messages() -> NamedTensors:
@@ -459,7 +459,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     def trim(part: Part) -> int:
         """Frees the memory that the objects of `part` can reallocate; returns the number of bytes."""
         objects: dict[Part, Iterable[object]] = {"pools": [parts.pool], "messages": [crossing.link, *stepper.handlers]}
-        return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trims))
+        return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trimmable))
 
     sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),

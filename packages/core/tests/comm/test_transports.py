@@ -35,13 +35,13 @@ def exchange(dtype, cross_memory):
     group = groups_of(cross_memory)["wp"]
     rank, size = group.coord, group.size
     by_gather, by_reduce = group.transport(GATHER), group.transport(REDUCE)
-    wholes = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
+    tensors = [torch.full((size * shape[0], *shape[1:]), 7.0, dtype=dtype) for shape in SHAPES]
     shards = [value(rank, number, shape, dtype) for number, shape in enumerate(SHAPES)]
     sent = value(rank, len(SHAPES), (size, 3, 2), dtype)
     received = torch.empty_like(sent)
     with collectives() as calls:
-        first = by_gather.all_gather(wholes, shards, label="weights")
-        given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(wholes)]
+        first = by_gather.all_gather(tensors, shards, label="weights")
+        given = [value(rank, number, whole.shape, dtype) for number, whole in enumerate(tensors)]
         scratches = [torch.empty((by_reduce.num_scratch_rows(shape[0]), *shape[1:]), dtype=dtype) for shape in SHAPES]
         second = by_reduce.reduce_scatter(given, scratches, label="gradients")
         third = by_gather.all_to_all(received, sent, label="rows")
@@ -49,7 +49,7 @@ def exchange(dtype, cross_memory):
             work.wait()
             work.wait_sent()
     own = [one.view(size, shape[0], *shape[1:])[rank] for one, shape in zip(given, SHAPES, strict=True)]
-    return wholes, own, received, list(calls)
+    return tensors, own, received, list(calls)
 
 
 def out_of_order(cross_memory):
@@ -123,9 +123,9 @@ def test_each_group_has_the_transport_that_fits(ranks):
 def test_rows_of_many_tensors(ranks, size, dtype, cross_memory):
     """By reading each other's memory, and by messages: the same bits."""
     found = ranks(size)(exchange, dtype, cross_memory)
-    for rank, (wholes, own, received, calls) in enumerate(found):
+    for rank, (tensors, own, received, calls) in enumerate(found):
         for number, shape in enumerate(SHAPES):
-            assert torch.equal(wholes[number], torch.cat([value(other, number, shape, dtype) for other in range(size)]))
+            assert torch.equal(tensors[number], torch.cat([value(other, number, shape, dtype) for other in range(size)]))
             terms = [value(other, number, (size * shape[0], *shape[1:]), dtype) for other in range(size)]
             terms = [term.view(size, *shape)[rank] for term in terms]
             total = terms[rank].clone()
@@ -152,19 +152,19 @@ def together(dtype, device, coalesced):
         is_coalesced = can_coalesce(channel) if coalesced is None else coalesced
         transport = CollectiveTransport(group, REDUCE, channel, group.log, is_coalesced=is_coalesced)
         place = world.device.torch_device
-        wholes = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
+        tensors = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]
-        given = [value(world.rank, number, whole.shape, dtype).to(place) for number, whole in enumerate(wholes)]
+        given = [value(world.rank, number, whole.shape, dtype).to(place) for number, whole in enumerate(tensors)]
         assert all(transport.num_scratch_rows(shape[0]) == 0 for shape in SHAPES), "the sum is in place"
         scratches = [torch.empty((0, *shape[1:]), dtype=dtype, device=place) for shape in SHAPES]
         with collectives() as calls:
-            exchanges = [transport.all_gather(wholes, shards, label="weights")]
+            exchanges = [transport.all_gather(tensors, shards, label="weights")]
             exchanges.append(transport.reduce_scatter(given, scratches, label="gradients"))
             for exchange in exchanges:
                 exchange.wait()
                 exchange.wait_sent()
         own = [one.view(world.size, shape[0], *shape[1:])[world.rank] for one, shape in zip(given, SHAPES, strict=True)]
-        return [one.cpu() for one in wholes], [one.cpu() for one in own], len(calls)
+        return [one.cpu() for one in tensors], [one.cpu() for one in own], len(calls)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_the_backends_own_collectives(ranks, size, device, coalesced):
     On gloo, whose tensors are on CUDA then, one of each for every tensor; None takes that way on the CPU as well.
     """
     dtype = torch.float64
-    for rank, (wholes, own, num_calls) in enumerate(ranks(size, init=False)(together, dtype, device, coalesced)):
+    for rank, (tensors, own, num_calls) in enumerate(ranks(size, init=False)(together, dtype, device, coalesced)):
         if device == "cpu":
             assert num_calls == (2 if coalesced else 2 * len(SHAPES))
         for number, shape in enumerate(SHAPES):
             parts = [value(other, number, shape, dtype) for other in range(size)]
-            assert torch.equal(wholes[number], torch.cat(parts))
+            assert torch.equal(tensors[number], torch.cat(parts))
             terms = [value(other, number, (size * shape[0], *shape[1:]), dtype) for other in range(size)]
             total = sum(term.view(size, *shape)[rank] for term in terms)
             torch.testing.assert_close(own[number], total, rtol=1e-14, atol=1e-14)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sley_core.engine.buffers import FlatBuffer
-from sley_core.engine.reduction import LONG, joined_norm
+from sley_core.engine.reduction import LONG, combined_norm
 from sley_core.engine.shards import Shard
 from sley_core.engine.update import MASTER, states_of
 from sley_core.sizes import ALIGNMENT_BYTES
@@ -26,17 +26,17 @@ GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) *
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("size", [1000, LONG - 1, LONG, 1_000_003, len(GRADIENTS)])
 def test_a_norm_in_fp32_is_that_in_fp64(kind: float, size: int) -> None:
-    found = joined_norm(GRADIENTS.split(size), kind)
+    found = combined_norm(GRADIENTS.split(size), kind)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.linalg.vector_norm(GRADIENTS.double(), kind), rtol=1e-6, atol=0)
 
 
 def test_in_a_norm_what_has_gaps_counts_once_and_what_is_no_number_is_not_lost() -> None:
     matrix = GRADIENTS[:1_000_000].view(1000, 1000)
-    found = joined_norm([matrix[:, :500], matrix[:, 500:].t()], 2.0)
+    found = combined_norm([matrix[:, :500], matrix[:, 500:].t()], 2.0)
     torch.testing.assert_close(found, torch.linalg.vector_norm(matrix.double()), rtol=1e-6, atol=0)
     for odd in (math.nan, math.inf):
-        assert not joined_norm([torch.cat([GRADIENTS, torch.tensor([odd])])], 2.0).isfinite()
+        assert not combined_norm([torch.cat([GRADIENTS, torch.tensor([odd])])], 2.0).isfinite()
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -112,7 +112,7 @@ class LinkTable(ExchangeTable):
 
 
 class LinksTable(Table):
-    """Links by kind."""
+    """The links between ranks, by type."""
 
     same_host: LinkTable | None = None
     """Between ranks of one host."""

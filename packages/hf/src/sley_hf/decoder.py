@@ -45,7 +45,7 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     """Returns the model; each rank builds only its layers, and reads only their tensors.
 
     The first layer reads the field `tokens` [b, s]. Layers read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has
-    them. Raises PlanError "hf-structure" for a model that is no plain decoder, "model-vocabulary" if the data has more
+    them. Raises PlanError "hf-structure" for a model that is not a plain decoder, "model-vocabulary" if the data has more
     token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
     """
     hf_config = read_hf_config(config)

@@ -28,7 +28,7 @@ class Generator:
     """A transformers model, which continues prompts.
 
     folder: has `config.json` and a tokenizer, as `train-cli export` writes them. state: the weights by transformers' names; if
-    None, they are read from the folder. stop: ids that end a text, beside those of the model and the tokenizer.
+    None, they are read from the folder. stop: additional ids that end a text.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:

@@ -10,8 +10,8 @@ A decoder of transformers has this structure, under names that differ by family:
         others                 rotary_emb
       head                     lm_head                     lm_head
 
-Everything that a decoder layer needs beside the hidden states (rotary tables, masks, positions) is computed by the forward of
-the base. `LayerArguments` runs that forward without parameters and with recorders in place of the layers, so no family needs
+The forward of the base computes everything that a decoder layer needs except the hidden states: rotary tables, masks and
+positions. `LayerArguments` runs that forward without parameters and with recorders in place of the layers, so no family needs
 code of its own.
 """
 
@@ -55,13 +55,13 @@ class ModuleNames:
 
 
 def find_structure(causal: Any) -> ModuleNames:
-    """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is no plain decoder."""
+    """Returns the names of the parts of a transformers model. Raises UnsupportedModelError if it is not a plain decoder."""
     config = causal.config
     family = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"`{family}` is an encoder-decoder; only decoders can be cut into layers")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"`{family}` with attention in both directions is no causal decoder")
+        raise UnsupportedModelError(f"`{family}` with attention in both directions is not a causal decoder")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModelError(
@@ -178,10 +178,10 @@ def with_recorders(causal: Any, structure: ModuleNames, num_recorders: int | Non
 
 
 class LayerArguments:
-    """Computes the arguments of every decoder layer, beside the hidden states, once per microbatch.
+    """Computes the arguments of every decoder layer, except the hidden states, once per microbatch.
 
-    All blocks of a model share this object. It is no module, since its small buffers (rotary frequencies) keep their dtypes and
-    belong to no layer.
+    All blocks of a model share this object. It is not a module, since its small buffers (rotary frequencies) keep their dtypes
+    and belong to no layer.
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:

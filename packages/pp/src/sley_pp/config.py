@@ -25,7 +25,7 @@ class InterleavedConfig(Table):
 
 
 class ZeroBubbleH1Config(Table):
-    """Runs 1F1B with weight gradients where a stage would idle. Has a third of the bubble of 1F1B, in the same memory."""
+    """Runs 1F1B with weight gradients where a stage would idle. Has a third of 1F1B's bubble and needs the same memory."""
 
 
 class ZeroBubbleVConfig(Table):

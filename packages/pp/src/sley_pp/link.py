@@ -74,7 +74,7 @@ class Link:
         self._outbox = Outbox(self._channels, self._message_pool)
         self._announcements = Announcements(self._channels)
         self._walk = WalkCheck(self._channels)
-        self._fake_description = parts.foretold
+        self._fake_description = parts.describe_output
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
         """Starts a walk and, without blocking, sends `peers` the `keys` of its microbatches.

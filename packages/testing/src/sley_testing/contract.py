@@ -278,7 +278,7 @@ class GradientHandlerContract:
             assert all(problem.code.startswith("handler") for problem in problems), problems
 
     def _handlers(self) -> list[Handler]:
-        """Returns the handlers of the test's plan: the tested one, and `core.each` if the tested one is no reducer."""
+        """Returns the handlers of the test's plan: the tested one, and `core.each` if the tested one is not a reducer."""
         record, _ = self._handler_record()
         if record.role == "reducer":
             return [self.handler]

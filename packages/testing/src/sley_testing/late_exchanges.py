@@ -71,16 +71,16 @@ class _LateTransport(Transport):
     def num_scratch_rows(self, num_rows: int) -> int:
         return self._transport.num_scratch_rows(num_rows)
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        for whole, shard in zip(wholes, shards, strict=True):
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        for whole, shard in zip(tensors, shards, strict=True):
             rows = whole.view(self._group.size, *shard.shape)
             for coord, row in enumerate(rows):
                 if coord != self._group.coord or row.data_ptr() != shard.data_ptr():
                     _poison(row)
-        return _LateWork(lambda: self._transport.all_gather(wholes, shards, label=label))
+        return _LateWork(lambda: self._transport.all_gather(tensors, shards, label=label))
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        return _LateWork(lambda: self._transport.reduce_scatter(wholes, scratches, label=label, contents=contents))
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        return _LateWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, contents=contents))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         _poison(received)

@@ -41,19 +41,19 @@ class CollectiveTransport(Transport):
         self._log = log
         self._is_coalesced = is_coalesced
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         mark = Mark.from_tensors("all-gather", label, shards)
         self._log.add(self._name, mark)
         turn = begin_turn("all-gather", self.members, label, self._name, mark.num_bytes)
-        return GroupWork(run_guarded(lambda: self._start_gather(wholes, shards), turn), [], turn)
+        return GroupWork(run_guarded(lambda: self._start_gather(tensors, shards), turn), [], turn)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
-        own_rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:])[coord] for whole in wholes]
-        mark = Mark.from_tensors("reduce-scatter", label, wholes, contents)
+        own_rows = [tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])[coord] for tensor in tensors]
+        mark = Mark.from_tensors("reduce-scatter", label, tensors, contents)
         self._log.add(self._name, mark)
         turn = begin_turn("reduce-scatter", self.members, label, self._name, mark.num_bytes)
-        return GroupWork(run_guarded(lambda: self._start_reduce(own_rows, wholes), turn), [], turn)
+        return GroupWork(run_guarded(lambda: self._start_reduce(own_rows, tensors), turn), [], turn)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
         self._log.add(self._name, Mark.from_tensors("all-to-all", label, [sent], contents))
@@ -64,23 +64,23 @@ class CollectiveTransport(Transport):
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         return start_all_reduce(tensor, self.members, self._name, self._channel, label)
 
-    def _start_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
-        """Starts to gather the ranks' `shards` into `wholes`. Returns the works to wait for."""
+    def _start_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
+        """Starts to gather the ranks' `shards` into `tensors`. Returns the works to wait for."""
         if self._is_coalesced:
-            return [getattr(self._channel, _GATHER)(list(wholes), list(shards))]
-        parts = [list(whole.view(self.members.size, *shard.shape)) for whole, shard in zip(wholes, shards, strict=True)]
+            return [getattr(self._channel, _GATHER)(list(tensors), list(shards))]
+        parts = [list(tensor.view(self.members.size, *shard.shape)) for tensor, shard in zip(tensors, shards, strict=True)]
         pairs = zip(parts, shards, strict=True)
         return [dist.all_gather(rows, shard, group=self._channel, async_op=True) for rows, shard in pairs]
 
-    def _start_reduce(self, own_rows: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Any]:
-        """Starts to sum `own_rows`, this rank's rows of each of `wholes`, in place. The other rows are undefined afterwards.
+    def _start_reduce(self, own_rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
+        """Starts to sum `own_rows`, this rank's rows of each of `tensors`, in place. The other rows are undefined afterwards.
 
         NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
         reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
         """
         if self._is_coalesced:
-            return [getattr(self._channel, _REDUCE)(list(own_rows), list(wholes))]
-        return [dist.all_reduce(whole, group=self._channel, async_op=True) for whole in wholes]
+            return [getattr(self._channel, _REDUCE)(list(own_rows), list(tensors))]
+        return [dist.all_reduce(tensor, group=self._channel, async_op=True) for tensor in tensors]
 
 
 def can_coalesce(channel: dist.ProcessGroup) -> bool:
@@ -107,22 +107,22 @@ class MessageTransport(Transport):
         self._channel = channel
         self._peers = members.peers
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        rows = [whole.view(self.members.size, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
-        places = [[whole[peer] for peer in self._peers] for whole in rows]
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        rows = [tensor.view(self.members.size, *shard.shape) for tensor, shard in zip(tensors, shards, strict=True)]
+        places = [[row[peer] for peer in self._peers] for row in rows]
         parts = [[shard] * len(self._peers) for shard in shards]
         started = self._start_messages(places, parts, Mark.from_tensors("all-gather", label, shards), "all-gather")
-        for whole, shard in zip(rows, shards, strict=True):
-            copy_shard(shard, whole[self.members.coord])
+        for row, shard in zip(rows, shards, strict=True):
+            copy_shard(shard, row[self.members.coord])
         return started
 
     def num_scratch_rows(self, num_rows: int) -> int:
         """Returns the scratch rows for the parts of all peers: `num_rows` per peer."""
         return num_rows * len(self._peers)
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size = self.members.size
-        rows = [whole.view(size, whole.shape[0] // size, *whole.shape[1:]) for whole in wholes]
+        rows = [tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:]) for tensor in tensors]
         own_rows = [buffer[self.members.coord] for buffer in rows]
         arriving = [buffer.view(size - 1, *part.shape[1:]) for buffer, part in zip(scratches, rows, strict=True)]
 
@@ -132,11 +132,11 @@ class MessageTransport(Transport):
                     total.add_(part)
 
         parts = [[buffer[peer] for peer in self._peers] for buffer in rows]
-        mark = Mark.from_tensors("reduce-scatter", label, wholes, contents)
+        mark = Mark.from_tensors("reduce-scatter", label, tensors, contents)
         return self._start_messages([list(buffer) for buffer in arriving], parts, mark, "reduce-scatter", finish)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        places, parts = ([[whole[peer] for peer in self._peers]] for whole in (received, sent))
+        places, parts = ([[tensor[peer] for peer in self._peers]] for tensor in (received, sent))
         started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
@@ -181,12 +181,12 @@ class MessageTransport(Transport):
 class SingleRankTransport(Transport):
     """The transport of a group of one rank: copies inputs to outputs."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        for whole, shard in zip(wholes, shards, strict=True):
-            copy_shard(shard, whole)
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        for tensor, shard in zip(tensors, shards, strict=True):
+            copy_shard(shard, tensor)
         return Work()
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         return Work()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:

@@ -164,7 +164,7 @@ def _unbind_default_group() -> Iterator[None]:
 class SilentTransport(SingleRankTransport):
     """A transport that exchanges no data, so that results keep their contents."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return Work()
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:

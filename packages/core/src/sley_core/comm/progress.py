@@ -146,11 +146,11 @@ class SentBytes:
         """Starts to count a step, and discards the count of an incomplete one."""
         self._num_bytes = 0
 
-    def add(self, whole: Tensor, group: Members, *, passes: int) -> None:
-        """Counts an exchange of the full tensor `whole` over `group`: in each pass a rank sends all of it except its own part.
+    def add(self, tensor: Tensor, group: Members, *, passes: int) -> None:
+        """Counts an exchange of the full tensor `tensor` over `group`: in each pass a rank sends all of it except its own part.
         passes: 1 for an all-gather, a reduce-scatter or an all-to-all, 2 for an all-reduce.
         """
-        self._num_bytes += whole.nbytes * (group.size - 1) * passes // group.size
+        self._num_bytes += tensor.nbytes * (group.size - 1) * passes // group.size
 
     def add_message(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -62,8 +62,8 @@ class Work:
 class Published(Protocol):
     """Shards that are constant until `wait_sent`, and can be gathered any number of times."""
 
-    def all_gather(self, wholes: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        """Starts to gather the ranks' `shards` [n, ...] into `wholes` [size x n, ...], in the order of the group. A shard may
+    def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group. A shard may
         be a view of its full tensor, and may not be written until `wait_sent` has returned.
         """
 
@@ -91,9 +91,9 @@ class Transport(Published, Protocol):
         """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
         return 0
 
-    def reduce_scatter(self, wholes: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
-        """Starts to sum each of `wholes` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum, and may
-        be written. The other ranks' rows of `wholes` are undefined then. scratches: [`num_scratch_rows(n)`, ...] of the same
+    def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
+        """Starts to sum each of `tensors` [size x n, ...] over the group; after `wait` this rank's n rows hold the sum, and may
+        be written. The other ranks' rows of `tensors` are undefined then. scratches: [`num_scratch_rows(n)`, ...] of the same
         dtype.
         """
 

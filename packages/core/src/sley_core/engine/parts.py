@@ -154,9 +154,9 @@ class Parts:
     groups: this rank's groups by axis. layers: this rank's layers. registry: their parameters. store: the accumulated
     gradients. weights: the store of the working weights. waits: the callbacks before a layer's weights are used. queue: the
     weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: the memory pool of
-    the run's device buffers. events: the callbacks of a step, for plugins other than
-    gradient handlers. is_compiled: whether torch.compile compiles the layers. foretold: returns the description of the value
-    that a chunk of another stage (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
+    the run's device buffers. events: the callbacks of a step, for plugins other than gradient handlers. is_compiled: whether
+    torch.compile compiles the layers. describe_output: returns the description of the value that a chunk of another stage
+    (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
     head: the model's last linear, if the loss computes its logits in chunks.
     """
 
@@ -177,5 +177,5 @@ class Parts:
     pool: MemoryPool
     is_compiled: bool = False
     events: StepEvents = field(default_factory=StepEvents)
-    foretold: Callable[[int, int], Description] | None = None
+    describe_output: Callable[[int, int], Description] | None = None
     head: HeadChunks | None = None

@@ -56,21 +56,21 @@ class Sums(Protocol):
 
 class Totals:
     """Computes the loss and the gradient norm of a step. Its construction may be a collective over all ranks. gradients, loss:
-    this rank's gradients, and its loss, float64 of any shape. kind: the p of the p-norm; math.inf for the largest element.
+    this rank's gradients, and its loss, float64 of any shape. norm_type: the p of the p-norm; math.inf for the largest element.
     """
 
-    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
-        self._kind = kind
+    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
+        self._norm_type = norm_type
         self._loss = loss
         self._norm = torch.zeros((), dtype=torch.float64, device=loss.device)
         for group in gradients:
-            norm = joined_norm(group.tensors, kind)
-            if math.isinf(kind):
+            norm = combined_norm(group.tensors, norm_type)
+            if math.isinf(norm_type):
                 self._norm = torch.maximum(self._norm, norm)
             else:  # each rank adds its share, so that the sum over all ranks counts every gradient once
                 copies = groups[group.reduce_group].size // group.num_shards * len(group.stages)
-                self._norm += norm**kind / copies
-        if math.isinf(kind):
+                self._norm += norm**norm_type / copies
+        if math.isinf(norm_type):
             # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
             # All ranks of the world, before the message of the totals, at the end of every step.
@@ -83,7 +83,7 @@ class Totals:
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of all losses and the norm, as float64 scalars. summed: the sum of all ranks' `terms`."""
         loss, norm = summed.unbind()
-        return loss, self._norm if math.isinf(self._kind) else norm.pow(1 / self._kind)
+        return loss, self._norm if math.isinf(self._norm_type) else norm.pow(1 / self._norm_type)
 
 
 class Reduction:
@@ -124,7 +124,7 @@ class Reduction:
         return Accumulator(param, view, expected_passes, has_products=has_products)
 
     def partial_sums(self) -> Sequence[Tensor]:
-        """Returns this step's tensors besides the gradients."""
+        """Returns this step's tensors other than the gradients."""
         return ()
 
     def clear(self) -> None:
@@ -138,8 +138,8 @@ class Reduction:
         """Returns the sums that a reducer must use, or None if any order is right. channel: the channel of the groups."""
         return None
 
-    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> Totals:
-        return Totals(self.groups, gradients, loss, kind)
+    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
+        return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
         """Returns the terms of the loss weights of this rank's microbatches, which are added over ranks."""
@@ -172,9 +172,9 @@ gradient, the error without rows was 1.2e-6 (measured).
 """
 
 
-def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
-    """Returns the p-norm over `tensors`, of one device and dtype, as a float64 scalar. kind: p, which may be inf."""
-    min_rows_numel = LONG if kind == 2 else ROW  # other powers lose more
+def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Returns the p-norm over `tensors`, of one device and dtype, as a float64 scalar. norm_type: p, which may be inf."""
+    min_rows_numel = LONG if norm_type == 2 else ROW  # other powers lose more
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
     norms, short = [], []
     for tensor in tensors:
@@ -183,11 +183,11 @@ def joined_norm(tensors: Sequence[Tensor], kind: float) -> Tensor:
             continue
         num_remaining = tensor.numel() % ROW  # 0 for most weights: a call of torch costs as much as the norm of a small one
         rows = tensor.reshape(-1)[:-num_remaining].view(-1, ROW) if num_remaining else tensor.reshape(-1, ROW)
-        norms.append(torch.linalg.vector_norm(rows, kind, dim=1, dtype=wide))
+        norms.append(torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide))
         if num_remaining:
-            norms.append(torch.linalg.vector_norm(tensor.reshape(-1)[-num_remaining:], kind, dtype=wide).reshape(1))
+            norms.append(torch.linalg.vector_norm(tensor.reshape(-1)[-num_remaining:], norm_type, dtype=wide).reshape(1))
     if short:
         # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
-        norms.append(torch.stack(torch._foreach_norm(short, kind, dtype=wide)))
-    joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), kind, dtype=torch.float64)
+        norms.append(torch.stack(torch._foreach_norm(short, norm_type, dtype=wide)))
+    joined: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type, dtype=torch.float64)
     return joined

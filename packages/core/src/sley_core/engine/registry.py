@@ -155,7 +155,7 @@ class ParameterRegistry:
 
     def check_complete(self, layers: Iterable[Layer]) -> None:
         """Raises RunError "weight-unknown" if `layers` hold an unlisted parameter, since no optimizer would train it."""
-        known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no parameter any more
+        known = {id(param.parameter) for param in self}  # raises "weight-replaced" if one is no longer a parameter
         known |= {id(getattr(holder.module, holder.attribute)) for param in self for holder in param.holders}
         for layer in layers:
             for name, parameter in layer.module.named_parameters(layer.name):

@@ -112,7 +112,7 @@ class OffloadManager(Protocol):
 
 
 @runtime_checkable
-class Holds(Protocol):
+class HoldsTensors(Protocol):
     """Reports the device memory that an object of the run (handler, pool or stage link) keeps between steps."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -121,7 +121,7 @@ class Holds(Protocol):
 
 
 @runtime_checkable
-class Trims(Protocol):
+class Trimmable(Protocol):
     """Frees memory on request and allocates it again when needed. A pool, handler or stage link may implement it."""
 
     def trim(self) -> int:

@@ -118,7 +118,7 @@ def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with open_safetensors(file, "numpy") as content:
-        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
+        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is not a mapping
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 

@@ -93,7 +93,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             result, new_tensors, scratch = cached
             for tensor in new_tensors:
                 self.ledger.track(tensor)
-            self.ledger.scratch(scratch)
+            self.ledger.record_scratch(scratch)
             if self.listener is not None:
                 self.listener(key, func, args, kwargs, result)
             return result
@@ -116,7 +116,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
         if not self._depth:
             self._track_results(result)
-            self.ledger.scratch(self._scratch(func, args, kwargs, result))
+            self.ledger.record_scratch(self._scratch(func, args, kwargs, result))
             if self.listener is not None:
                 self.listener(key, func, args, kwargs, result)
         return result

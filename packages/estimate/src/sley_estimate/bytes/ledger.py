@@ -136,7 +136,7 @@ class Ledger:
             self.allocations.append(allocation)
             self.current_bytes += num_bytes
 
-    def scratch(self, num_bytes: int) -> None:
+    def record_scratch(self, num_bytes: int) -> None:
         """Records `num_bytes` that an operator allocates and frees at once."""
         if num_bytes:
             self.num_events += 2

@@ -41,7 +41,7 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     for collective, exchange in collective_factories(
         shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world
     ).items():
-        small_s, large_s = (timer.after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+        small_s, large_s = (timer.seconds_after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
         exchanges[collective] = {
             **fit_link(small_s, large_s, collective, size),
             "overlap": timer.overlap(exchange(LARGE_BYTES)),
@@ -161,7 +161,7 @@ class LinkTimer:
         # All ranks call this after the same work.
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
-    def after_work(self, begin: Begin) -> float:
+    def seconds_after_work(self, begin: Begin) -> float:
         """Returns the seconds that an exchange adds to preceding work, which desynchronizes the ranks. At least the seconds of
         the exchange.
         """

@@ -165,7 +165,7 @@ class Recording(StepListener):
         self._flush_operators()
         self._is_recording = False
         step = self._step()
-        placement, describe_output = run.stepper.lists.placement, run.parts.foretold
+        placement, describe_output = run.stepper.lists.placement, run.parts.describe_output
         messages = []
         if describe_output is not None:
             for position in range(placement.num_positions - 1):

@@ -135,7 +135,7 @@ class StepComparer:
         with _open_tensors(tensor_file(self._folder, step, "gradients")) as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
             self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
-            # An exact zero is no noise: only zero agrees with it.
+            # An exact zero is not noise: only zero agrees with it.
             self._noise_parameters |= {name for name, norm in norms.items() if 0.0 < norm < self._noise_floor}
             for name, actual in gradients.items():
                 expected = tensors.get_tensor(name)

@@ -82,14 +82,14 @@ def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.where(largest.isfinite(), largest, math.inf)
 
 
-def digit_sums(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tensor:
-    """Returns the digit sums of |g|^kind, float64 [6] with integer values. largest: the largest |g| of all ranks, the unit."""
+def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> Tensor:
+    """Returns the digit sums of |g|^p, float64 [6] with integer values. largest: the largest |g| of all ranks. norm_type: p."""
     shrink = _power_of_two(-_exponent(largest))
     sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=largest.device)
     for tensor in tensors:
         for chunk in torch.split(tensor.reshape(-1), _CHUNK):
             remainder = chunk.to(torch.float64, copy=True).mul_(shrink)
-            remainder = remainder.square_() if kind == 2 else remainder.abs_()
+            remainder = remainder.square_() if norm_type == 2 else remainder.abs_()
             for number in range(_NUM_DIGITS):
                 digit = remainder.mul_(2.0**_DIGIT).floor()
                 sums[number] += digit.sum().to(torch.int64)
@@ -98,14 +98,14 @@ def digit_sums(tensors: Iterable[Tensor], largest: Tensor, kind: float) -> Tenso
     return torch.cat([high, sums - (high << _HALF)]).double()
 
 
-def norm_from_digits(summed: Tensor, largest: Tensor, kind: float) -> Tensor:
+def norm_from_digits(summed: Tensor, largest: Tensor, norm_type: float) -> Tensor:
     """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
     halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=largest.device)
     for number in reversed(range(_NUM_DIGITS)):
         value = halves[0, number].double() * 2.0**_HALF + halves[1, number].double()
         total = total + value * 2.0 ** (-_DIGIT * (number + 1))
-    root = total.sqrt() if kind == 2 else total
+    root = total.sqrt() if norm_type == 2 else total
     return torch.where(largest.isfinite(), root * _power_of_two(_exponent(largest)), math.inf)
 
 
@@ -122,8 +122,8 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 class ExactTotals(Totals):
     """Computes the exact norm and loss. Its construction is a collective over all ranks. loss: float64 [microbatches]."""
 
-    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> None:
-        self._kind = kind
+    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
+        self._norm_type = norm_type
         self._loss = loss
         stage = groups["pp"].coord
         # Among the ranks with copies of the same elements, one counts them.
@@ -138,12 +138,12 @@ class ExactTotals(Totals):
         groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:
-        norm_terms = [] if math.isinf(self._kind) else [digit_sums(self._counted, self._largest, self._kind)]
+        norm_terms = [] if math.isinf(self._norm_type) else [digit_sums(self._counted, self._largest, self._norm_type)]
         return torch.cat([*norm_terms, self._loss])
 
     def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
         num_losses = self._loss.numel()
         loss = tree_sum(summed[-num_losses:])
-        if math.isinf(self._kind):
+        if math.isinf(self._norm_type):
             return loss, self._largest
-        return loss, norm_from_digits(summed[:-num_losses], self._largest, self._kind)
+        return loss, norm_from_digits(summed[:-num_losses], self._largest, self._norm_type)

@@ -263,8 +263,8 @@ class CanonicalReduction(Reduction):
 
         return TreeSums(self, store, sent, channel)
 
-    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, kind: float) -> ExactTotals:
-        return ExactTotals(self.groups, gradients, self.place_losses(loss), kind)
+    def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> ExactTotals:
+        return ExactTotals(self.groups, gradients, self.place_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
         return weight_digits(weights)
