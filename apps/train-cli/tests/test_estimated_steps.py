@@ -60,7 +60,7 @@ def test_waits_are_described_with_exchange_and_peer() -> None:
     assert f"all {len(estimate.layers)} layers were computed from their operators (even)" in sources
     drawn = "\n".join(draw_text(estimate.step.timeline, 100).splitlines()[:2])
     for stage, line in enumerate((first, last)):
-        share = estimate.step.timeline.idle(stage)
+        share = estimate.step.timeline.idle_share(stage)
         assert f"idle {share:.1%}" in line
         assert f"{share:4.0%} idle" in drawn, "the drawing omits work after the list"
 

@@ -76,7 +76,7 @@ def test_the_bubble_of_1f1b_is_that_of_the_formula(stages, micros):
     found = step(stages, micros)
     assert found.seconds == pytest.approx(3 * (micros + stages - 1))
     for stage in range(stages):
-        assert found.timeline.idle(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
+        assert found.timeline.idle_share(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -160,7 +160,7 @@ def test_what_the_host_loses_in_narrow_layers_it_catches_up_in_wide_ones(
     assert found.devices_s == pytest.approx(3 * device_s)
     assert found.host_s == (pytest.approx(3 * host_s),)
     assert found.seconds == pytest.approx(3 * max(device_s, host_s))
-    assert found.timeline.idle(0) == pytest.approx(1 - 3 * device_s / found.seconds)
+    assert found.timeline.idle_share(0) == pytest.approx(1 - 3 * device_s / found.seconds)
 
 
 def plan_of(**changes: Any) -> Plan:

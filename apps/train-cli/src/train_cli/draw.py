@@ -37,7 +37,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
     rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
     names = [_row_label(stage, chunk) for stage, chunk in rows]
-    notes = ["" if chunk else f"  {timeline.idle(stage):4.0%} idle" for stage, chunk in rows]
+    notes = ["" if chunk else f"  {timeline.idle_share(stage):4.0%} idle" for stage, chunk in rows]
     indent = max(map(len, names))
     max_columns = max(1, width - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, max_columns)

@@ -9,5 +9,5 @@ from sley_core.records import CheckpointerRecord
 
 @hookimpl
 def sley_records() -> list[CheckpointerRecord]:
-    build, files = "sley_checkpoint.checkpoints:AnyLayout", "sley_checkpoint.reader:Files"
+    build, files = "sley_checkpoint.checkpoints:AnyLayout", "sley_checkpoint.reader:CheckpointFileReader"
     return [CheckpointerRecord(name="any_layout", config=AnyLayoutConfig, build=build, files=files, keeps_best=True)]

@@ -294,7 +294,7 @@ def _sort_key(name: str) -> tuple[int, int]:
     return int(match[2] or 0), int(match[1])
 
 
-class Files:
+class CheckpointFileReader:
     """Reads checkpoints for the command line, without a run. Implements `protocols.CheckpointFiles`."""
 
     def names(self, folder: str) -> list[str]:

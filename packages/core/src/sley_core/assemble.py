@@ -126,11 +126,11 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if has_values:
             check_extra_states(stage.layers)
             refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
-        facts = AssemblyInfo(*sizes, notes, draft.plan_values)
+        assembly_info = AssemblyInfo(*sizes, notes, draft.plan_values)
         outputs = build_outputs(plan, world, folder)
-        state = build_training_state(plan, parts, stepper, samples, memory, model, folder, facts)
+        state = build_training_state(plan, parts, stepper, samples, memory, model, folder, assembly_info)
         load = partial(load_weights, names, parts, stepper.update.masters)
-        run = Run(plan, parts, stepper, samples, outputs, memory, load, state, facts)
+        run = Run(plan, parts, stepper, samples, outputs, memory, load, state, assembly_info)
         on_error.pop_all()
         return run
 
@@ -205,7 +205,7 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
         for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):
             for name, value in named_tensors(layer.name, remove_duplicate=False):
                 tensors.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
-    facts = {
+    properties = {
         "the plan": plan.digest,
         "torch": torch.__version__,
         "the group table": sha256("\n".join(entry.label for entry in [*topology.groups(), *extra]).encode()).hexdigest(),
@@ -214,11 +214,11 @@ def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stag
     }
     control = groups["control"]
     if control.size > 1 and hasattr(dataset, "data_digest"):
-        facts["data with the digest"] = str(dataset.data_digest)
+        properties["data with the digest"] = str(dataset.data_digest)
     if plan.learning_rate.record is None:
-        facts["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
-    facts |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
-    agree(facts, control, {"the plan": partial(digest_values, plan)})  # over all ranks; blocks
+        properties["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
+    properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    agree(properties, control, {"the plan": partial(digest_values, plan)})  # over all ranks; blocks
     return groups
 
 

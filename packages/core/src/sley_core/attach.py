@@ -407,7 +407,7 @@ def build_training_state(
     memory: RunMemory,
     model: Model,
     folder: Path | None,
-    facts: AssemblyInfo,
+    assembly_info: AssemblyInfo,
 ) -> TrainingState:
     """Returns the state that a checkpointer saves. folder: the run's folder."""
     stateful_objects = {
@@ -420,7 +420,7 @@ def build_training_state(
     if checkpoints is None and folder is not None:
         checkpoints = str(folder.absolute() / CHECKPOINTS)
     attempt = RunAttempt(folder, parts.world.rank)
-    return TrainingState(plan, tensors, samples.feed, attempt, checkpoints, facts.plan_values, facts.notes)
+    return TrainingState(plan, tensors, samples.feed, attempt, checkpoints, assembly_info.plan_values, assembly_info.notes)
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:

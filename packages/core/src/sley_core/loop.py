@@ -95,8 +95,8 @@ class Loop:
         self._start_time: Moment = 0.0  # on the device's time line, since a row may be read late
         self._pending_step: PendingStep | None = None
 
-    def launch(self, given: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
-        """Starts a step on the samples `given`, by default the feed's next samples. On CUDA it continues asynchronously.
+    def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
+        """Starts a step on the samples of `inputs`, by default the feed's next samples. On CUDA it continues asynchronously.
 
         outputs: receives the model's outputs.
         """
@@ -104,8 +104,8 @@ class Loop:
         self._state.attempt.begin(self.num_steps_done)
         number, profiler, meter = self.num_steps_done + 1, self.outputs.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
-            if given is not None:
-                batch, wait_s, numbers = self.samples.splitter.split_input(given), 0.0, tuple[int, ...]()
+            if inputs is not None:
+                batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
             else:
                 assert self.feed is not None, "a fake world takes no steps"
                 batch = self.samples.splitter.split_feed(self.feed.next())
@@ -126,11 +126,11 @@ class Loop:
         self.num_steps_done = number
         return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
-    def _mean_loss(self, given: GivenBatch | None) -> float:
-        """Returns the mean loss of the samples `given`, by default of the plan's held-out samples."""
+    def _mean_loss(self, inputs: GivenBatch | None) -> float:
+        """Returns the mean loss of the samples of `inputs`, by default of the plan's held-out samples."""
         splitter = self.samples.splitter
         with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
-            batches = self.samples.evaluated[""].batches(splitter) if given is None else [splitter.split_input(given)]
+            batches = self.samples.evaluated[""].batches(splitter) if inputs is None else [splitter.split_input(inputs)]
             return self.stepper.measure(batches)["loss"]
 
     def _evaluate_sets(self) -> Row:
@@ -155,8 +155,8 @@ class Loop:
         with update.evaluated():
             yield
 
-    def _format_outputs(self, outputs: ModelOutputs, given: GivenBatch | None, *, join: bool) -> Any:
-        return outputs.to_input_form(given, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
+    def _format_outputs(self, outputs: ModelOutputs, inputs: GivenBatch | None, *, join: bool) -> Any:
+        return outputs.to_input_form(inputs, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
 
     def _emit_pending(self) -> None:
         pending, self._pending_step = self._pending_step, None

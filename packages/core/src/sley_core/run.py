@@ -48,7 +48,7 @@ class Run(Loop, AbstractContextManager["Run"]):
     """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
 
     parts: this rank's parts of the run. The attributes `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
-    those of `parts`. memory: reports and moves the run's memory. facts: the results of the assembly, with notes for the user.
+    those of `parts`. memory: reports and moves the run's memory. assembly_info: results of the assembly and notes for the user.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Run(Loop, AbstractContextManager["Run"]):
         memory: RunMemory,
         load_weights: Callable[..., LoadedWeights],
         state: TrainingState,
-        facts: AssemblyInfo,
+        assembly_info: AssemblyInfo,
     ) -> None:
         super().__init__(plan, parts, stepper, samples, outputs, memory, state)
         self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
         self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
         self.caller = stepper.executor.caller
         self.dataset = samples.dataset
-        self.facts = facts
-        self.notes = facts.notes
+        self.assembly_info = assembly_info
+        self.notes = assembly_info.notes
         if self.feed is not None:
             self.feed.notes = self.notes
         self.memory = replace(memory, wait_until_idle=self._finish_pending, check_idle=self._check_idle)
@@ -246,10 +246,10 @@ class Run(Loop, AbstractContextManager["Run"]):
             raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=f"use {' or '.join(TO_SAVE)}")
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
-        facts = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
+        metadata = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
         self._require_memory("saving weights", ())
         with self._use_evaluation_weights():
-            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), facts)
+            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), metadata)
 
     def check_weights_folder(self, folder: str | Path) -> None:
         """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has other files,

@@ -38,7 +38,7 @@ def test_two_stages_by_hand():
     assert times(found, 0) == [("F0.0", 0.0, 1.0), ("B0.0", 9.0, 11.0)]
     assert times(found, 1) == [("F0.0", 1.5, 4.5), ("B0.0", 4.5, 8.5)]
     assert found.makespan_s == 11.0
-    assert (found.idle(0), found.idle(1)) == (pytest.approx(8 / 11), pytest.approx(4 / 11))
+    assert (found.idle_share(0), found.idle_share(1)) == (pytest.approx(8 / 11), pytest.approx(4 / 11))
 
 
 def test_transfers_of_one_link_come_one_after_another():

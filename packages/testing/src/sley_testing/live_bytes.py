@@ -84,7 +84,7 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
     with World.join("cpu") as world, memory_profile() as events, assemble(plan, world) as run:
         for _ in range(num_steps):
             run.step()
-        states, values = dict(run.memory.bytes), dict(run.facts.plan_values)
+        states, values = dict(run.memory.bytes), dict(run.assembly_info.plan_values)
     return RealBytes(states, peak_bytes(events), values)
 
 

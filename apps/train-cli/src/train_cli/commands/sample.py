@@ -293,12 +293,12 @@ def _is_nats_per_byte(plan: Plan) -> bool:
     return record.text_ids is not None and record.load(record.text_ids)(plan.data.config, None).is_bytes
 
 
-def _overlap_note(own: Plan, plan: Plan) -> str:
-    """Returns a note on the evaluated documents on which the run was trained, or "". own: the run's plan. plan: the plan with
-    the evaluated data.
+def _overlap_note(run_plan: Plan, plan: Plan) -> str:
+    """Returns a note on the evaluated documents on which the run was trained, or "". run_plan: the run's plan. plan: the plan
+    with the evaluated data.
     """
     record = plan.data.record
-    if not isinstance(record, DatasetRecord) or record.describe_overlap is None or own.data.name != plan.data.name:
+    if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
         return ""
-    note: str = record.load(record.describe_overlap)(own.data.config, plan.data.config)
+    note: str = record.load(record.describe_overlap)(run_plan.data.config, plan.data.config)
     return note

@@ -98,7 +98,7 @@ def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
     yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
     yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
     for stage, peak in enumerate(simulation.peaks):
-        idle = simulation.timeline.idle(stage)
+        idle = simulation.timeline.idle_share(stage)
         yield f"  stage {stage}: idle {idle:.1%}, holds at most {_count_text(peak.pairs, 'microbatch', 'es')} of a chunk"
 
 

@@ -63,50 +63,50 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
         message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
         raise PlanError("schedule-wrong", message, path=("pipeline", "use"))
     for stage, actions in enumerate(lists):
-        fault, seen = "", set[Action]()
+        fault, earlier_actions = "", set[Action]()
         for index, action in enumerate(actions):
-            if fault := _find_fault(action, seen, placement.chunks, micros, training):
+            if fault := _find_fault(action, earlier_actions, placement.chunks, micros, training):
                 fault = f"{action} (number {index + 1} of stage {stage}'s list) {fault}"
                 break
-            seen.add(action)
+            earlier_actions.add(action)
         else:
-            if missing := next(_missing_actions(seen, placement.chunks, micros, training), None):
+            if missing := next(_missing_actions(earlier_actions, placement.chunks, micros, training), None):
                 fault = f"{missing} is missing from stage {stage}'s list"
         if fault:
             raise PlanError("schedule-wrong", f"the schedule's action {fault}", path=("pipeline", "use"))
 
 
-def _find_fault(action: Action, seen: set[Action], chunks: int, micros: int, training: bool) -> str:
-    """Returns a description of the fault of `action` after the actions `seen`; "" if it is valid."""
+def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> str:
+    """Returns a description of the fault of `action` after `earlier_actions`; "" if it is valid."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
     if kind not in NEEDS:
         return "is not a compute action"
     if not (0 <= chunk < chunks and 0 <= micro < micros):
         return f"is outside {chunks} chunks and {micros} microbatches"
-    if action in seen:
+    if action in earlier_actions:
         return "is repeated"
     if kind.makes_gradients and not training:
         return "is in a forward-only list"
     needed = NEEDS[kind]
     # plain tuples are equal to actions and faster to create; a search looks up a million
-    if needed and (needed, chunk, micro) not in seen:
+    if needed and (needed, chunk, micro) not in earlier_actions:
         return f"comes before its {Action(needed, chunk, micro)}"
-    if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in seen:
+    if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in earlier_actions:
         return f"repeats a backward, since there is also {Action(EXCLUDES[kind], chunk, micro)}"
     return ""
 
 
-def _missing_actions(seen: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
-    """Yields the actions of a complete list that are not in `seen`."""
+def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> Iterator[Action]:
+    """Yields the actions of a complete list that are not in `earlier_actions`."""
     for chunk in range(chunks):
         for micro in range(micros):
-            if (Kind.FORWARD, chunk, micro) not in seen:
+            if (Kind.FORWARD, chunk, micro) not in earlier_actions:
                 yield Action(Kind.FORWARD, chunk, micro)
-            if not training or (Kind.BACKWARD, chunk, micro) in seen:
+            if not training or (Kind.BACKWARD, chunk, micro) in earlier_actions:
                 continue
-            if (Kind.INPUT_GRADIENT, chunk, micro) not in seen:
+            if (Kind.INPUT_GRADIENT, chunk, micro) not in earlier_actions:
                 yield Action(Kind.BACKWARD, chunk, micro)
-            elif (Kind.WEIGHT_GRADIENT, chunk, micro) not in seen:
+            elif (Kind.WEIGHT_GRADIENT, chunk, micro) not in earlier_actions:
                 yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
 
 

@@ -228,7 +228,7 @@ class Timeline:
         """Returns the seconds from the start of the step to its end, or to the end of the last action on any stage."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
-    def idle(self, stage: int) -> float:
+    def idle_share(self, stage: int) -> float:
         """Returns the bubble of a stage: the share of the step in which it computes nothing, from 0 to 1."""
         makespan = self.makespan_s
         spent = (span.end_s - span.start_s for span in self.stage_spans(stage))

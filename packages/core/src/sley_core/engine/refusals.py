@@ -50,7 +50,7 @@ class ComputedTensor(_UnreadableTensor, Tensor):
     """A tensor that autograd computed from parameters while the factory ran."""
 
 
-def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
+def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
     """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
     "weight-unregistered" when they are used, since it is unknown before whether a forward uses an unregistered tensor.
     """
@@ -67,7 +67,7 @@ def refuse_unregistered(model: Model, own: Iterable[Layer]) -> None:
                     f"a forward reads the parameter {name!r} of a layer on another rank, which is neither a parameter nor a "
                 )
                 refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
-    for layer in own:
+    for layer in local_layers:
         for attribute, tensor in layer.unreadable.items():
             if isinstance(tensor, nn.Parameter):
                 message = (

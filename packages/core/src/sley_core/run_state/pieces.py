@@ -134,10 +134,10 @@ class Region(NamedTuple):
         shape = self.shape if self.shard is None else self.shard.own_shape
         return shape if self.elements is None else self.elements.stepped_shape(shape)
 
-    def split(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Splits the rank's tensor `own` into rectangles of the whole tensor, without padding; yields each with its view."""
-        assert tuple(own.shape) == self.own_shape, f"a tensor of {list(own.shape)} for {self}"
-        for rectangle, view in self._split_shard(own):
+    def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
+        """Splits the rank's tensor `shard` into rectangles of the whole tensor, without padding; yields each with its view."""
+        assert tuple(shard.shape) == self.own_shape, f"a tensor of {list(shard.shape)} for {self}"
+        for rectangle, view in self._split_shard(shard):
             if self.shard is None:
                 yield rectangle, view
                 continue
@@ -147,15 +147,15 @@ class Region(NamedTuple):
                 by = self.shard.index * self.shard.size
                 yield rectangle.shift(dim, by, size), view.narrow(dim, 0, size)
 
-    def _split_shard(self, own: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Yields the rectangles of the padded shard, each with its view of `own`."""
+    def _split_shard(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
+        """Yields the rectangles of the padded shard, each with its view of `shard`."""
         shape = self.shape if self.shard is None else self.shard.own_shape
         if self.elements is None:
-            yield Rectangle.full(shape), own
+            yield Rectangle.full(shape), shard
             return
         start = 0
         for rectangle in covering_rectangles(shape, self.elements.first, self.elements.last):
-            yield rectangle, own.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
+            yield rectangle, shard.view(-1)[start : start + rectangle.numel].view(rectangle.sizes)
             start += rectangle.numel
 
 

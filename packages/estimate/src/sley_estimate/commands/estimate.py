@@ -215,7 +215,7 @@ def seconds_lines(seconds: PlanEstimate, machine: MachineFile) -> Iterator[str]:
         by_length = sorted(waited.items(), key=lambda item: -item[1])
         texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", description) for description, value in by_length)
         waits = ", ".join(f"{value} waiting for {description}" for value, description in texts)
-        idle = f"idle {step.timeline.idle(stage):.1%}" + (f": {waits}" if waits else "")
+        idle = f"idle {step.timeline.idle_share(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
     yield f"  {_describe_sources(seconds)} ({machine.device.name})"
@@ -238,7 +238,7 @@ def seconds_data(seconds: PlanEstimate) -> dict[str, Any]:
     return {
         "step": step.seconds,
         "stages": [
-            {"computes": computing_s, "idle": step.timeline.idle(stage), "waits": step.exposed_s(stage), "host": host_s}
+            {"computes": computing_s, "idle": step.timeline.idle_share(stage), "waits": step.exposed_s(stage), "host": host_s}
             for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
         ],
         "layers": [{"name": layer.name, "source": layer.source, **asdict(layer.seconds)} for layer in seconds.layers],
