@@ -18,7 +18,7 @@ def train(plan: Path, folder: Path) -> None:
     """Checks and trains `plan`; fails where an exit code is not 0."""
     assert main(["check", "--model", str(plan)]) == 0, plan
     changes = ("--set", "run.steps=3", "--set", f'run.folder="{folder.as_posix()}"')
-    size = load_plan(plan).world(None)
+    size = load_plan(plan).world_size(None)
     codes = Ranks(size, 300, init=False)(main, ["run", str(plan), "--overwrite", *changes])
     assert codes == [0] * size, f"{plan}: exit codes {codes}"
 

@@ -69,8 +69,8 @@ class _Late(Work):
         self.sleeps = sleeps
         self.is_open = True
 
-    def test(self) -> bool:
-        return (not self.is_open or time.perf_counter() >= self.done_at) and self.work.test()
+    def is_completed(self) -> bool:
+        return (not self.is_open or time.perf_counter() >= self.done_at) and self.work.is_completed()
 
     def wait(self) -> None:
         if self.is_open:

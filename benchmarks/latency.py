@@ -60,7 +60,7 @@ class _Late:
         self._pending = pending
         self._is_done = is_done
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         return self._is_done.is_set()
 
     def wait(self) -> None:

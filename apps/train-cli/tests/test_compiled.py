@@ -26,7 +26,7 @@ NUM_STEPS = 3
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
 def test_a_plan_that_cannot_be_compiled_is_refused_by_name(name: str) -> None:
     plan = load_plan(EXAMPLES / f"{name}.toml", ["model.compile=true"])
-    problems = check_plan(plan, 2 if plan.parallel.dp == "auto" else plan.world())
+    problems = check_plan(plan, 2 if plan.parallel.dp == "auto" else plan.world_size())
     assert [problem.code for problem in problems] == ([REFUSED[name]] if name in REFUSED else [])
 
 
@@ -71,7 +71,7 @@ def test_a_compiled_example_equals_an_uncompiled_one(ranks: Any, name: str) -> N
     """A larger eps than AdamW's default: its first steps are the signs of gradients, which rounding decides near zero."""
     tables = changed(tomllib.loads((EXAMPLES / f"{name}.toml").read_text("utf-8")), optimizer__eps=1e-3)
     plan = plan_from_dict(tables)
-    assert_compiled_parity(ranks, tables, plan.world(), plan.precision.compute)
+    assert_compiled_parity(ranks, tables, plan.world_size(), plan.precision.compute)
 
 
 PLAN = small_plan(optimizer__eps=1e-3)

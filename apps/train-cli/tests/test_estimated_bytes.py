@@ -165,7 +165,7 @@ def test_states_of_owners_count(ranks: Any, texts: Path, parallel: dict[str, int
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_example_needs_estimated_bytes(ranks: Any, path: Path) -> None:
     tables = tomllib.loads(path.read_text("utf-8"))
-    size = plan_from_dict(tables, path.parent).world()
+    size = plan_from_dict(tables, path.parent).world_size()
     real = ranks(size, 200)(real_bytes, tables, folder=path.parent)
     assert abs(worst_error(tables, path.parent, real)) <= MOST
 
@@ -304,7 +304,7 @@ def first_equal_stages(tables: Tables, folder: Path) -> list[int]:
 
 def estimate_each_stage(tables: Tables, folder: Path) -> list[RankBytes]:
     plan = plan_from_dict(tables, folder)
-    return [rank_bytes(plan, rank, plan.world()) for rank in range(0, plan.world(), 2)]
+    return [rank_bytes(plan, rank, plan.world_size()) for rank in range(0, plan.world_size(), 2)]
 
 
 def test_equal_stages_are_estimated_once(texts: Path) -> None:
@@ -329,7 +329,7 @@ def test_different_stages_are_estimated_separately(texts: Path, changes: Any) ->
 
 def record_ranks(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
-    size = plan.world()
+    size = plan.world_size()
     return list(record_stages(plan, size, build_first_draft(plan, size), cores).ranks)
 
 
@@ -337,7 +337,7 @@ def estimate_in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], li
     assert can_fork()
     with patch.object(stages, "run_forked", wraps=run_forked) as spy:
         plan = plan_from_dict(tables, folder)
-        estimates = list(stage_bytes(plan, plan.world(), cores=2)), record_ranks(tables, folder, 2)
+        estimates = list(stage_bytes(plan, plan.world_size(), cores=2)), record_ranks(tables, folder, 2)
     assert spy.call_count >= 4, "no process was forked"
     return estimates
 

@@ -198,7 +198,7 @@ def test_a_rank_that_differs(ranks: Any, monkeypatch: pytest.MonkeyPatch, kind: 
     draw = random.Random(f"{SEED} {kind} {layout}")
     memory, step = draw.random() < 0.5, 0 if kind in ("first value", "frozen by the factory") else draw.randrange(2)
     tables = tables_of(layout, memory)
-    world = plan_from_dict(tables, OWN).world()
+    world = plan_from_dict(tables, OWN).world_size()
     case = Case(kind, layout, memory, draw.randrange(world), step)
     print(f"seed {SEED}: {case}")
     outcomes = ranks(world, 4 * LIMIT_S)(attempt, tables, case)

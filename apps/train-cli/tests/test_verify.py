@@ -41,8 +41,8 @@ def verified(ranks: Any, tmp_path: Path) -> Verified:
         plan = load(*args)
         with assemble(one_process_plan(plan), World.alone("cpu")) as run:
             save_reference(run, steps, tmp_path)
-        ranks(plan.world(), 120)(compare_on_rank, load, args, steps, tmp_path)
-        return read_findings(tmp_path, plan.world()), limits(plan)
+        ranks(plan.world_size(), 120)(compare_on_rank, load, args, steps, tmp_path)
+        return read_findings(tmp_path, plan.world_size()), limits(plan)
 
     return verify
 
@@ -166,7 +166,7 @@ def test_one_process_plan_keeps_results(plugin_folder: Any, texts: Path) -> None
     )
     plan = plan_from_dict(tables, texts)
     single, layout = one_process_plan(plan), read_only_plan(plan)
-    assert single.world() == 1
+    assert single.world_size() == 1
     assert [handler.name for handler in single.gradient_handlers] == ["core.gradient_norms"]
     assert (single.pipeline, single.checkpoint, single.activations.name) == (None, None, "core.keep")
     assert (single.batch, single.run, single.model.config) == (plan.batch, plan.run, plan.model.config)

@@ -294,7 +294,7 @@ def run_many_sums() -> list[torch.Tensor]:
             tensor.copy_(values(coord, number + 10 * round_number, tensor.numel()))
             works.append(sums.all_reduce(tensor, label=f"tensor {number}"))
             for work in works:
-                work.test()
+                work.is_completed()
         for work in works:
             work.wait()
         for work in works:
@@ -314,7 +314,7 @@ def test_all_ranks_have_the_same_bits_of_a_sum(ranks, size):
 
 
 def poll_first_sum() -> list[bool]:
-    """Returns the results of `test` on the first rank before the second starts the sum, and on both after its end."""
+    """Returns the results of `is_completed` on the first rank before the second starts the sum, and on both after its end."""
     group = stage()
     sums = group.transport()
     tensor = torch.ones(10)
@@ -323,28 +323,28 @@ def poll_first_sum() -> list[bool]:
         dist.barrier(group=group.channel())
     work = sums.all_reduce(tensor, label="ones")
     if group.coord == 0:
-        results = [work.test()]
+        results = [work.is_completed()]
         dist.barrier(group=group.channel())
     work.wait_sent()
-    return [*results, work.test(), bool((tensor == 2).all())]
+    return [*results, work.is_completed(), bool((tensor == 2).all())]
 
 
 def test_polling_does_not_wait(ranks):
-    """`test` returns False at once on the first rank."""
+    """`is_completed` returns False at once on the first rank."""
     assert ranks(2)(poll_first_sum) == [[False, True, True], [True, True]]
 
 
 def poll_second_sum() -> list[bool]:
-    """Returns the results of `test` of the second of two offered sums, before and after the first is complete."""
+    """Returns the results of `is_completed` of the second of two offered sums, before and after the first is complete."""
     group = stage()
     sums = group.transport()
     ones, twos = torch.ones(5), torch.full((5,), 2.0)
     first, second = sums.all_reduce(ones, label="ones"), sums.all_reduce(twos, label="twos")
     dist.barrier(group=group.channel())
-    results = [second.test()]
+    results = [second.is_completed()]
     first.wait_sent()
     second.wait_sent()
-    return [*results, second.test(), bool((ones == 2).all()), bool((twos == 4).all())]
+    return [*results, second.is_completed(), bool((ones == 2).all()), bool((twos == 4).all())]
 
 
 def test_sums_complete_in_order(ranks):

@@ -159,7 +159,7 @@ class LateReduction:
         self.pending = all_reduce(*args[:index], self.copy, *args[index + 1 :], **kwargs)
         self.is_complete = False
 
-    def test(self):
+    def is_completed(self):
         return self.is_complete
 
     def wait(self):

@@ -170,11 +170,11 @@ def test_sum_is_computed_once_at_its_wait() -> None:
         transport.all_reduce(torch.ones(7), label="one"),
     ]
     for work in works:
-        assert not work.test()
+        assert not work.is_completed()
     assert not allocated
     for work in works[::-1]:
         work.wait()
-        assert work.test()
+        assert work.is_completed()
         work.wait_sent()
     assert allocated == [4, 6, 1]
 
@@ -183,11 +183,11 @@ def test_sum_is_computed_at_test_in_a_later_entry() -> None:
     """The exchange stays pending until its wait."""
     transport, members, allocated = make_transport()
     work = transport.reduce_scatter([torch.ones(4, 3)], [], label="one")
-    assert not work.test()
+    assert not work.is_completed()
     assert not allocated
     members.progress.step_progress.begin_entry("B0.1")
-    assert not work.test()
+    assert not work.is_completed()
     assert allocated == [6]
     work.wait()
-    assert work.test()
+    assert work.is_completed()
     assert allocated == [6]

@@ -37,7 +37,7 @@ LABELLED = {"data": {"factory": "isp_models:Labelled"}}
 )
 def test_unsupported_options_are_refused(sharded, texts, weights, changes, codes):
     plan = plan_from_dict(sharded(2, weights=weights, **changes), texts)
-    assert [problem.code for problem in check_plan(plan, plan.world())] == codes
+    assert [problem.code for problem in check_plan(plan, plan.world_size())] == codes
 
 
 @pytest.mark.parametrize(

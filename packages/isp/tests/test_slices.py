@@ -82,7 +82,7 @@ def test_wrapped_and_named_attentions(ranks, own):
 def test_unsupported_models_are_refused(own, tables, code):
     """`check --model` refuses them on meta, before any process starts."""
     plan = plan_from_dict(tables, own)
-    with pytest.raises(PlanError) as caught, World.fake(0, plan.world()) as world:
+    with pytest.raises(PlanError) as caught, World.fake(0, plan.world_size()) as world:
         assemble(plan, world)
     assert [problem.code for problem in caught.value.diagnostics] == [code]
 

@@ -42,7 +42,7 @@ class LeagueRow:
     @property
     def num_ranks(self) -> int:
         """The number of ranks, which must be equal in all layouts."""
-        sizes = {plan.world() for plan in self.plans()}
+        sizes = {plan.world_size() for plan in self.plans()}
         assert len(sizes) == 1, f"{self.name}: layouts of {sizes} ranks"
         return sizes.pop()
 

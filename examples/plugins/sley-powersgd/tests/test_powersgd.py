@@ -314,7 +314,7 @@ def test_resumed_run_is_bit_identical(ranks, texts, tmp_path):
 
 def test_example_plan_is_valid():
     make_plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert check_plan(make_plan, make_plan.world()) == []
+    assert check_plan(make_plan, make_plan.world_size()) == []
 
 
 @pytest.mark.parametrize(

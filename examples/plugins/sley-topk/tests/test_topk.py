@@ -107,4 +107,4 @@ def test_invalid_ratio_is_refused(ratio: float) -> None:
 
 def test_example_plan_is_valid() -> None:
     plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert list(check_plan(plan, plan.world())) == []
+    assert list(check_plan(plan, plan.world_size())) == []

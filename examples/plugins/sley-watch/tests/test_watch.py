@@ -101,7 +101,7 @@ def test_averages_are_restored(ranks: Callable[..., Any], tmp_path: Path) -> Non
 )
 def test_unsupported_noise_plans_are_refused(changes: dict[str, Any], code: str) -> None:
     plan = plan_from_dict(changed(PLAN, **changes), TESTS)
-    assert code in {problem.code for problem in check_plan(plan, plan.world())}
+    assert code in {problem.code for problem in check_plan(plan, plan.world_size())}
 
 
 def layer_norm_plan(texts: Path, dp: int) -> dict[str, Any]:
@@ -127,4 +127,4 @@ def test_layer_norms_add_up_to_model_norm(ranks: Callable[..., Any], texts: Path
 
 def test_example_plan_is_valid() -> None:
     plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert list(check_plan(plan, plan.world())) == []
+    assert list(check_plan(plan, plan.world_size())) == []

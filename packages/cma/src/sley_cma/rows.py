@@ -28,7 +28,7 @@ class _Exchange(Work):
         self._is_open = True
         self._number = offers.offer(tensors, mark, self._complete)
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         return not self._is_open or self._offers.late_offerer(self._number) is None
 
     def wait(self) -> None:
@@ -158,7 +158,7 @@ class _PublishedGather(Work):
         self._is_open = True
         self._rows = copy_local_rows(outputs, shards, published.offers)
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         return not self._is_open or self._published.is_offered()
 
     def wait(self) -> None:

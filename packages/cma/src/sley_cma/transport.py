@@ -117,7 +117,7 @@ class Sum(Work):
             self._gather()
         return can_reduce or can_gather
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         self.advance()
         return self._is_complete
 

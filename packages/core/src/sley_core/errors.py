@@ -98,7 +98,7 @@ class StateError(RunError):
     """A call is not possible in the present state of the run: its memory is offloaded, or a step is in progress."""
 
     @staticmethod
-    def offloaded(part: str, caller: str) -> StateError:
+    def offloaded_error(part: str, caller: str) -> StateError:
         """Returns the error `memory-away` for an offloaded part of the run's memory. caller: such as "a step"."""
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'

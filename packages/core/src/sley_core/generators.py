@@ -253,7 +253,7 @@ def _check_seedable(generator: Any, owner: str, table: str) -> Any:
     return generator
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of every part.
 
     The result is the same in every process and version, because it is computed by SHA-256.

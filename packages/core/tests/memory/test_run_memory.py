@@ -61,7 +61,7 @@ class Shelf:
 
     def require(self, part: Any, caller: str) -> None:
         if self.copies:
-            raise StateError.offloaded(part, caller)
+            raise StateError.offloaded_error(part, caller)
 
     def where(self, part: Any) -> Where:
         return Where.AWAY if self.copies else Where.HERE

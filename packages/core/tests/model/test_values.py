@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.errors import PlanError
-from sley_core.generators import derive, use_program_seed
+from sley_core.generators import derive_seed, use_program_seed
 from sley_core.model.layers import Model
 from sley_testing.plans import build_model_with_values
 
@@ -183,7 +183,7 @@ def test_a_builder_has_the_values_of_plain_pytorch_under_the_seed_of_its_layer()
     """On the rank that owns it, whichever others that rank calls."""
     wanted = {}
     for name, build in BUILDERS.items():
-        with use_program_seed(derive(11, name)):
+        with use_program_seed(derive_seed(11, name)):
             wanted |= {f"{name}.{key}": value.detach() for key, value in build().named_parameters()}
     wanted["head.weight"] = wanted["embed.table.weight"]
     for owned in [set(BUILDERS), *subsets([*BUILDERS])]:
@@ -262,9 +262,9 @@ def test_a_module_that_nobody_initialises_is_refused_by_name(scale: type[nn.Modu
 
 
 def test_seeds_are_the_same_in_every_version() -> None:
-    assert derive(0) == PINNED[0]
-    assert derive(1, "init", "blocks.0.attention") == PINNED[1]
-    assert derive(2**62, "forward", 17, -1, "é") == PINNED[2]
+    assert derive_seed(0) == PINNED[0]
+    assert derive_seed(1, "init", "blocks.0.attention") == PINNED[1]
+    assert derive_seed(2**62, "forward", 17, -1, "é") == PINNED[2]
 
 
 PINNED = (3229673090972834898, 3053117252925988018, 6217476628269203605)
@@ -272,6 +272,6 @@ PINNED = (3229673090972834898, 3053117252925988018, 6217476628269203605)
 
 def test_every_part_its_type_and_its_place_count() -> None:
     uses: list[tuple[int | str, ...]] = [(), ("a",), ("a", "b"), ("ab",), ("b", "a"), (1,), ("1",), (1, 1), (11,), (-1,)]
-    seeds = [derive(0, *parts) for parts in uses] + [derive(1), derive(1, "a")]
+    seeds = [derive_seed(0, *parts) for parts in uses] + [derive_seed(1), derive_seed(1, "a")]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert not [pair for pair in combinations(seeds, 2) if pair[0] == pair[1]]

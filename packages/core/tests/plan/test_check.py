@@ -16,7 +16,7 @@ Make = Callable[..., Plan]
 
 
 def problems(plan: Plan, world: int | None = None) -> list[tuple[str, str, str | None]]:
-    return [(one.code, one.message, one.hint) for one in check_plan(plan, world or plan.world())]
+    return [(one.code, one.message, one.hint) for one in check_plan(plan, world or plan.world_size())]
 
 
 def codes(plan: Plan, world: int | None = None) -> list[str]:

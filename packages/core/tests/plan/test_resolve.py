@@ -73,7 +73,7 @@ def test_loading_and_checking_a_plan_needs_no_torch(tmp_path: Path, text: str) -
         "from sley_core.plan.load import load_plan\n"
         "from sley_core.plan.check import check_plan\n"
         "plan = load_plan(sys.argv[1])\n"
-        "assert check_plan(plan, plan.world()) == []\n"
+        "assert check_plan(plan, plan.world_size()) == []\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
     )
     command = [sys.executable, "-c", program, str(path)]
@@ -106,7 +106,7 @@ def test_values_that_a_run_has_found(text: str, tmp_path: Path) -> None:
 )
 def test_the_world_of_a_plan(make: Make, parallel: Any, available: int | None, world: int) -> None:
     plan = make(parallel=parallel)
-    assert plan.world(available) == world
+    assert plan.world_size(available) == world
     if available is None:
         assert plan.topology(world).world == world
 

@@ -42,8 +42,8 @@ class ExactSums(Sums):
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
         self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
-        # `test` advances the sums.
-        self._pending_handles = [handle for handle in (*self._pending_handles, self._handles[-1]) if not handle.test()]
+        # `is_completed` advances the sums.
+        self._pending_handles = [handle for handle in (*self._pending_handles, self._handles[-1]) if not handle.is_completed()]
 
     def finish(self) -> None:
         for handle in self._handles:
@@ -211,10 +211,10 @@ class _ShardSum:
 
     def advance(self) -> bool:
         """Advances without waiting. Returns whether the reduce-scatter is complete, so that the next sum may advance."""
-        if not self._has_scattered and self.scatter.test():
+        if not self._has_scattered and self.scatter.is_completed():
             self.reduce_copies()
         if self._reduction is not None:
-            self._reduction.test()
+            self._reduction.is_completed()
         return self._has_scattered
 
     def reduce_copies(self) -> None:

@@ -202,7 +202,7 @@ class Communicator(WeightCommunicator):
             self._undo.callback(point.register_forward_pre_hook(hook).remove)
 
     def _forward(self, sharded: ShardedModule, chunks: HeadChunks | None, *, is_vocabulary: bool) -> Callable[[Tensor], Any]:
-        """Returns the forward of `sharded`. chunks: those of its loss, if it has them."""
+        """Returns the forward of `sharded`. chunks: its loss's chunks, if it has any."""
         if is_vocabulary:
             head = VocabularyHead(sharded, self._tokens, self._parts)
             return head.forward if chunks is None else ChunkedVocabularyHead(chunks, head).forward

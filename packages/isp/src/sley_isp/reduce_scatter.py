@@ -136,7 +136,7 @@ class GradientReducer:
         Only `finish` adds the sums to the store, since the store may start collectives, which need the same order on all ranks.
         """
         for reduction in self._reductions:
-            are_done = [handle.test() for handle in reduction.handles]  # a list, since `test` advances each handle
+            are_done = [handle.is_completed() for handle in reduction.handles]  # a list, since this advances each handle
             if all(are_done):
                 for handle in reduction.handles:
                     handle.wait()

@@ -114,7 +114,7 @@ class VocabularyHead(LogitsHead):
     def losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         """Returns the losses of the tokens of all ranks and the logs of their sums of exponentials, as `token_losses`. Blocks.
 
-        logits: those of this rank's classes, [n, size].
+        logits: the logits of this rank's classes, [n, size].
         """
         local = logit_statistics(logits, targets, self.classes, smoothing)
         statistics = local.new_empty((self.group.size * local.shape[0], local.shape[1]))
@@ -192,10 +192,10 @@ class ClassRange(NamedTuple):
 
 
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
-    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, at least in fp32.
+    """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, in fp32 or higher precision.
 
-    They are the log of the sum of all exponentials, the target's logit, or -inf if the slice does not have the target, and the
-    sum of all logits. targets: int64 [n], indices over all classes, or NO_TARGET.
+    They are the log-sum-exp of the logits, the target's logit, or -inf if the slice does not contain the target, and the sum of
+    all logits. targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -214,10 +214,10 @@ def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoot
 
 
 def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy [n] with label smoothing, and the log [n] of the sum of all exponentials.
+    """Returns the cross-entropy [n] with label smoothing, and the log-sum-exp [n] of all logits.
 
-    statistics: those of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) target - smoothing mean, and 0
-    for tokens without a target. If no slice has the target, it is infinite, which ends the run without a device
+    statistics: the statistics of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) target - smoothing
+    mean, and 0 for tokens without a target. If no slice has the target, it is infinite, which ends the run without a device
     synchronisation here.
     """
     log_sum = statistics[:, 0].logsumexp(0)

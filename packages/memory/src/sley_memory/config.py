@@ -65,7 +65,7 @@ class WeightsConfig(CopiedConfig):
 
 
 class MastersConfig(CopiedConfig):
-    """Moves the fp32 masters of narrower weights."""
+    """Moves the fp32 master weights of weights in narrower dtypes."""
 
     MOVES = ("masters",)
 

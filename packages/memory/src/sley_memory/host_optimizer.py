@@ -38,8 +38,8 @@ class SteppedBucket(NamedTuple):
     weights: list[Tensor]
 
 
-class Copies(NamedTuple):
-    """Copies of one bucket in one direction: the event at their end, their start time, and their bytes."""
+class BucketCopies(NamedTuple):
+    """The copies of one bucket in one direction: the event at their end, their start time, and their bytes."""
 
     end: CopyEvent
     start_s: float
@@ -54,7 +54,7 @@ class HostOptimizer(OffloadManager):
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._buckets: list[SteppedBucket] = []
         self._ring: list[HostMemory] = []
-        self._sent: dict[int, Copies] = {}
+        self._sent: dict[int, BucketCopies] = {}
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -121,7 +121,7 @@ class HostOptimizer(OffloadManager):
                 self._count_weights(sent)
         self._sent.clear()
 
-    def _fetch(self, index: int) -> Copies:
+    def _fetch(self, index: int) -> BucketCopies:
         """Starts to copy the gradients of bucket `index` to the host."""
         start_s, num_bytes = time.perf_counter(), 0
         for param, host_gradient in zip(self._buckets[index].stepped, self._buckets[index].gradients, strict=True):
@@ -130,7 +130,7 @@ class HostOptimizer(OffloadManager):
                 self._streams.out.copy(host_gradient, gradient)
                 num_bytes += gradient.nbytes
         self._moved["optimizer_states"].copied_out += num_bytes
-        copies = Copies(self._streams.out.record(), start_s, num_bytes)
+        copies = BucketCopies(self._streams.out.record(), start_s, num_bytes)
         if not self._device.is_async:  # the copies are done
             self._count_gradients(copies)
         return copies
@@ -152,16 +152,16 @@ class HostOptimizer(OffloadManager):
             self._streams.into.copy(param.working, value)
         num_bytes = sum(value.nbytes for value in weights)
         self._moved["masters"].copied_in += num_bytes
-        copies = self._sent[index % RING] = Copies(self._streams.into.record(), start_s, num_bytes)
+        copies = self._sent[index % RING] = BucketCopies(self._streams.into.record(), start_s, num_bytes)
         if not self._device.is_async:
             self._count_weights(copies)
 
-    def _count_gradients(self, copies: Copies) -> None:
+    def _count_gradients(self, copies: BucketCopies) -> None:
         """Counts the seconds and bytes of gradient copies, as measured on the host."""
         self._moved["optimizer_states"].seconds_out += time.perf_counter() - copies.start_s
         self._moved["optimizer_states"].timed_out += copies.num_bytes
 
-    def _count_weights(self, copies: Copies) -> None:
+    def _count_weights(self, copies: BucketCopies) -> None:
         """Counts the seconds and bytes of weight copies, as measured on the host."""
         self._moved["masters"].seconds_in += time.perf_counter() - copies.start_s
         self._moved["masters"].timed_in += copies.num_bytes

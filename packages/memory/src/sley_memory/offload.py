@@ -215,7 +215,7 @@ class Manager(OffloadManager):
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
-            raise StateError.offloaded(part, caller)
+            raise StateError.offloaded_error(part, caller)
         mover.require()
         self._open_gate()
 

@@ -275,7 +275,7 @@ class Outbox:
         (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
         """
         if self._channels.reports_completion:
-            while self._sends and self._sends[0][0][-1].test():
+            while self._sends and self._sends[0][0][-1].is_completed():
                 self._finish_oldest_send()
         while not self._channels.reports_completion and len(self._sends) > MAX_SENDS:
             self._finish_oldest_send()

@@ -42,9 +42,9 @@ class _LateWork(Work):
         self._start = start
         self._work: Work | None = None
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         """Returns whether the exchange is complete, which is never the case before `wait`."""
-        return self._work is not None and self._work.test()
+        return self._work is not None and self._work.is_completed()
 
     def wait(self) -> None:
         self._work = self._work or self._start()

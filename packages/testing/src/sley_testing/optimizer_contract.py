@@ -25,7 +25,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.owners import parameter_roles
 from sley_core.errors import SleyError
-from sley_core.generators import derive, optimizer_generators, seed_generators, use_seed
+from sley_core.generators import derive_seed, optimizer_generators, seed_generators, use_seed
 from sley_core.model.layers import as_model
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
@@ -126,7 +126,7 @@ def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * step_lr / config.lr
-        seed = derive(plan.run.seed, "update", step)
+        seed = derive_seed(plan.run.seed, "update", step)
         with use_seed(seed):
             seed_generators(generators, seed)
             optimizer.step()

@@ -49,7 +49,7 @@ class Naive(OffloadManager):
 
     def require(self, part, caller) -> None:
         if part in self._away:
-            raise StateError.offloaded(part, caller)
+            raise StateError.offloaded_error(part, caller)
 
     def where(self, part):
         return Where.AWAY if part in self._away else Where.HERE

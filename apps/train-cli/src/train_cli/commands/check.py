@@ -48,7 +48,7 @@ def check(
 def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
     """Raises SleyError with the problems of one plan; prints notes. model: whether to build and call the model."""
     plan = load_plan(path, overrides)
-    size = plan.world(world) if world is None else world
+    size = plan.world_size(world) if world is None else world
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     if model:

@@ -77,7 +77,7 @@ def run(
             code = train(resolved, folder, resume=start, line=line)
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
-    size = check(resolved, nproc or resolved.world(num_devices(resolved)))
+    size = check(resolved, nproc or resolved.world_size(num_devices(resolved)))
     keeps_folder = continues_in_folder(resolved, resume)
     start = _resume_source(resume, overwrite=overwrite)
     _check_source(resolved, start)

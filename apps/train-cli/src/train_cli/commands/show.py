@@ -129,7 +129,7 @@ def show(
         raise UsageError("machine-timeline", "`--machine` needs `--timeline`", hint="add `--timeline`")
     world = world_size(world, nodes, per_node)
     resolved = load_plan(plan, overrides or [])
-    topology = resolved.topology(resolved.world(world) if world is None else world)
+    topology = resolved.topology(resolved.world_size(world) if world is None else world)
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"the rank must be from 0 to {topology.world - 1}, but is {rank}")
     if timeline and machine is not None:

@@ -57,7 +57,7 @@ def verify(
     module_of("testing", "sley_testing", "`train-cli verify`")
     changes = overrides or []
     loaded = load_plan(plan, changes)
-    size = check(loaded, world or loaded.world(num_devices(loaded)))
+    size = check(loaded, world or loaded.world_size(num_devices(loaded)))
     if size == 1 and not has_layout(loaded):
         hint = "use a layout such as `--set parallel.dp=2`, or `--world 2` if the plan does not set the number of ranks"
         raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)

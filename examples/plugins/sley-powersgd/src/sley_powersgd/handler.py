@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sley_core.api.comm import SentBytes, Work
-from sley_core.api.model import derive
+from sley_core.api.model import derive_seed
 from sley_core.api.parts import FlatBuffer
 from sley_core.protocols import GradientHandler
 from sley_powersgd.low_rank import LowRank, view_as_matrix
@@ -128,7 +128,7 @@ class LowRankSums:
                 uncompressed.append(gradient)
                 continue
             if param not in self.states:
-                seed = derive(self.seed, "powersgd", param.name)
+                seed = derive_seed(self.seed, "powersgd", param.name)
                 self.states[param] = LowRank(matrix, self.rank, seed, self.error_feedback)
             matrices.append((matrix, self.states[param]))
         return matrices, uncompressed

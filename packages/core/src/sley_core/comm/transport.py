@@ -38,12 +38,12 @@ class Work:
 
         start ──> test* ──> wait ──> release ──> wait_sent
 
-    Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `test` raise RunError
+    Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `is_completed` raise RunError
     `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and `ranks-differ` if a peer's
     exchange differs.
     """
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         """Returns whether `wait` is known to return at once, without blocking; progresses the exchange if only calls do."""
         return True
 
@@ -148,7 +148,7 @@ class GroupWork(Work):
     _finish: Callable[[], object] | None = None
     _headers: Headers | None = None
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         headers = [] if self._headers is None else self._headers.works
         return all(work.is_completed() for work in (*headers, *self._received))
 

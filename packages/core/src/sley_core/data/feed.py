@@ -20,7 +20,7 @@ from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, i
 from sley_core.data.order import Order
 from sley_core.data.walk import SamplesDigest, StreamReader, probe_digest, set_epoch
 from sley_core.errors import PlanError, RunError, format_cause, note_origin
-from sley_core.generators import comparable_state, derive, use_seed
+from sley_core.generators import comparable_state, derive_seed, use_seed
 
 T = TypeVar("T")
 
@@ -317,7 +317,7 @@ class SeededReader:
         self._num_to_observe -= 1
         if not self.has_drawn and self._num_to_observe < 0:
             return read_one()
-        with use_seed(derive(self._seed, "sample", number)):
+        with use_seed(derive_seed(self._seed, "sample", number)):
             state = None if self.has_drawn else comparable_state()
             sample = read_one()
             self.has_drawn = state is None or state != comparable_state()

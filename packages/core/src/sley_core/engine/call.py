@@ -31,7 +31,7 @@ from sley_core.engine.boundary import copy_containers, parts_of
 from sley_core.engine.parts import Waits
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError, note_origin
-from sley_core.generators import GENERATOR_LOCK, derive, module_generators, seed_generators
+from sley_core.generators import GENERATOR_LOCK, derive_seed, module_generators, seed_generators
 from sley_core.model.attention import varlen
 from sley_core.model.layers import ForwardPatch
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
@@ -186,7 +186,7 @@ class LayerCaller:
 
     def seed_loss(self, micro: MicroStep) -> None:
         """Seeds torch's generators for a loss of full sequences, with one seed on all ranks that share the sequences."""
-        self.device.seed((derive(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
+        self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
         """Calls the layer through the policy, and reports its recomputation to the scheduler hooks."""
@@ -256,9 +256,9 @@ class LayerCaller:
     def _seed(self, layer: str, micro: MicroStep) -> int:
         """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a layer call."""
         if layer not in self._layer_seeds:
-            self._layer_seeds[layer] = derive(self.seed, "layer", layer, *self._slice)
+            self._layer_seeds[layer] = derive_seed(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
-            self._step, self._step_seed = micro.step, derive(self.seed, "forward", micro.step)
+            self._step, self._step_seed = micro.step, derive_seed(self.seed, "forward", micro.step)
         return (self._step_seed + micro.global_micro * GOLDEN) % (1 << 63) ^ self._layer_seeds[layer]
 
 

@@ -308,7 +308,7 @@ class GradientStore:
         if self._is_closed:
             raise run_closed_error("gradient store")
         if not self._has_memory:
-            raise StateError.offloaded("gradients", "a step")
+            raise StateError.offloaded_error("gradients", "a step")
         self._are_freed = False
         self.refusal = None
         if name := next(

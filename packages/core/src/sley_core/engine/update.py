@@ -31,7 +31,7 @@ from sley_core.engine.sources import SourceSums
 from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
-from sley_core.generators import GENERATOR_LOCK, derive, optimizer_generators, seed_generators
+from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
 from sley_core.optim.build import scale_learning_rate
 from sley_core.optim.shared import (
     TORCH_TRAITS,
@@ -203,7 +203,7 @@ class Update:
         if self.traits is TORCH_TRAITS:
             yield
             return
-        seed = derive(self.seed, "update", step)
+        seed = derive_seed(self.seed, "update", step)
         with GENERATOR_LOCK, self.device.preserve_random_state():
             self.device.seed(seed)
             seed_generators(self._generators, seed)

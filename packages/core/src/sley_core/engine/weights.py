@@ -197,7 +197,7 @@ class Stepped:
     @property
     def working(self) -> Tensor:
         """Returns a view of the elements of the working weight that belong to `parameter`, in the same shape."""
-        return _elements(self.original.detach(), self.elements)
+        return _view_elements(self.original.detach(), self.elements)
 
     @property
     def decays(self) -> bool:
@@ -216,7 +216,7 @@ class _Master:
         self.sync()
 
     def sync(self) -> None:
-        self.working = _elements(self.parameter.detach(), self.elements)
+        self.working = _view_elements(self.parameter.detach(), self.elements)
         self.synced = self.state
 
     @property
@@ -267,7 +267,7 @@ class Masters:
                 self._masters[id(parameter)] = _Master(masters[param], parameter, elements)
                 stepped = nn.Parameter(masters[param])
             else:
-                stepped = parameter if elements is None else nn.Parameter(_elements(parameter.detach(), elements))
+                stepped = parameter if elements is None else nn.Parameter(_view_elements(parameter.detach(), elements))
             added.append(Stepped(param, stepped, parameter, elements))
         self.stepped += added
         if self.owners is not None:
@@ -363,7 +363,7 @@ class Masters:
         parameter.copy_(value)
         master = self._masters.get(id(parameter))
         if master is not None:
-            master.master.copy_(_elements(value, master.elements))
+            master.master.copy_(_view_elements(value, master.elements))
             master.sync()
 
     @property
@@ -409,11 +409,11 @@ class Masters:
                 copies |= buffer.part_views(part.data)
                 self._flats.append(part)
         for param, copy in copies.items():
-            copy.copy_(_elements(param.parameter.detach(), self.store.elements(param)))
+            copy.copy_(_view_elements(param.parameter.detach(), self.store.elements(param)))
         return copies
 
 
-def _elements(value: Tensor, elements: ElementRange | None) -> Tensor:
+def _view_elements(value: Tensor, elements: ElementRange | None) -> Tensor:
     return (
         value
         if elements is None

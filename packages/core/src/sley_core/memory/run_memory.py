@@ -190,7 +190,7 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
     """
     copy = copies.get(storage_id(tensor))
     if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise StateError.offloaded(part, "reading on the host")
+        raise StateError.offloaded_error(part, "reading on the host")
     return tensor if copy is None else view_in_copy(tensor, copy)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_cause
-from sley_core.generators import derive, use_program_seed
+from sley_core.generators import derive_seed, use_program_seed
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -124,14 +124,14 @@ class Model:
                 self._initialise(layer.module, layer.name, done)
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
-        """Calls the layer's builder, if any, with generators seeded by `derive(seed, layer.name)`, then `init_weights`.
+        """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
 
         initialises: whether to call `init_weights`. Raises PlanError "model-factory" if the builder fails or returns no module,
         "model-init" if `init_weights` fails.
         """
         if layer.builder is None:
             return
-        with use_program_seed(derive(seed, layer.name)):
+        with use_program_seed(derive_seed(seed, layer.name)):
             try:
                 built = layer.builder()
             except SleyError:
@@ -148,13 +148,13 @@ class Model:
                 self._initialise(built, layer.name, set())
 
     def adapt_layer(self, layer: Layer, seed: int) -> None:
-        """Adds the layer's adapters, if the model has any, with generators seeded by `derive(seed, layer.name, "adapters")`.
+        """Adds the layer's adapters, if any, with generators seeded by `derive_seed(seed, layer.name, "adapters")`.
 
         Raises PlanError "model-adapters" if it fails.
         """
         if self.adapt is None:
             return
-        with use_program_seed(derive(seed, layer.name, "adapters")):
+        with use_program_seed(derive_seed(seed, layer.name, "adapters")):
             try:
                 self.adapt(layer.module, layer.name)
             except SleyError:

@@ -49,9 +49,9 @@ def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
     """Moves `values` to their places in the optimizer, and removes all other values. A dict stays the same object."""
     owners = dict(_owners(optimizer))
     for place in shared_values(optimizer).keys() - values.keys():
-        _containing_dict(optimizer, owners, place).pop(place[2])
+        _find_containing_dict(optimizer, owners, place).pop(place[2])
     for place, value in values.items():
-        holder, key = _containing_dict(optimizer, owners, place), place[2]
+        holder, key = _find_containing_dict(optimizer, owners, place), place[2]
         current = holder.get(key)
         if current is not value and isinstance(current, dict) and isinstance(value, dict):
             current.clear()
@@ -140,7 +140,7 @@ def attributes_of(values: Shared) -> Shared:
     return {place: value for place, value in values.items() if place[0] == "attribute"}
 
 
-def _containing_dict(
+def _find_containing_dict(
     optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
     """Returns the dict that contains the value of a place."""

@@ -169,12 +169,12 @@ class Plan:
             for result in plugin.call(hook, **arguments):
                 yield plugin, result
 
-    def world(self, available: int | None = None) -> int:
-        """Returns the number of ranks: the fixed number if `dp` is set, else `available`, else the smallest possible number."""
+    def world_size(self, num_available: int | None = None) -> int:
+        """Returns the number of ranks: the fixed number if `dp` is set, else `num_available`, else the smallest possible."""
         sizes = self.parallel
         if sizes.dp != "auto":
             return sizes.pp * sizes.dp * sizes.sp
-        return available or sizes.pp * lcm(sizes.sp, sizes.wp)
+        return num_available or sizes.pp * lcm(sizes.sp, sizes.wp)
 
     def num_micros(self, topology: Topology) -> int:
         """Returns the number of microbatches per rank and step. `check_plan` rejects a batch that does not divide."""

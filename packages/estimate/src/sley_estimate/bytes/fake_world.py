@@ -210,7 +210,7 @@ class FakeWork(Work):
         self._start_entry = progress.pending
         self._is_awaited = False
 
-    def test(self) -> bool:
+    def is_completed(self) -> bool:
         if self._progress.pending is not self._start_entry:
             self._run_reduce()
         return self._is_awaited

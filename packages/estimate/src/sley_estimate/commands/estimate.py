@@ -98,7 +98,7 @@ def estimate(
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     requested_size = world_size(world, nodes, per_node)
-    size = resolved.world(None) if requested_size is None else requested_size
+    size = resolved.world_size(None) if requested_size is None else requested_size
     machine_file = None if machine is None else load_machine_with_ranks(machine, per_node)
     stages, seconds = bytes_and_seconds(resolved, size, machine_file)
     if limit is None and machine_file is not None:
