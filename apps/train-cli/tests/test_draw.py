@@ -6,7 +6,7 @@ from types import FunctionType
 
 import pytest
 
-from sley_core.actions.action import Schedule, v
+from sley_core.actions.action import Schedule, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Timeline, simulate
 from sley_pp.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
@@ -43,7 +43,7 @@ def test_a_row_is_never_wider_than_asked_for(width: int, micros: int) -> None:
         (Schedule(one_f_one_b), 4),
         (Schedule(interleaved, 2), 4),
         (Schedule(zero_bubble_h1), 4),
-        (Schedule(zero_bubble_v, 2, v), 8),
+        (Schedule(zero_bubble_v, 2, v_placement), 8),
     ],
 )
 def test_the_drawings_in_docstrings_are_right(schedule: Schedule, micros: int) -> None:

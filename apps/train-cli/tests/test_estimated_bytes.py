@@ -233,7 +233,7 @@ def without_transients(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_scratch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "scratch", lambda *_: None)
+    patch.setattr(Ledger, "record_scratch", lambda *_: None)
 
 
 def without_one_micro_batch(patch: pytest.MonkeyPatch) -> None:

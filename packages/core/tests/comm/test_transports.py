@@ -58,7 +58,11 @@ def out_of_order(cross_memory):
     rank, size = groups["wp"].coord, groups["wp"].size
     transport, sums = groups["wp"].transport(REDUCE), groups["stage"].transport()
     found = []
-    for calls in (["wait_sent"], ["release", "release", "wait"], ["test", "wait", "wait", "test", "release", "wait"]):
+    for calls in (
+        ["wait_sent"],
+        ["release", "release", "wait"],
+        ["is_completed", "wait", "wait", "is_completed", "release", "wait"],
+    ):
         whole, shard = torch.zeros(2 * size), torch.full((2,), 1.0 + rank)
         given, scratch = torch.full((2 * size,), 1.0 + rank), torch.zeros(transport.num_scratch_rows(2))
         received, sent = torch.zeros(size, 1), torch.full((size, 1), 1.0 + rank)
@@ -70,15 +74,15 @@ def out_of_order(cross_memory):
             sums.all_reduce(total, label="a bucket"),
         ]
         for work in works:
-            for call in [*calls, "wait_sent", "test", "wait_sent"]:
+            for call in [*calls, "wait_sent", "is_completed", "wait_sent"]:
                 getattr(work, call)()
         assert all(work.is_completed() for work in works)
         results = [given[2 * rank : 2 * rank + 2], received.view(-1), total]
         # A gather that nobody awaited may be left unread.
-        found.append([one.tolist() for one in (results if calls[0] != "test" else [whole, *results])])
+        found.append([one.tolist() for one in (results if calls[0] != "is_completed" else [whole, *results])])
     published = transport.publish([shard], label="the weights")
     work = published.all_gather([whole.zero_()], [shard], label="weights")
-    for call in ("test", "wait", "wait", "release", "release", "wait", "wait_sent", "test"):
+    for call in ("is_completed", "wait", "wait", "release", "release", "wait", "wait_sent", "is_completed"):
         getattr(work, call)()
     published.wait_sent()
     groups.close()
