@@ -27,6 +27,6 @@ def short(config, num_steps: int) -> Callable[[int], float]:
     return lambda step: max(0.1, 1.0 - step / (num_steps - 1))
 
 
-def weightless_batch(config, num_steps: int) -> Callable[[int], float]:
+def nothing(config, num_steps: int) -> Callable[[int], float]:
     """Rounds to integers, so that all rates are 0."""
     return lambda step: 1 - -(-(step + 1) // (num_steps + 100))
