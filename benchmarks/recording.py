@@ -23,9 +23,8 @@ from sley_core.comm.progress import BEGINNING, BETWEEN
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_doctor.reports import work_recorder
-from sley_doctor.reports.work_file import MAX_STEPS
-from sley_doctor.reports.work_recorder import WorkRecorder
+from sley_doctor import work_recorder
+from sley_doctor.work_recorder import MAX_STEPS, WorkRecorder
 
 CALLS, REPEATS = 2000, 9
 TARGET = 0.005

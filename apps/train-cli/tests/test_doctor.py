@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 from acting_model import doing
 
-from sley_doctor.reports.fault_report import FaultReport, LaunchReport, read_reports, write_launch_report, write_report
-from sley_doctor.verdict.verdict import Verdict, find_verdict
+from sley_doctor.fault_report import FaultReport, LaunchReport, read_reports, write_launch_report, write_report
+from sley_doctor.verdict import Verdict, find_verdict
 from train_cli.run_folder import FAULTS
 
 pytestmark = pytest.mark.timeout(600)

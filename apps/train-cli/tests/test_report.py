@@ -12,7 +12,7 @@ import pytest
 from started_program import Result
 
 from sley_core.metrics.jsonl import read_rows
-from sley_doctor.reports.fault_report import LaunchReport, write_launch_report
+from sley_doctor.fault_report import LaunchReport, write_launch_report
 
 Cli = Callable[..., Result]
 
@@ -74,7 +74,7 @@ def test_a_report_has_the_results_of_the_run(cli: Cli, run: Path) -> None:
 def test_a_missing_library_is_named(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = cli("report", folder)
     assert (result.code, "no-run" in result.err) == (2, True)
-    monkeypatch.setattr("sley_doctor.commands.report.find_spec", lambda name: None)
+    monkeypatch.setattr("sley_doctor.commands.find_spec", lambda name: None)
     result = cli("report", folder)
     assert (result.code, "report-missing" in result.err) == (4, True)
     assert 'pip install -e "packages/doctor[report]"' in result.err

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sley_doctor.reports.work_record import read_records
-from sley_doctor.slow.describe import describe_cause, describe_work
-from sley_doctor.slow.judge import Cause, Judgement, judge
+from sley_doctor.slow_ranks import Cause, Judgement, describe_cause, describe_work, judge
+from sley_doctor.work_record import read_records
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -14,8 +14,8 @@ import torch
 from sley_core.comm.world import World
 from sley_core.errors import Diagnostic, RunError
 from sley_core.topology import Topology
-from sley_doctor.reports import fault_report
-from sley_doctor.reports.fault_report import (
+from sley_doctor import fault_report
+from sley_doctor.fault_report import (
     ExchangeRecord,
     FaultReport,
     LaunchReport,

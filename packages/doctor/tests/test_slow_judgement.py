@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from sley_doctor.reports.work_record import DATA, DEVICE, UPDATE, Spread, Start, Window, WorkRecord, format_line, read_records
-from sley_doctor.slow.blocks import MAX_BLOCKS, build_blocks
-from sley_doctor.slow.describe import describe_cause, describe_no_cause, describe_work, remedy
-from sley_doctor.slow.judge import Cause, judge
+from sley_doctor.blocks import MAX_BLOCKS, build_blocks
+from sley_doctor.slow_ranks import Cause, describe_cause, describe_no_cause, describe_work, judge, remedy
+from sley_doctor.work_record import DATA, DEVICE, UPDATE, Spread, Start, Window, WorkRecord, format_line, read_records
 from train_cli.run_folder import WORK
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sley_core.actions.action import in_words
-from sley_doctor.reports.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport, WaitRecord
-from sley_doctor.verdict.verdict import Verdict, find_verdict, list_evidence
+from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport, WaitRecord
+from sley_doctor.verdict import Verdict, find_verdict, list_evidence
 
 FOUR = (0, 1, 2, 3)
 

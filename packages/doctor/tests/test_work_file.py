@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sley_doctor.reports import work_file
-from sley_doctor.reports.work_file import WorkFile
-from sley_doctor.reports.work_record import Spread, Start, Window, format_line, read_records
+from sley_doctor import work_recorder
+from sley_doctor.work_record import Spread, Start, Window, format_line, read_records
+from sley_doctor.work_recorder import WorkFile
 
 START = Start(0, 1, 0, "here", 1, "cpu", 1.0)
 STEPS = 10
@@ -54,8 +54,8 @@ def test_a_partly_written_line_is_skipped(tmp_path: Path) -> None:
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = work_file.os.write
-    monkeypatch.setattr(work_file.os, "write", lambda file, data: write(file, data[:100]))
+    write = work_recorder.os.write
+    monkeypatch.setattr(work_recorder.os, "write", lambda file, data: write(file, data[:100]))
     write_windows(tmp_path, range(2))
     (record,) = read_records(tmp_path)
     assert len(record.windows) == 2

@@ -15,10 +15,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_doctor.reports import work_recorder
-from sley_doctor.reports.work_file import compute_quartiles
-from sley_doctor.reports.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, WorkRecord, read_records
-from sley_doctor.reports.work_recorder import record_work
+from sley_doctor import work_recorder
+from sley_doctor.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, WorkRecord, read_records
+from sley_doctor.work_recorder import compute_quartiles, record_work
 from sley_testing.plans import small_plan
 from sley_testing.runs import fail_once
 

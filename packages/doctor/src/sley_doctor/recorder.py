@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_doctor.reports.fault_report import LaunchReport, remove_reports, write_launch_report
+from sley_doctor.fault_report import LaunchReport, remove_reports, write_launch_report
 from train_cli.run_folder import RunRecorder
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ class DoctorRecorder(RunRecorder):
     """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail."""
 
     def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        from sley_doctor.reports.work_recorder import record_work
+        from sley_doctor.work_recorder import record_work
 
         return record_work(parts, feed, folder, notes)
 
     def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
-        from sley_doctor.reports.fault_report import report_error
+        from sley_doctor.fault_report import report_error
 
         report_error(folder, world, diagnostic, error)
 
     def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        from sley_doctor.reports.fault_report import report_stuck
+        from sley_doctor.fault_report import report_stuck
 
         report_stuck(folder, world, diagnostic)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from sley_doctor.reports.fault_report import ExchangeRecord, FaultReport, WaitRecord
+from sley_doctor.fault_report import ExchangeRecord, FaultReport, WaitRecord
 
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_doctor.reports.work_record import (
+from sley_doctor.work_record import (
     BETWEEN,
     DATA,
     DEVICE,

@@ -1,4 +1,6 @@
-"""`train-cli doctor RUN`: explains why a run failed or is slow, from the files that its ranks wrote into its folder."""
+"""`train-cli doctor RUN` explains why a run failed or is slow, from the files of its ranks. `train-cli report RUN...` writes
+one self-contained HTML page about one or more runs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +16,22 @@ import typer
 
 from sley_core.actions.action import in_words
 from sley_core.attempt import PLAN
-from sley_core.errors import UsageError
-from sley_doctor.reports.fault_report import AttemptReports, read_reports
-from sley_doctor.reports.work_record import WorkRecord, read_records
-from sley_doctor.slow.describe import describe_cause, describe_last_steps, describe_no_cause, describe_work, remedy
-from sley_doctor.slow.judge import Judgement, judge
-from sley_doctor.verdict.verdict import describe_state, find_run_state, find_verdict, list_evidence
+from sley_core.discovery import install_hint
+from sley_core.errors import PluginError, UsageError
+from sley_core.whole_files import write_atomically
+from sley_doctor.fault_report import AttemptReports, read_reports
+from sley_doctor.slow_ranks import (
+    Judgement,
+    describe_cause,
+    describe_last_steps,
+    describe_no_cause,
+    describe_work,
+    judge,
+    remedy,
+)
+from sley_doctor.verdict import describe_state, find_run_state, find_verdict, list_evidence
+from sley_doctor.work_record import WorkRecord, read_records
+from train_cli.console import say
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
 
@@ -97,3 +110,38 @@ def _slow_lines(judgement: Judgement, records: Sequence[WorkRecord]) -> Iterator
     if lines := [*describe_work(judgement)] or [*describe_last_steps(records)]:
         yield "work and waits of ranks"
         yield from (f"  {line}" for line in lines)
+
+
+NAME = "report.html"
+_REQUIRED_MODULES = ("matplotlib", "jinja2")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs: runs/NAME.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help=f"The file to write; by default {NAME} in the run folder, or in the current folder for several runs.",
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page about runs: curves, a step, memory, counts, the plan with its origins, the environment."""
+    if missing := [name for name in _REQUIRED_MODULES if find_spec(name) is None]:
+        raise PluginError(
+            "report-missing",
+            f"a report needs {' and '.join(f'`{name}`' for name in missing)}, which are not installed",
+            hint=install_hint("doctor", "report"),
+        )
+    from sley_doctor.report_page import read_runs, render_page
+
+    recorded_runs = read_runs(runs)
+    file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
+    text = render_page(recorded_runs)
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        message = f"cannot write `{file}`: {error.strerror or error}"
+        raise UsageError("report-file", message, hint="use another `--out`") from error
+    say(f"wrote {file}: {len(text.encode()) / 1e3:.0f} kB")

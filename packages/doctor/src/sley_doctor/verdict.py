@@ -23,9 +23,9 @@ from sley_core.actions.action import in_words
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import read_rows
-from sley_doctor.reports.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
-from sley_doctor.reports.work_record import WorkRecord
-from sley_doctor.verdict.divergence import Divergence, find_divergence, find_late_ranks
+from sley_doctor.divergence import Divergence, find_divergence, find_late_ranks
+from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
+from sley_doctor.work_record import WorkRecord
 from train_cli.progress import SUMMARY
 from train_cli.run_folder import FolderInUseError, check_unlocked
 from train_cli.stopping import WARNINGS

@@ -1,4 +1,4 @@
-"""Renders the report page from the records of runs and the template `page.html.jinja`, with charts drawn by matplotlib.
+"""Renders the report page from the records of runs and the template `report_page.html.jinja`, with charts drawn by matplotlib.
 
 A section without content states the reason.
 """
@@ -25,11 +25,10 @@ from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, format_path
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.write import format_value, iterate_values
-from sley_doctor.reports.fault_report import AttemptReports, read_reports
-from sley_doctor.reports.work_record import WorkRecord, read_records
-from sley_doctor.slow.describe import describe_cause, describe_no_cause, describe_work, remedy
-from sley_doctor.slow.judge import judge
-from sley_doctor.verdict.verdict import find_verdict
+from sley_doctor.fault_report import AttemptReports, read_reports
+from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, judge, remedy
+from sley_doctor.verdict import find_verdict
+from sley_doctor.work_record import WorkRecord, read_records
 from train_cli.environment import StartRecord, read_start
 from train_cli.progress import SUMMARY, duration, memory_of, rate
 
@@ -153,7 +152,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         raise _size_error(f"a report shows at most {MAX_RUNS} runs, but there are {len(runs)}")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"bytes": _format_bytes, "number": _format_number}
-    template = environment.from_string(resources.files(__package__).joinpath("page.html.jinja").read_text("utf-8"))
+    template = environment.from_string(resources.files(__package__).joinpath("report_page.html.jinja").read_text("utf-8"))
 
     def summary_value(run: RecordedRun, name: str) -> str:
         if run.summary is None:

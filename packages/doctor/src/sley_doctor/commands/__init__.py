@@ -1,1 +1,0 @@
-"""The commands `doctor` and `report`."""

@@ -1,1 +1,0 @@
-"""Fault reports and work records: files that each rank writes into the run's folder."""

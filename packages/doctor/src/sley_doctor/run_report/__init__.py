@@ -1,1 +1,0 @@
-"""A report about runs as one self-contained HTML page."""
