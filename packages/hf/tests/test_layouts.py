@@ -25,7 +25,7 @@ from sley_testing.runs import Recorded, record
 
 STEPS, GLOBAL, MICRO, LENGTH = 3, 4, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
-LR = 1e-3
+LR, EPS = 1e-3, 1e-6  # a smaller epsilon lets Adam enlarge the rounding errors of the families that compute in fp32
 ROUTER_LOSS = 0.1
 CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 5}}
 LAYOUTS = hf_families.LAYOUTS | {"host": {"parallel": {"dp": 2}, "activations": {"use": "memory.host"}}}
@@ -50,7 +50,7 @@ def tables_of(folder: Path, layout: str = "", **model: Any) -> Tables:
     return changed(
         small_plan(
             model={"use": "hf.decoder", "weights": str(folder), "experts": "eager", **model},
-            optimizer={"use": "core.adamw", "lr": LR, "weight_decay": 0.0},
+            optimizer={"use": "core.adamw", "lr": LR, "eps": EPS, "weight_decay": 0.0},
             batch={"global_size": GLOBAL, "micro_size": MICRO},
             data__sequence=LENGTH,
         ),
@@ -86,7 +86,7 @@ def plain_loop(reference: Any) -> tuple[list[float], dict[str, Tensor], dict[str
 
     The loss of a microbatch is that of transformers, times the share of its labels in the batch.
     """
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     options = {"output_router_logits": True} if has_experts(reference.config) else {}
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -140,6 +140,8 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
     reference.float().save_pretrained(tmp_path / "model")
     expected = plain_loop(reference.double())
     layouts = [layout for layout in LAYOUTS if not layout.startswith("sp") or uses_interface(type(reference))]
+    if type(reference.get_input_embeddings()) is not torch.nn.Embedding and config.tie_word_embeddings:
+        layouts.remove("wp in chunks")  # Gemma 3's class of embeddings is gathered for its layer, and refused by name
     options = {"router_loss": ROUTER_LOSS} if has_experts(config) else {}
     plans = [tables_of(tmp_path / "model", layout, **options) for layout in layouts]
     tolerance = 1e-5 if computes_in_fp32(config) else 1e-10
