@@ -159,13 +159,13 @@ def brings_back_older(original: Any, self: Any, placed: Any) -> None:
         host.copy_(older)
 
 
-@wrong("sley_core.run_state.tensors:Restoring._read_state", "resume-wp")
+@wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-wp")
 def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
     """Moments begin anew on the second half of the ranks."""
     return {} if self.tensors.parts.world.rank else original(self, stepped)
 
 
-@wrong("sley_core.run_state.tensors:Restoring._read_state", "resume-pp")
+@wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-pp")
 def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
     """The tied table's moments begin anew on the stage that did not save them."""
     is_lost = self.tensors.parts.world.rank and stepped.param.tie_group is not None
@@ -186,7 +186,7 @@ def rounds_masters(original: Any, self: Any) -> None:
     original(self)
 
 
-@wrong("sley_core.run_state.tensors:Restoring._read_local", "resume-masters")
+@wrong("sley_core.run_state.tensors:RunRestorer._read_local", "resume-masters")
 def masters_from_weights(original: Any, self: Any, name: str, region: Any, like: Any = None) -> Any:
     """Masters are made of what was rounded."""
     value = original(self, name, region, like)
