@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sley_core.evaluation import Best
 from sley_core.plan.tables import BestTable
-from sley_core.run_state.best import Best
 from train_cli.progress import (
     CompileNote,
     Reporter,

@@ -9,7 +9,7 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
-from sley_core.memory.state import Where
+from sley_core.memory.inventory import Where
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits

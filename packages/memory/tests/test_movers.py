@@ -17,8 +17,7 @@ from sley_core.api.comm import HostMemory
 from sley_core.comm.copies import CopyStream
 from sley_core.comm.device import Device
 from sley_core.engine.update import states_of
-from sley_core.memory.inventory import group_by_storage
-from sley_core.memory.state import Moved
+from sley_core.memory.inventory import Moved, group_by_storage
 from sley_memory.arena import HostArena
 from sley_memory.movers import HostCopy, Streams
 

@@ -19,8 +19,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter
 from sley_metrics import plugin
-from sley_metrics.config import TensorboardConfig, WandbConfig
-from sley_metrics.plugin import sley_check_plan
+from sley_metrics.plugin import TensorboardConfig, WandbConfig, sley_check_plan
 from sley_metrics.writers import TensorboardWriter, WandbWriter
 from sley_testing.plans import small_plan
 from sley_testing.writer_contract import MetricsWriterContract, Point

@@ -38,9 +38,6 @@ def print_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-say = print_line  # sley-doctor imports this name
-
-
 def show(fault: Fault, settings: Settings) -> None:
     """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
     stream = sys.stderr

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic, Place, SleyError, is_foreign
-from sley_core.whole_files import write_atomically
+from sley_core.files import write_atomically
 from train_cli.stopping import WARNINGS
 
 _SLEY_MODULES = frozenset(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sley_core.files import replace_atomically
 from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, start_folder
 from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
-from sley_core.whole_files import replace_atomically
 
 if TYPE_CHECKING:
     from sley_core.hugging_face import HuggingFaceModel

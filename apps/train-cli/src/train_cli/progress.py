@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from sley_core.evaluation import Best
     from sley_core.plan.plan import Plan
-    from sley_core.run_state.best import Best
 
 Row = Mapping[str, float | int]
 

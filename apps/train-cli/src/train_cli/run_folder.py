@@ -24,9 +24,9 @@ import tomli
 from sley_core.attempt import NAME as ATTEMPT
 from sley_core.attempt import PLAN, torchrun_id
 from sley_core.errors import PlanError, SleyError
+from sley_core.files import write_atomically
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from sley_core.whole_files import write_atomically
 from train_cli.environment import START
 from train_cli.saved import may_resume, run_folder
 

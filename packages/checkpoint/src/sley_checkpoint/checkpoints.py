@@ -19,7 +19,7 @@ from sley_core.errors import RunError, SleyError, UsageError, format_cause
 from sley_core.protocols import Checkpointer, RestoreResult
 
 if TYPE_CHECKING:
-    from sley_checkpoint.config import AnyLayoutConfig
+    from sley_checkpoint.plugin import AnyLayoutConfig
 
 AUTO = "auto"
 FAILURE_CODE = "checkpoint-failed"

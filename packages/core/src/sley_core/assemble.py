@@ -58,7 +58,7 @@ from sley_core.topology import AXES, GroupEntry, Topology
 if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.engine.boundary import Description
-    from sley_core.memory.state import OffloadManager
+    from sley_core.memory.inventory import OffloadManager
     from sley_core.plan.loader import Plugin
     from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator

@@ -38,10 +38,9 @@ from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
 from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
 from sley_core.losses.chunked_head import patch_head
-from sley_core.memory.inventory import MemoryInventory
+from sley_core.memory.inventory import HoldsMessages, HoldsTensors, MemoryInventory, OffloadManager, Part, Trimmable
 from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
 from sley_core.memory.run_memory import ManagerCounts, RunMemory
-from sley_core.memory.state import HoldsMessages, HoldsTensors, OffloadManager, Part, Trimmable
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of

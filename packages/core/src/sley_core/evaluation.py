@@ -1,10 +1,13 @@
-"""Builds the feeds and metrics of a run's evaluations, the same on all ranks."""
+"""Builds the feeds and metrics of a run's evaluations, the same on all ranks; tracks the best evaluation for `[evaluation]
+keep_best` and `patience`.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
@@ -13,7 +16,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.engine.agreement import agree
 from sley_core.engine.evaluation import EvaluationFeed, Metric, Metrics, evaluation_batch_size
 from sley_core.engine.positions import WholeSequences
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.factory import call_factory
 from sley_core.plan.tables import metric_of
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
     from sley_core.plan.plan import EvaluationSet, Plan
+    from sley_core.plan.tables import BestTable
 
 
 def local_rows(global_size: int, parts: Parts) -> range:
@@ -128,3 +132,55 @@ def _build_custom_metric(plan: Plan) -> Metric:
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
     return cast("Metric", metric)
+
+
+class Best:
+    """Tracks one metric of the evaluations, which is the same on all ranks. Checkpoints save the state.
+
+    patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
+    best value and its step; None and 0 before the first. num_since: the number of evaluations since the best.
+    """
+
+    def __init__(self, table: BestTable, patience: int | None) -> None:
+        self.table = table
+        self.patience = patience
+        self.value: float | None = None
+        self.step = 0
+        self.num_since = 0
+
+    def add(self, step: int, row: Mapping[str, float]) -> bool:
+        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far.
+
+        Raises RunError "keep-best" on all ranks if the results do not have the metric.
+        """
+        name = self.table.metric
+        if name not in row:
+            message = f"`keep_best` is `{name}`, but the evaluation has only {', '.join(row)}"
+            raise RunError("keep-best", message, path=("evaluation", "keep_best"), hint="use one of these metrics")
+        value = row[name]
+        is_better = self.value is None or (value > self.value if self.table.is_max else value < self.value)
+        if math.isfinite(value) and is_better:
+            self.value, self.step, self.num_since = value, step, 0
+            return True
+        self.num_since += 1
+        return False
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason why the run ends, or "" as long as `patience` allows more steps."""
+        if self.patience is None or self.num_since < self.patience:
+            return ""
+        best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
+        return f"{self.table.metric} has not improved in {self.num_since} evaluation{'s' if self.num_since > 1 else ''}{best}"
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as JSON."""
+        metric = {"metric": self.table.metric, "is_max": self.table.is_max}
+        return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since}
+
+    def restore(self, state: Mapping[str, Any]) -> str:
+        """Restores a result of `state`. Returns "", or a note for the user if the metric has changed."""
+        if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
+            return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
+        self.value, self.step, self.num_since = state["value"], int(state["step"]), int(state["num_since"])
+        return ""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import SleyError, UsageError
+from sley_core.files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
 from sley_core.records import AdaptersRecord, DatasetRecord, import_object
-from sley_core.run_files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
 from sley_core.weight_files.read import TensorReader, WeightFiles
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sley_core.whole_files import write_atomically
+from sley_core.files import write_atomically
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

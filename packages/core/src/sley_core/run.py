@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sley_core.engine.load import LoadedWeights
     from sley_core.engine.parts import Parts
     from sley_core.engine.stepper import Stepper
-    from sley_core.memory.state import Part
+    from sley_core.memory.inventory import Part
     from sley_core.plan.plan import Plan
     from sley_core.protocols import RestoreResult
 

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sley_core.data.dataset import DataInfo, Field
+from sley_core.data.dataset import DataInfo, Field, Order
 from sley_core.data.feed import Feed
-from sley_core.data.order import Order
 from sley_core.errors import PlanError, RunError
 from sley_core.json_text import decode_value, encode_value
 

@@ -18,7 +18,7 @@ from sley_core.actions.action import in_words
 from sley_core.attempt import PLAN
 from sley_core.discovery import install_hint
 from sley_core.errors import PluginError, UsageError
-from sley_core.whole_files import write_atomically
+from sley_core.files import write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import (
     Judgement,
@@ -31,7 +31,7 @@ from sley_doctor.slow_ranks import (
 )
 from sley_doctor.verdict import describe_state, find_run_state, find_verdict, list_evidence
 from sley_doctor.work_record import WorkRecord, read_records
-from train_cli.console import say
+from train_cli.console import print_line
 from train_cli.options import FormatOption, OutputFormat
 from train_cli.run_folder import FAULTS
 
@@ -144,4 +144,4 @@ def report(
     except OSError as error:
         message = f"cannot write `{file}`: {error.strerror or error}"
         raise UsageError("report-file", message, hint="use another `--out`") from error
-    say(f"wrote {file}: {len(text.encode()) / 1e3:.0f} kB")
+    print_line(f"wrote {file}: {len(text.encode()) / 1e3:.0f} kB")

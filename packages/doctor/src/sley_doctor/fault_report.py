@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from sley_core.files import write_atomically
 from sley_core.json_text import to_json
-from sley_core.whole_files import write_atomically
 from train_cli.run_folder import FAULTS
 
 if TYPE_CHECKING:

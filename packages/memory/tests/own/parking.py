@@ -11,8 +11,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm import copies
 from sley_core.comm.world import World
-from sley_core.memory.inventory import StorageEntry
-from sley_core.memory.state import COPIED
+from sley_core.memory.inventory import COPIED, StorageEntry
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import storage_guard
 

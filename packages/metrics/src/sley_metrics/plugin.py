@@ -1,17 +1,42 @@
-"""Declares the records of the plugin `metrics`."""
+"""Declares the records and the tables of the plugin `metrics`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from pydantic import PositiveInt
+
+from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MetricsWriterRecord, Problem
-from sley_metrics.config import TensorboardConfig, WandbConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
+
+
+class TensorboardConfig(Table):
+    """Writes curves for TensorBoard to the folder `tensorboard` in the run's folder. Needs `sley-metrics[tensorboard]`."""
+
+    flush_s: PositiveInt = 10
+    """The maximum time in seconds until a new point is written to the file."""
+
+
+class WandbConfig(Table):
+    """Sends curves to Weights & Biases, with one W&B run for each run of Sley. Needs `sley-metrics[wandb]`."""
+
+    project: str
+    """The W&B project."""
+
+    entity: str | None = None
+    """The user or team that owns the project. Default: the owner of the API key."""
+
+    mode: Literal["online", "offline"] = "online"
+    """The destination of rows: the server, or for `wandb sync` the folder `wandb` in the run's folder (offline)."""
+
+    tags: tuple[str, ...] = ()
+    """The tags of the W&B run."""
 
 
 @hookimpl

@@ -10,7 +10,7 @@ from typing import Any
 
 from sley_core.errors import RunError
 from sley_core.protocols import MetricsWriter
-from sley_metrics.config import TensorboardConfig, WandbConfig
+from sley_metrics.plugin import TensorboardConfig, WandbConfig
 
 
 class TensorboardWriter(MetricsWriter):

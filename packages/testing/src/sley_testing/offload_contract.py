@@ -21,7 +21,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import StateError
-from sley_core.memory.state import COPIED, Part, Where
+from sley_core.memory.inventory import COPIED, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice

@@ -14,9 +14,9 @@ import typer
 
 from sley_core.data.dataset import IGNORE_INDEX, SOURCE, AnyDataset, DataContext, DataRows, Split, is_stream
 from sley_core.errors import UsageError
+from sley_core.files import replace_atomically
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
-from sley_core.whole_files import replace_atomically
 from train_cli.console import print_line
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 

@@ -9,8 +9,8 @@ from sley_core.data.dataset import DataInfo as DataInfo
 from sley_core.data.dataset import DataRows as DataRows
 from sley_core.data.dataset import Dataset as Dataset
 from sley_core.data.dataset import Field as Field
+from sley_core.data.dataset import Order as Order
 from sley_core.data.dataset import Sample as Sample
 from sley_core.data.dataset import Split as Split
 from sley_core.data.dataset import TextIds as TextIds
 from sley_core.data.dataset import is_stream as is_stream
-from sley_core.data.order import Order as Order

@@ -16,8 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 from sley_core.data.batches import collate_function
-from sley_core.data.dataset import AnyDataset, Batch, Dataset, Sample, Stream, is_stream
-from sley_core.data.order import Order
+from sley_core.data.dataset import AnyDataset, Batch, Dataset, Order, Sample, Stream, is_stream
 from sley_core.data.walk import SamplesDigest, StreamReader, probe_digest, set_epoch
 from sley_core.errors import PlanError, RunError, format_cause, note_origin
 from sley_core.generators import comparable_state, derive_seed, use_seed

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from sley_core.comm.copies import storage_id
 from sley_core.comm.device import Device, on_stream
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.inventory import MemoryInventory, view_in_copy
-from sley_core.memory.state import COPIED, PARTS, Moved, OffloadManager, Part, Where
+from sley_core.memory.inventory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
 
 if TYPE_CHECKING:
     import torch

@@ -12,6 +12,9 @@ import torch
 from sley_core.attempt import use_copied_files
 from sley_core.engine.agreement import Agreement
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause
+from sley_core.evaluation import Best
+from sley_core.files import PLAN
+from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
 from sley_core.plan.kinds import CHECKPOINTER
@@ -21,9 +24,6 @@ from sley_core.plan.read import read_file
 from sley_core.plan.write import check_changes, compare_plans
 from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord
-from sley_core.run_files import PLAN
-from sley_core.run_files import WEIGHTS as WEIGHTS_FOLDER
-from sley_core.run_state.best import Best
 from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
 from sley_core.run_state.tensors import (
     BASE,

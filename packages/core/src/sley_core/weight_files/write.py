@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from sley_core.errors import RunError
+from sley_core.files import sync_names, write_atomically
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
-from sley_core.whole_files import sync_names, write_atomically
 
 FILE_BYTES = 5 * 10**9
 """The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""

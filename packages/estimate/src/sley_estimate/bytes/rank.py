@@ -26,7 +26,7 @@ from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.stage import Lists
 from sley_core.errors import RunError, SleyError
-from sley_core.memory.state import PARTS
+from sley_core.memory.inventory import PARTS
 from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.plan import Plan
 from sley_core.run import Run

@@ -1,4 +1,4 @@
-"""Writes files that appear completely or not at all. Imports no torch."""
+"""The names of files in a run folder, and files that appear completely or not at all. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def sync_names(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+PLAN = "plan.toml"
+WEIGHTS = "weights"
+CHECKPOINTS = "checkpoints"
+"""Names in a run's folder: its plan, its final weights, and its checkpoints unless the plan names another folder for them."""
+
+COPIES = {
+    ("data", "tokenizer"): "tokenizer",
+    ("data", "template"): "tokenizer/chat_template.jinja",
+    ("model", "weights"): "start",
+    ("model", "config"): "start",
+}
+"""Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
