@@ -26,7 +26,7 @@ def test_each_stage_is_told_with_its_parts_and_whether_it_fits(cli: Cli, plan: P
     assert result.code == 0, result.err
     assert result.out.startswith("stage 0 (ranks 0 to 1): ")
     assert "    optimizer states " in result.out
-    assert "on stage 0, which fits into 1.00 GiB " in result.out
+    assert "on stage 0, which fits in 1.00 GiB " in result.out
     result = cli("estimate", plan, "--memory", "20000B")
     assert (result.code, "exceeds 19.53 KiB by " in result.out) == (1, True)
 

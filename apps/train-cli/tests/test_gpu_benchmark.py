@@ -29,6 +29,7 @@ def tiny_figures() -> list[str]:
     return [figure.name for figure in [*figures, *gpu.measure_host_time("cpu", True)]]
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
 def test_the_gpu_benchmark_trains_the_same_model_as_its_plain_loop(ranks: Callable[..., Any]) -> None:
     (names,) = ranks(1, init=False)(tiny_figures)

@@ -81,7 +81,7 @@ def test_fastest_layout_is_written_and_equals_estimate(
 def test_smallest_layout_is_reported_if_none_fits(searched: Callable[..., Any]) -> None:
     done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
     assert done.code == 1
-    assert "no layout fits into 1 B: the smallest layout needs" in done.out
+    assert "no layout fits in 1 B: the smallest layout needs" in done.out
 
 
 def test_missing_machine_is_reported(cli: Callable[..., Any], given: Path) -> None:

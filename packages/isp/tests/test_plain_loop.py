@@ -181,7 +181,7 @@ def record_compiled(tables: dict[str, Any], folder: Path) -> tuple[Recorded, int
         return recorded, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign
 @pytest.mark.parametrize(("weights", "changes"), COMPILED)
 def test_compiled_layers_with_sharded_weights(
     ranks: Any, sharded: Any, texts: Path, weights: dict[str, Any], changes: dict[str, Any]

@@ -53,6 +53,7 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
     assert_close_gradients(expected, result.exported, 1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("averaging", [EMA, MEAN], ids=["ema", "mean"])
 def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
     plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]
@@ -80,6 +81,7 @@ def test_fp32_masters_of_bf16_weights_are_averaged(ranks, tmp_path):
             assert_close_gradients(uninterrupted.files, moved.files, WEIGHTS["bf16"])
 
 
+@pytest.mark.campaign
 def test_matrix_optimizers_with_owners_are_averaged(ranks, tmp_path):
     """Owners update whole matrices, but each rank averages its own part."""
     optimizers: list[Tables] = [
@@ -121,6 +123,7 @@ def test_training_ignores_averages_and_evaluations_use_them(tmp_path):
         assert run.evaluate(batches()[0]) == averaged.loss
 
 
+@pytest.mark.campaign
 def test_averages_have_the_same_bits_in_canonical_layouts(ranks, tmp_path):
     tables = changed(
         averaging_plan(EMA), precision__compute="fp32", model__options={"is_tied": False}, parallel__reduction="canonical"

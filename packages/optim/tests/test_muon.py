@@ -75,6 +75,7 @@ def test_hidden_matrices_have_muon(texts: Path, is_tied: bool) -> None:
 FFN = {"feed_forward.gate.weight", "feed_forward.up.weight", "feed_forward.down.weight"}
 
 
+@pytest.mark.campaign
 def test_split_embeddings_need_no_owner(ranks: Any, texts: Path) -> None:
     """AdamW updates the parts of a table, so no rank holds the states of all of it."""
     rows = ranks(2)(names_by_role, layout_of("sharded"), texts)

@@ -88,7 +88,7 @@ def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -
 
 
 def _shorten(row: str, max_columns: int) -> str:
-    """Returns `row` without its middle, so that it fits into `max_columns` columns."""
+    """Returns `row` without its middle, so that it fits in `max_columns` columns."""
     if len(row) <= max_columns:
         return row
     tail = (max_columns - len(CUT)) // 2

@@ -53,7 +53,7 @@ def find_leaks(run: Any, min_bytes: int = 4096) -> list[Leak]:
     Collects Python's garbage first, and takes about a second. Does not find tensors that only autograd's graph references. On a
     CPU the result includes host tensors, such as data. run: the assembled `Run`. min_bytes: the minimum size of a storage.
     """
-    run.memory.settle()
+    run.memory.wait_until_idle()
     leaks: list[Leak] = []
     # A communication thread may keep a tensor for a moment after its collective has ended, so search again.
     for pause_s in (0.0, *RETRY_S):

@@ -99,7 +99,7 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
             yield f"no layout of this plan is possible in this world, for the reasons above{hint}"
         else:
             num_bytes, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
-            yield f"no layout fits into {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {smallest}"
+            yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {smallest}"
         return
     yield "fastest (verified by estimate)"
     for layout, estimate in result.fastest:
