@@ -248,8 +248,9 @@ def measure_published(label: str, work: Workload, device: str, published: str, *
 
 
 def check_two_ranks(device: str, is_tiny: bool) -> list[Figure]:
-    """(d) Trains with sharded weights and compiled layers on two ranks. Raises AssertionError if the numbers differ from those
-    of one eager process by more than the tolerance of fp64.
+    """(d) Trains with sharded weights and compiled layers on two ranks, and one eager process with the same plan.
+
+    Raises AssertionError if their results differ by more than the fp64 tolerance.
     """
     sizes = TINY if is_tiny else {**TINY, "hidden": 256, "num_layers": 4, "ffn_hidden": 704}
     work = Workload(sizes, 64, 1, 4, num_rounds=0, compute="fp64")

@@ -95,7 +95,7 @@ def loses_bounds_over_slices(original: Any, attention: Any, group: Any, *args: A
 
 @wrong("sley_isp.attention:repeat_heads", "shared-heads-sp")
 def detaches_copies_of_heads(original: Any, tensor: Any, num_ranks: int) -> Any:
-    """Of the gradients of a head that ranks share, only half is summed."""
+    """Sums only half of the gradients of a head that ranks share."""
     repeated = original(tensor, num_ranks)
     return repeated if repeated is tensor else (repeated + repeated.detach()) / 2
 
