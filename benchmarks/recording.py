@@ -18,8 +18,7 @@ from overhead import CPU, CUDA, THREADS, plan
 from protocol import arguments
 from sley_core.actions.action import Action, Kind
 from sley_core.assemble import assemble
-from sley_core.comm.guard import begin_turn
-from sley_core.comm.progress import BEGINNING, BETWEEN
+from sley_core.comm.progress import BEGINNING, BETWEEN, begin_turn
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.utils.store import barrier
 
-from sley_core.comm.startup import STORE
+from sley_core.comm.world import STORE
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import environment

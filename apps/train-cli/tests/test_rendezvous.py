@@ -17,7 +17,7 @@ import pytest
 from started_program import Program
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it
 
-from sley_core.comm import startup
+from sley_core.comm.world import reset_stores
 from sley_core.errors import RunError, UsageError
 from train_cli import preflight
 from train_cli import rendezvous as module
@@ -46,7 +46,7 @@ def port() -> int:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         number: int = free.getsockname()[1]
-    startup.reset_stores()  # the system may give a port twice
+    reset_stores()  # the system may give a port twice
     return number
 
 
@@ -134,7 +134,7 @@ def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
     assert set(errors_of({str(rank): agrees(port, rank, 2, **torchrun) for rank in range(2)}).values()) == {""}
     for rank in (1, 0):
-        startup.reset_stores()  # as new processes
+        reset_stores()  # as new processes
         assert "`--max-restarts=0`" in errors_of({"again": agrees(port, rank, 2, **torchrun)})["again"]
     del agents
 

@@ -131,7 +131,7 @@ def test_zero_bubble_v_waits_only_at_the_start(stages, micros):
 def test_receives_are_posted_before_their_sends(schedule, stages, micros):
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
-    machine = Machine(lowered, placement, Costs.even(placement.num_positions), posted=True)
+    machine = Machine(lowered, placement, Costs.even(placement.num_positions), is_lowered=True)
     machine.run()
     assert machine.sent_s.keys() == machine.posted_s.keys()
     for delivery, sent_s in machine.sent_s.items():

@@ -23,7 +23,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.model.buffers import check_written_buffers, is_per_rank
+from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from sley_core.records import ModelRecord

@@ -109,7 +109,7 @@ def _has_remote_peers() -> bool:
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
         return False
-    from sley_core.comm.startup import STORE
+    from sley_core.comm.world import STORE
 
     return STORE not in os.environ
 

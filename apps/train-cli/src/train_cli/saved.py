@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from sley_core.attempt import CHECKPOINTS, COPIES, PLAN, WEIGHTS, read_attempt, slurm_job_id, torchrun_id, use_copied_files
 from sley_core.errors import SleyError, UsageError
+from sley_core.plan.document import read_file
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
-from sley_core.plan.read import read_file
 from train_cli.console import print_line
 from train_cli.progress import SUMMARY
 

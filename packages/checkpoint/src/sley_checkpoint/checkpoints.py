@@ -74,7 +74,7 @@ class AnyLayout(Checkpointer):
         if self.table is None or self.folder is None or self._is_probed:
             return
         folder, timeout_s = self.folder, self.state.plan.limits.collective_timeout_s
-        probe(FolderScratch(folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
+        probe(RunProbeFolder(folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
         self._is_probed = True
 
     def is_due(self, step: int) -> bool:
@@ -237,7 +237,7 @@ class AnyLayout(Checkpointer):
         return self.folder
 
 
-class FolderScratch:
+class RunProbeFolder:
     """Creates the temporary folders of a probe in the folder at `text`, a path or URL."""
 
     def __init__(self, text: str) -> None:

@@ -41,8 +41,7 @@ from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.metrics.throughput import DOCUMENTS
 from sley_core.model.attention import BACKENDS, kernel_of_attention
-from sley_core.model.buffers import evaluation_notes, set_train_mode
-from sley_core.model.build import build_on_meta
+from sley_core.model.build import build_on_meta, evaluation_notes, set_train_mode
 from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import keeps_fp32
 from sley_core.model.values import HostModel

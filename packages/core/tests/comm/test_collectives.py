@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from sley_core.assemble import assemble
 from sley_core.comm.group import Group
-from sley_core.comm.startup import gather_values
+from sley_core.comm.transport import gather_values
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sley_core.comm.groups import Groups, make_groups
-from sley_core.comm.marks import Mark, checksum
+from sley_core.comm.transport import Mark, checksum
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GATHER, REDUCE, Topology
 from sley_testing.collectives import can_read_peers

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.comm import startup
 from sley_core.comm.groups import make_communicator
-from sley_core.comm.world import World
+from sley_core.comm.world import World, reset_stores
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 
@@ -52,7 +51,7 @@ def port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    startup.reset_stores()  # the system may give a port twice
+    reset_stores()  # the system may give a port twice
     return number
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.model.buffers import check_written_buffers, evaluation_notes, set_train_mode
+from sley_core.model.build import check_written_buffers, evaluation_notes, set_train_mode
 from sley_core.model.layers import ForwardPatch, Model, as_model, set_fields
 from sley_testing.plans import TOKENS
 

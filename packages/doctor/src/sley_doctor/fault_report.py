@@ -30,7 +30,7 @@ from sley_core.json_text import to_json
 from train_cli.run_folder import FAULTS
 
 if TYPE_CHECKING:
-    from sley_core.comm.guard import Turn
+    from sley_core.comm.progress import Turn
     from sley_core.comm.world import World
     from sley_core.errors import Diagnostic
 

@@ -39,7 +39,7 @@ from sley_doctor.work_record import (
 from train_cli.run_folder import WORK
 
 if TYPE_CHECKING:
-    from sley_core.comm.guard import Turn
+    from sley_core.comm.progress import Turn
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 

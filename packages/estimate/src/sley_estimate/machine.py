@@ -15,9 +15,8 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from sley_core.errors import PlanError
-from sley_core.plan.document import Document, sort_by_place, to_plain_data
-from sley_core.plan.faults import validation_diagnostics
-from sley_core.plan.read import read_file, read_tables
+from sley_core.plan.document import Document, read_file, read_tables, sort_by_place, to_plain_data
+from sley_core.plan.load import validation_diagnostics
 from sley_core.table import Array, Table, ValueDescription
 from sley_core.words import describe_value
 

@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core import assemble
 from sley_core.assemble import build_meta_model
-from sley_core.comm.guard import run_guarded
-from sley_core.comm.progress import Members
+from sley_core.comm.progress import Members, run_guarded
 from sley_core.engine.refusals import UnregisteredParameter
 from sley_core.engine.shards import StandIn
 from sley_core.model.layers import Layer, Model

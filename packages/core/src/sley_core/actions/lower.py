@@ -14,7 +14,7 @@ one at both of its ends, and no two ends can wait for each other.
 
 A post precedes the first action that needs a later transfer in either direction. Otherwise a stage with several neighbours in
 one direction could deadlock, because its late receive would block a message for which the stage itself waits. Within that order
-a receive is posted `ahead` actions before its use: early enough that no send waits, late enough that few buffers are in use.
+a receive is posted `AHEAD` actions before its use: early enough that no send waits, late enough that few buffers are in use.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -119,16 +119,6 @@ link (docs/adr/0014).
 """
 
 
-def build_send(action: Action, output: Delivery | None, stage: int, placement: Placement) -> Transfer | None:
-    """Returns the send of `output`, the result of `action`, or None if no other stage needs it."""
-    if output is None:
-        return None
-    peer = placement.holder(output.position)
-    if peer.stage == stage:
-        return None
-    return Transfer("send", output.flow, action.chunk, action.micro, peer.stage, peer.chunk)
-
-
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
     """Returns the index of each transfer in the global order, the same for all stages.
 
@@ -163,10 +153,9 @@ def schedule_posts(
     stage: int,
     placement: Placement,
     order: Mapping[Delivery, int],
-    ahead: int,
 ) -> dict[int, list[Transfer]]:
     """Returns the posts of `stage` by the index of the action that they precede. outputs: the value that each action computes
-    for a neighbouring chunk. order: the index of each transfer. ahead: the number of actions between post and use, if possible.
+    for a neighbouring chunk. order: the index of each transfer.
     """
     issues: dict[Direction, list[_TransferEnd]] = {direction: [] for direction in DIRECTIONS}
     latest_taken: list[int] = []
@@ -186,21 +175,21 @@ def schedule_posts(
         latest_taken.append(latest_order)
     posts: dict[int, list[Transfer]] = {}
     for direction in DIRECTIONS:
-        for number, post in _place_posts(sorted(issues[direction], key=lambda issue: issue.order), ahead):
+        for number, post in _place_posts(sorted(issues[direction], key=lambda issue: issue.order)):
             posts.setdefault(number, []).append(post)
     return posts
 
 
-def _place_posts(issues: Sequence[_TransferEnd], ahead: int) -> list[tuple[int, Transfer]]:
+def _place_posts(issues: Sequence[_TransferEnd]) -> list[tuple[int, Transfer]]:
     """Returns each post in `issues`, which are sorted and of one direction, with the index of the action that it precedes.
 
-    The backward pass over the issues puts a post `ahead` actions before its use, but not after its latest index nor after a
+    The backward pass over the issues puts a post `AHEAD` actions before its use, but not after its latest index nor after a
     later issue. The forward pass keeps it from overtaking an earlier issue.
     """
     positions: list[int] = []
     following = max((issue.action for issue in issues), default=0)
     for issue in reversed(issues):
-        following = min(following, issue.latest, issue.action - ahead if issue.post else issue.action)
+        following = min(following, issue.latest, issue.action - AHEAD if issue.post else issue.action)
         positions.append(max(0, following))
     placed: list[tuple[int, Transfer]] = []
     preceding = 0
@@ -225,39 +214,24 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     for which the blocked stages wait.
     """
     check_lists(lists, placement, micros, training=training)
-    outputs = []
-    for stage, actions in enumerate(lists):
-        positions = placement.positions(stage)
-        outputs.append([placement.output_of(action, positions[action.chunk]) for action in actions])
-    sends = [
-        [build_send(action, output, stage, placement) for action, output in zip(*lists_of_stage, strict=True)]
-        for stage, lists_of_stage in enumerate(zip(lists, outputs, strict=True))
-    ]
-    pairs = [zip(*lists_of_stage, strict=True) for lists_of_stage in zip(lists, sends, strict=True)]
-    with_sends = [[step for pair in stage_pairs for step in pair if step is not None] for stage_pairs in pairs]
-    machine = Machine(with_sends, placement, Costs.even(placement.num_positions), posted=False)
+    machine = Machine(lists, placement, Costs.even(placement.num_positions), is_lowered=False)
     machine.run()
     order = order_transfers(machine.sent_s)
-    stage_lists = enumerate(zip(lists, outputs, sends, strict=True))
-    return [_lower_stage(*lists_of_stage, stage, placement, order) for stage, lists_of_stage in stage_lists]
+    return [_lower_stage(actions, stage, placement, order) for stage, actions in enumerate(lists)]
 
 
-def _lower_stage(
-    actions: Sequence[Action],
-    outputs: Sequence[Delivery | None],
-    sends: Sequence[Transfer | None],
-    stage: int,
-    placement: Placement,
-    order: dict[Delivery, int],
-) -> Lowered:
-    """Returns one stage's actions with sends, posts and CHUNK_DONE marks. order: the index of each transfer."""
-    posts = schedule_posts(actions, outputs, stage, placement, order, AHEAD)
+def _lower_stage(actions: Sequence[Action], stage: int, placement: Placement, order: Mapping[Delivery, int]) -> Lowered:
+    """Returns one stage's actions with sends, posts and CHUNK_DONE entries. order: the index of each transfer."""
+    positions = placement.positions(stage)
+    outputs = [placement.output_of(action, positions[action.chunk]) for action in actions]
+    posts = schedule_posts(actions, outputs, stage, placement, order)
     last = {action.chunk: number for number, action in enumerate(actions) if action.kind.makes_gradients}
     steps: list[Step] = [*posts.get(0, ())]
-    for number, (action, send) in enumerate(zip(actions, sends, strict=True)):
+    for number, (action, output) in enumerate(zip(actions, outputs, strict=True)):
         steps.append(action)
-        if send is not None:
-            steps.append(send)
+        if output is not None and output in order:
+            peer = placement.holder(output.position)
+            steps.append(Transfer("send", output.flow, action.chunk, action.micro, peer.stage, peer.chunk))
         steps += posts.get(number + 1, ())
         if last.get(action.chunk) == number:
             steps.append(Action(Kind.CHUNK_DONE, action.chunk))

@@ -30,14 +30,14 @@ from sley_core.errors import PlanError
 class Machine:
     """Simulates one run of `lists`.
 
-    posted: whether a transfer waits for its post. If False the lists have no posts, and it starts when it is sent.
+    is_lowered: whether the lists have sends and posts. If not, a value arrives at the end of the action that computes it.
     """
 
-    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, posted: bool) -> None:
+    def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, is_lowered: bool) -> None:
         self.lists = lists
         self.placement = placement
         self.costs = costs
-        self.posted = posted
+        self.is_lowered = is_lowered
         self.spans: list[TimedAction] = []
         self.sent_s: dict[Delivery, float] = {}
         self._arrived_s: dict[Delivery, float] = {}
@@ -87,7 +87,10 @@ class Machine:
         end_s = self._now_s[stage] = start_s + self.costs.seconds[action.kind][position]
         self.spans.append(TimedAction(stage, action, start_s, end_s))
         output = self.placement.output_of(action, position)
-        if output is not None and self.placement.holder(output.position).stage == stage:
+        is_sent = output is not None and self.placement.holder(output.position).stage != stage
+        if output is not None and is_sent and not self.is_lowered:
+            self.sent_s[output] = end_s
+        if output is not None and not (is_sent and self.is_lowered):
             self._record_arrival(output, end_s)
         return True
 
@@ -101,8 +104,7 @@ class Machine:
             delivery = Delivery(step.flow, self._positions[step.peer][step.peer_chunk], step.micro)
             channel = stage, step.peer
             self.sent_s[delivery] = self._now_s[stage]
-        sent_s = self.sent_s.get(delivery)
-        posted_s = self.posted_s.get(delivery) if self.posted else 0.0
+        sent_s, posted_s = self.sent_s.get(delivery), self.posted_s.get(delivery)
         if sent_s is not None and posted_s is not None:
             start_s = max(sent_s, posted_s, self._free_s.get(channel, 0.0))
             end_s = self._free_s[channel] = start_s + self.costs.link_s[min(delivery.position, delivery.origin)]
@@ -187,7 +189,7 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     """Runs lowered lists in simulated time, as the module describes. A transfer takes the time of its link, and overlaps with
     the actions of both stages. Raises PlanError "schedule-deadlock" for lists that do not end.
     """
-    machine = Machine(lists, placement, costs, posted=True)
+    machine = Machine(lists, placement, costs, is_lowered=True)
     machine.run()
     timeline = Timeline.from_spans(placement.stages, machine.spans)
     return SimulatedStep(timeline, tuple(compute_peaks(steps, stage, placement, costs) for stage, steps in enumerate(lists)))

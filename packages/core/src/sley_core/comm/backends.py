@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.guard import begin_turn, run_guarded
-from sley_core.comm.marks import ExchangeLog, Mark
-from sley_core.comm.progress import Members
-from sley_core.comm.startup import gather_values
-from sley_core.comm.transport import GroupWork, Headers, Transport, Work, copy_shard, start_all_reduce
+from sley_core.comm.progress import Members, begin_turn, run_guarded
+from sley_core.comm.transport import ExchangeLog, GroupWork, Headers, Mark, Transport, Work, copy_shard, gather_values
 from sley_core.errors import PluginError
 from sley_core.records import TransportRecord
 
@@ -27,42 +24,54 @@ _GATHER, _REDUCE = (
 """Renamed in torch 2.13."""
 
 
-class CollectiveTransport(Transport):
-    """Exchanges tensors by the collectives of the communicator `channel`. name: the channel's name. log: the group's exchange
-    log. is_coalesced: whether one call handles several tensors.
+class ChannelTransport(Transport):
+    """The base class of transports over the communicator `channel`, which is named `name`."""
+
+    def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
+        self.members = members
+        self._name = name
+        self._channel = channel
+
+    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
+        """Starts the backend's all-reduce. The ranks' marks are not compared."""
+        turn = begin_turn("all-reduce", self.members, label, self._name, tensor.nbytes)
+        return GroupWork([run_guarded(lambda: dist.all_reduce(tensor, group=self._channel, async_op=True), turn)], [], turn)
+
+
+class CollectiveTransport(ChannelTransport):
+    """Exchanges tensors by the backend's collectives. log: the group's exchange log. is_coalesced: whether one call handles
+    several tensors.
     """
 
     def __init__(
         self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool
     ) -> None:
-        self.members = members
-        self._name = name
-        self._channel = channel
+        super().__init__(members, name, channel)
         self._log = log
         self._is_coalesced = is_coalesced
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        mark = Mark.from_tensors("all-gather", label, shards)
-        self._log.add(self._name, mark)
-        turn = begin_turn("all-gather", self.members, label, self._name, mark.num_bytes)
-        return GroupWork(run_guarded(lambda: self._start_gather(tensors, shards), turn), [], turn)
+        return self._start("all-gather", label, shards, 0, lambda: self._start_gather(tensors, shards))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         size, coord = self.members.size, self.members.coord
         own_rows = [tensor.view(size, tensor.shape[0] // size, *tensor.shape[1:])[coord] for tensor in tensors]
-        mark = Mark.from_tensors("reduce-scatter", label, tensors, contents)
-        self._log.add(self._name, mark)
-        turn = begin_turn("reduce-scatter", self.members, label, self._name, mark.num_bytes)
-        return GroupWork(run_guarded(lambda: self._start_reduce(own_rows, tensors), turn), [], turn)
+        return self._start("reduce-scatter", label, tensors, contents, lambda: self._start_reduce(own_rows, tensors))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        self._log.add(self._name, Mark.from_tensors("all-to-all", label, [sent], contents))
-        turn = begin_turn("all-to-all", self.members, label, self._name, sent.nbytes)
-        work = run_guarded(lambda: dist.all_to_all_single(received, sent, group=self._channel, async_op=True), turn)
-        return GroupWork([work], [], turn)
+        def start() -> list[Any]:
+            return [dist.all_to_all_single(received, sent, group=self._channel, async_op=True)]
 
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        return start_all_reduce(tensor, self.members, self._name, self._channel, label)
+        return self._start("all-to-all", label, [sent], contents, start)
+
+    def _start(
+        self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
+    ) -> Work:
+        """Logs the exchange of `tensors`, which `start` starts, and returns its handle. start: returns the works."""
+        mark = Mark.from_tensors(operation, label, tensors, contents)
+        self._log.add(self._name, mark)
+        turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)
+        return GroupWork(run_guarded(start, turn), [], turn)
 
     def _start_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
         """Starts to gather the ranks' `shards` into `tensors`. Returns the works to wait for."""
@@ -90,8 +99,8 @@ def can_coalesce(channel: dist.ProcessGroup) -> bool:
     return bool(dist.get_backend(channel) != "gloo")
 
 
-class MessageTransport(Transport):
-    """Sends messages over the gloo communicator `channel`, named `name`. Tensors must be on the host.
+class MessageTransport(ChannelTransport):
+    """Sends messages over gloo, whose own all-reduce is faster than messages. Tensors must be on the host.
 
         header to every peer ──> compare the peers' headers ──> their parts, received straight into the outputs
         parts to every peer  ─────────────────────────────>
@@ -102,9 +111,7 @@ class MessageTransport(Transport):
     """
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
-        self.members = members
-        self._name = name
-        self._channel = channel
+        super().__init__(members, name, channel)
         self._peers = members.peers
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
@@ -140,10 +147,6 @@ class MessageTransport(Transport):
         started = self._start_messages(places, parts, Mark.from_tensors("all-to-all", label, [sent], contents), "all-to-all")
         received[self.members.coord].copy_(sent[self.members.coord])
         return started
-
-    def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts gloo's own ring, which is faster than messages to every peer. The ranks' marks are not compared."""
-        return start_all_reduce(tensor, self.members, self._name, self._channel, label)
 
     def _start_messages(
         self,

@@ -12,11 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.comm.backends import SingleRankTransport
-from sley_core.comm.guard import begin_turn, run_guarded
-from sley_core.comm.marks import ExchangeLog
-from sley_core.comm.progress import Members
-from sley_core.comm.startup import gather_values
-from sley_core.comm.transport import GroupWork, Transport, Work
+from sley_core.comm.progress import Members, begin_turn, run_guarded
+from sley_core.comm.transport import ExchangeLog, GroupWork, Transport, Work, gather_values
 from sley_core.topology import DEFAULT_CHANNEL
 
 Op = Literal["sum", "max", "min"]

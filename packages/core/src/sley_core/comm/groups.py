@@ -23,11 +23,9 @@ from sley_core.comm.backends import (
     connect_transports,
     sends_from_host,
 )
-from sley_core.comm.group import Exchange, Group
-from sley_core.comm.guard import HINT, first_line
-from sley_core.comm.marks import ExchangeLog
-from sley_core.comm.progress import Members, Progress
-from sley_core.comm.transport import Transport, Work
+from sley_core.comm.group import Exchange, Group, Imitate
+from sley_core.comm.progress import COLLECTIVE_HINT, Members, Progress, first_line
+from sley_core.comm.transport import ExchangeLog, Transport, Work
 from sley_core.errors import RunError
 from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE, GroupEntry, Topology
 
@@ -70,6 +68,7 @@ def make_groups(
     extra: Sequence[GroupEntry] = (),
     device: torch.device = _HOST,
     cross_memory: bool = False,
+    simulation: Simulation | None = None,
 ) -> Groups:
     """Returns the groups of `rank`. All ranks of the world call this once, with equal tables.
 
@@ -80,7 +79,8 @@ def make_groups(
     device: the device of exchanged tensors. cross_memory: whether ranks that share weights or sequences, or sum gradients, may
     use cross-memory attach; only on the host, with gloo. extra: plugins' groups; a rank that no line of such an axis names has
     a group of one. backend: the backend of lines that are not marked `gloo`. Lines with the same members and channel share one
-    communicator, since all members start their exchanges in one order anyway.
+    communicator, since all members start their exchanges in one order anyway. simulation: replaces the peers of a fake world,
+    whose backend is "fake".
 
     Raises RunError `group-failed` if a member does not join within `timeout`.
     """
@@ -91,9 +91,9 @@ def make_groups(
         is_member = rank in entry.ranks
         if is_member:
             lines.append(entry)
-        if len(entry.ranks) == 1:
+        if len(entry.ranks) == 1 or (simulation is not None and not is_member):
             continue
-        backend_name = "gloo" if entry.backend == "gloo" else backend
+        backend_name = "gloo" if entry.backend == "gloo" and simulation is None else backend
         key = (entry.ranks, entry.channel, backend_name)
         if key not in communicators:
             communicators[key] = make_communicator(entry, rank, backend_name, timeout)
@@ -102,15 +102,21 @@ def make_groups(
         if communicator is not None:
             channels.setdefault(entry.axis, {})[entry.channel] = communicator
     progress = Progress()
+    axes_with_memory = axes_with_cma(topology, extra) if cross_memory else ()
     groups = {}
     for axis, ranks in members_of(lines, extra, rank).items():
-        log, axis_channels = ExchangeLog(), channels.get(axis, {})
-        transports = choose_transports(Members(axis, ranks, rank, progress=progress), axis_channels, log, device)
-        groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, progress=progress)
-    if cross_memory and topology.world > 1 and sends_from_host(backend, device):
+        members, log, axis_channels = Members(axis, ranks, rank, progress=progress), ExchangeLog(), channels.get(axis, {})
+        imitate: Imitate | None = None
+        if simulation is None:
+            transports = choose_transports(members, axis_channels, log, device)
+        else:
+            transports = simulation.transports(members, axis_channels, cross_memory=axis in axes_with_memory)
+            imitate = partial(simulation.imitate, members)
+        groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, imitate, progress=progress)
+    if simulation is None and cross_memory and topology.world > 1 and sends_from_host(backend, device):
         records = common_transports(groups["control"], channels["control"][DEFAULT_CHANNEL])
         # Connecting is a collective: all ranks connect the same axes in the same order.
-        for group in (groups[axis] for axis in axes_with_cma(topology, extra)):
+        for group in (groups[axis] for axis in axes_with_memory):
             if group.size > 1:
                 same = Members(group.axis, group.ranks, group.rank, progress=group.progress)
                 group.transports.update(connect_transports(same, group.channels, records, timeout.total_seconds()))
@@ -138,7 +144,7 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
     except RuntimeError as error:
         message = f"the process group {entry.label} could not be created on rank {rank}: {first_line(error)}"
-        raise RunError("group-failed", message, hint=HINT) from error
+        raise RunError("group-failed", message, hint=COLLECTIVE_HINT) from error
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -173,27 +179,6 @@ class SilentTransport(SingleRankTransport):
 
 class Simulation:
     """Replaces the communication of a fake world; without a subclass, results keep their contents."""
-
-    def groups(
-        self, topology: Topology, rank: int, timeout: timedelta, extra: Sequence[GroupEntry] = (), *, cross_memory: bool
-    ) -> Groups:
-        """Returns this rank's groups without peers, as `make_groups` does with peers."""
-        entries = [entry for entry in (*topology.groups(), *extra) if rank in entry.ranks]
-        channels: dict[str, dict[str, dist.ProcessGroup]] = {}
-        for entry in entries:
-            if len(entry.ranks) > 1:
-                communicator = make_communicator(entry, rank, "fake", timeout)
-                assert communicator is not None, entry.label
-                channels.setdefault(entry.axis, {})[entry.channel] = communicator
-        axes = axes_with_cma(topology, extra) if cross_memory else ()
-        progress = Progress()
-        groups = {}
-        for axis, ranks in members_of(entries, extra, rank).items():
-            members, axis_channels = Members(axis, ranks, rank, progress=progress), channels.get(axis, {})
-            transports = self.transports(members, axis_channels, cross_memory=axis in axes)
-            imitate = partial(self.imitate, members)
-            groups[axis] = Group(axis, ranks, rank, axis_channels, transports, progress=progress, imitate=imitate)
-        return Groups(groups, progress)
 
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool

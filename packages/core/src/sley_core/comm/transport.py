@@ -11,7 +11,7 @@
 A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in one order, with equal
 numbers and shapes of tensors, and equal descriptions `label`. `MessageTransport` and CMA send a mark first, so different
 exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
-(`marks`). An all-reduce of gloo or NCCL does neither.
+(`ExchangeLog`). An all-reduce of gloo or NCCL does neither.
 
 `MessageTransport` and CMA sum a shard on the rank that owns it: its own part first, then the others by ascending coordinate.
 The result depends neither on timing nor on the transport.
@@ -19,18 +19,144 @@ The result depends neither on timing nor on the transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import struct
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.comm.guard import Turn, begin_turn, run_guarded
-from sley_core.comm.marks import HEADER_BYTES, Mark, mark_from_header
-from sley_core.comm.progress import Members
+from sley_core.comm.progress import Members, Turn, run_guarded
 from sley_core.errors import RunError
+
+HEADER_BYTES = 192
+_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
+_BITS = 0x7FFFFFFF
+_DTYPES = {
+    dtype: number
+    for number, dtype in enumerate(
+        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str), start=1
+    )
+}
+
+MISMATCH_HINT = (
+    "ranks that share weights must run the same modules in the same order. Does a forward depend on "
+    "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
+    "microbatch and differ between ranks. To skip a layer, multiply its output by 0 or 1, or draw "
+    "from your own generator with the same seed on all ranks"
+)
+
+
+class Mark(NamedTuple):
+    """Identifies an exchange. label: the description. number: a 31-bit checksum that ranks compare. num_bytes: the length."""
+
+    label: str
+    number: int
+    num_bytes: int
+
+    @classmethod
+    def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
+        """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label: the
+        description, equal on all ranks. contents: a checksum of additional content to compare (`checksum`).
+        """
+        sizes = array("q", (contents,))
+        num_bytes = 0
+        for tensor in tensors:
+            num_bytes += tensor.nbytes
+            sizes.append(tensor.nbytes)
+            sizes.append(_DTYPES[tensor.dtype])
+        return cls(label, zlib.crc32(sizes, _crc(operation, label)) & _BITS, num_bytes)
+
+    def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
+        """Returns the error `ranks-differ`: `rank` makes this exchange, but rank `peer` makes `peer_exchange`."""
+        local_text = self.encoded_text.decode()
+        peer_text = "other parts of it" if peer_exchange == local_text else peer_exchange or "something else"
+        return RunError(
+            "ranks-differ", f"rank {rank} exchanges {local_text}, but rank {peer} exchanges {peer_text}", hint=MISMATCH_HINT
+        )
+
+    @property
+    def encoded_text(self) -> bytes:
+        """Returns the encoded description and length, for the peers' error messages."""
+        return _encode_text(self.label, self.num_bytes)
+
+    def header(self) -> Tensor:
+        """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
+        return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)), dtype=torch.uint8)
+
+
+def mark_from_header(header: Tensor) -> Mark:
+    number, num_bytes, encoded_text = _FORMAT.unpack(bytes(header.tolist()))
+    return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
+
+
+def checksum(names: Iterable[str]) -> int:
+    """Returns a checksum of `names` in order, equal in all processes."""
+    crc = 0
+    for name in names:
+        crc = zlib.crc32(name.encode(), zlib.crc32(b"\0", crc))
+    return crc
+
+
+@lru_cache(maxsize=4096)
+def _crc(operation: str, label: str) -> int:
+    return zlib.crc32(f"{operation}\0{label}".encode())
+
+
+@lru_cache(maxsize=4096)
+def _encode_text(label: str, num_bytes: int) -> bytes:
+    size = f" ({num_bytes} bytes)"
+    room = HEADER_BYTES - 16 - len(size)
+    return label.encode()[:room].decode("utf-8", "ignore").encode() + size.encode()
+
+
+class ExchangeSummary(NamedTuple):
+    """Summarises a rank's exchanges with `ranks`: their count and checksum, and the description of the last one."""
+
+    ranks: tuple[int, ...]
+    times: int
+    number: int
+    last: str
+
+
+class ExchangeLog:
+    """Logs the exchanges of one group since the last `clear`, in order on each channel.
+
+    A backend's collectives carry no mark, so ranks that exchange different tensors would get wrong numbers. Each rank therefore
+    computes one checksum of a step's marks per channel. Ranks compare the checksums before the step ends, and change no weight
+    if they differ.
+    """
+
+    def __init__(self) -> None:
+        self._channels: dict[str, int] = {}
+        self._count = 0
+        self._last = ""
+
+    def add(self, channel: str, mark: Mark) -> None:
+        self._channels[channel] = zlib.crc32(mark.number.to_bytes(4, "little"), self._channels.get(channel, 0))
+        self._count += 1
+        self._last = mark.label
+
+    def clear(self) -> None:
+        """Discards the log at the start of a step or an evaluation."""
+        self._channels.clear()
+        self._count = 0
+        self._last = ""
+
+    def summary(self, ranks: tuple[int, ...]) -> ExchangeSummary | None:
+        """Returns a summary of the log, or None if it is empty. ranks: the ranks of the group."""
+        if not self._count:
+            return None
+        number = 0
+        for channel, value in sorted(self._channels.items()):
+            number = zlib.crc32(f"{channel} {value}".encode(), number)
+        return ExchangeSummary(ranks, self._count, number, self._last)
 
 
 class Work:
@@ -186,7 +312,26 @@ class GroupWork(Work):
             run_guarded(work.wait, self._turn)
 
 
-def start_all_reduce(tensor: Tensor, members: Members, name: str, channel: dist.ProcessGroup, label: str) -> Work:
-    """Starts the backend's all-reduce of `tensor`, in place, on `channel`, named `name`. The ranks' marks are not compared."""
-    turn = begin_turn("all-reduce", members, label, name, tensor.nbytes)
-    return GroupWork([run_guarded(lambda: dist.all_reduce(tensor, group=channel, async_op=True), turn)], [], turn)
+def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns every rank's `value` in the order of ranks, by default over the default group. Blocks.
+
+    value: serialisable as JSON; tuples return as lists, and keys of mappings as strings. torch's object collectives unpickle
+    their messages, and gloo's ports accept connections of any user of the host, who must not make a rank run code.
+    """
+    local = _encode(value, group)
+    sizes = _gather_padded(torch.tensor([local.numel()], dtype=torch.int64, device=local.device), 1, group)
+    lengths = [int(size) for size in sizes]
+    texts = _gather_padded(local, max(lengths), group)  # all members see the same lengths
+    return [json.loads(bytes(text[:length].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+
+def _gather_padded(local: Tensor, numel: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Returns every rank's `local`, padded to `numel` elements. A collective over `group`."""
+    outputs = [local.new_zeros(numel) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(outputs, torch.nn.functional.pad(local, (0, numel - local.numel())), group=group)
+    return outputs
+
+
+def _encode(value: Any, group: dist.ProcessGroup | None) -> Tensor:
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them
+from torch.distributed.rendezvous import rendezvous as open_rendezvous
 
-from sley_core.comm import startup
 from sley_core.comm.device import Device
 from sley_core.comm.groups import Groups, Simulation, make_groups
-from sley_core.comm.guard import first_line
+from sley_core.comm.progress import first_line
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology
 
@@ -91,11 +92,11 @@ class World(AbstractContextManager["World"]):
         rank_device = _pick_device(device, local_rank, local_size)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = startup.open_store(environ, rank, size, timeout) if rendezvous is None else rendezvous.store
+            store = open_store(environ, rank, size, timeout) if rendezvous is None else rendezvous.store
             store.set_timeout(timeout)
             dist.init_process_group(
                 rank_device.backend,
-                store=startup.unused_part(store, environ, "world"),
+                store=unused_part(store, environ, "world"),
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -131,19 +132,16 @@ class World(AbstractContextManager["World"]):
         cross_memory: whether CPU ranks of one host may read each other's memory (cross-memory attach).
         """
         assert topology.world == self.size, f"the topology has {topology.world} ranks, but the world has {self.size}"
-        timeout, device = timedelta(seconds=timeout_s), self.device
-        if self.simulation is not None:
-            groups = self.simulation.groups(topology, self.rank, timeout, extra, cross_memory=cross_memory)
-        else:
-            groups = make_groups(
-                topology,
-                self.rank,
-                backend=device.backend,
-                timeout=timeout,
-                extra=extra,
-                device=device.torch_device,
-                cross_memory=cross_memory,
-            )
+        groups = make_groups(
+            topology,
+            self.rank,
+            backend=self.device.backend if self.simulation is None else "fake",
+            timeout=timedelta(seconds=timeout_s),
+            extra=extra,
+            device=self.device.torch_device,
+            cross_memory=cross_memory,
+            simulation=self.simulation,
+        )
         self.created.append(groups)
         return groups
 
@@ -186,3 +184,53 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
         hint = "a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them to run without a launcher"
         raise RunError("rendezvous-failed", message, hint=hint)
     return int(value)
+
+
+STORE = "SLEY_STORE"
+"""The environment variable in which a local launch names its file store; else `env://` is used."""
+
+_STORE_KEYS = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
+_num_uses_by_purpose: Counter[tuple[str | None, ...]] = Counter()
+_open_stores: dict[tuple[str | None, ...], Store] = {}
+
+
+def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
+    """Returns the store that the launcher's environment names. Blocks until the store exists.
+
+    A store is opened once, and stays open until another one is opened. The last rank that closes a file store deletes it, even
+    if another rank has just opened it again. A store at an address ends with rank 0's, to which another rank may just have
+    reconnected. Raises RuntimeError or ValueError, as torch does.
+    """
+    key = (*(environ.get(name) for name in _STORE_KEYS), str(size))
+    if key in _open_stores:
+        with suppress(RuntimeError, ValueError):
+            _open_stores[key].check(["anything"])
+            return _open_stores[key]
+    store: Store = next(open_rendezvous(environ.get(STORE, "env://"), rank, size, timeout=timeout))[0]
+    _open_stores.clear()
+    _open_stores[key] = store
+    return store
+
+
+def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> PrefixStore:
+    """Returns an unused part of `store`, the same on all ranks if they call this the same number of times for `purpose`.
+
+    environ: the launcher's environment, which identifies the store.
+    """
+    key = (purpose, *(environ.get(name) for name in _STORE_KEYS))
+    _num_uses_by_purpose[key] += 1
+    # After a restart the store still has the addresses of ended ranks, which gloo must not use. Several hosts count their
+    # restarts separately.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host(environ) else "0"
+    return PrefixStore(f"attempt {attempt}, {purpose} {_num_uses_by_purpose[key]}", store)
+
+
+def reset_stores() -> None:
+    """Resets the counts and closes open stores, as in a new process."""
+    _num_uses_by_purpose.clear()
+    _open_stores.clear()
+
+
+def is_one_host(environ: Mapping[str, str]) -> bool:
+    """Returns whether one torchrun agent or none has started all ranks: then its store outlives them."""
+    return environ.get("GROUP_WORLD_SIZE", "1") == "1"

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sley_core.comm.group import Group
-from sley_core.comm.marks import HINT, ExchangeSummary, checksum
-from sley_core.comm.transport import Work
+from sley_core.comm.transport import MISMATCH_HINT, ExchangeSummary, Work, checksum
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
@@ -277,7 +276,7 @@ def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Grou
             odd_rank = next(rank for rank, exchanged in by_rank.items() if exchanged != usual)
             odd_exchanges, usual_exchanges = _format_exchanges(by_rank[odd_rank]), _format_exchanges(usual)
             message = f"{when}: in {label}, rank {odd_rank} ran {odd_exchanges}, but rank {usual_rank} ran {usual_exchanges}"
-            return RunError("ranks-differ", message, hint=HINT)
+            return RunError("ranks-differ", message, hint=MISMATCH_HINT)
     raise AssertionError(f"all ranks made the same exchanges: {views}")
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sley_core.comm.copies import free, grow
-from sley_core.comm.marks import checksum
+from sley_core.comm.transport import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.sizes import ALIGNMENT_BYTES, round_up

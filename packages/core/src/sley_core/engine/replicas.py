@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import StandIn
 from sley_core.errors import RunError
-from sley_core.model.buffers import check_written_buffers, is_per_rank
+from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.folder_probe import LocalScratch, probe
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
 from sley_core.errors import RunError, SleyError
 from sley_core.json_text import decode_value, encode_value
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.write import (
+    LocalProbeFolder,
     Spec,
     TensorFiles,
     begin_folder,
@@ -37,6 +37,7 @@ from sley_core.weight_files.write import (
     describe_write_error,
     discard_folder,
     file_names,
+    probe,
     scratch_folder,
 )
 
@@ -119,7 +120,7 @@ class WeightSaver:
             failure = error.diagnostics[0].message
         self._exchange_files([], failure if self._parts.world.rank == 0 else "", folder, {})
         if self._parts.topology.pp > 1:
-            probe(LocalScratch(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
+            probe(LocalProbeFolder(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]

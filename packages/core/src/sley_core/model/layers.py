@@ -370,21 +370,14 @@ class ForwardPatch:
         return forward
 
     def undo(self) -> None:
-        """Removes the patch, even from below later ones; a second call does nothing."""
-        if self._forward is None:
-            return
-        self._forward = None  # code that kept a reference to the patch now calls the forward below it
+        """Removes the patch. Below later patches, it only calls the forward below it until they are removed."""
+        self._forward = None
         attributes = vars(self.module)
-        above = attributes.get("forward")
-        if above is not self:
-            while isinstance(above, ForwardPatch) and above._below is not self:
-                above = above._below
-            if isinstance(above, ForwardPatch):
-                above._below = self._below
-        elif self._below is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = self._below
+        while isinstance(patch := attributes.get("forward"), ForwardPatch) and patch._forward is None:
+            if patch._below is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = patch._below
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._below is None:

@@ -8,7 +8,7 @@ NaN, and a parameter that is NaN afterwards raises an error, because nothing has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,10 +47,7 @@ class HostModel:
         if meta_layers != host_layers:
             raise _differs_error(f"first the layers {_format_layers(meta_layers)}, then {_format_layers(host_layers)}")
         modules = {layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None}
-        for layer in model.layers:
-            if layer.name in modules:
-                _check_structure(layer, modules[layer.name])
-        _check_parameters(model, modules)
+        _check_structure(model, modules)
         self._record_unreadable(modules)
         # The first location of each parameter on meta by id. The parameter is kept, so that its id is not reused.
         self._homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
@@ -71,8 +68,7 @@ class HostModel:
             self._factory_model.build_layer(host_layer, self._seed)
             self._factory_model.adapt_layer(host_layer, self._seed)
         module, host_layer.module = host_layer.module, nn.Module()
-        _check_structure(layer, module)
-        _check_parameters(self.model, {layer.name: module})
+        _check_structure(self.model, {layer.name: module})
         self._record_unreadable({layer.name: module})
         return module
 
@@ -174,45 +170,43 @@ def _plain_pytorch(seed: int) -> Iterator[None]:
         torch._C._set_deterministic_algorithms(is_deterministic, warn_only=warns_only)
 
 
-def _check_structure(layer: Layer, module: nn.Module) -> None:
-    """Raises PlanError "model-differs" if the modules, parameters, buffers or shapes of `module` and `layer` differ."""
-    first, second = (dict(_describe_structure(layer.name, root)) for root in (layer.module, module))
-    for name in [*first, *(name for name in second if name not in first)]:
+def _check_structure(model: Model, modules: Mapping[str, nn.Module]) -> None:
+    """Raises PlanError "model-differs" if the modules, parameters, buffers, shapes or ties in `modules`, by layer, differ from
+    those on meta in `model`, or if a parameter is frozen only in `modules`.
+    """
+    layers = [layer for layer in model.layers if layer.name in modules]
+    declared_ties = {second for _, second in model.ties}
+    first = dict(_describe_structure([(layer.name, layer.module) for layer in layers], declared_ties))
+    second = dict(_describe_structure([(layer.name, modules[layer.name]) for layer in layers], declared_ties))
+    for name in {**first, **second}:
         if first.get(name) != second.get(name):
             raise _differs_error(f"{name!r} is first {first.get(name, 'missing')}, then {second.get(name, 'missing')}")
+    for layer in layers if model.adapt is None else ():
+        meta_locations = _parameter_locations(layer.name, layer.module)
+        for (name, _, _, meta), (_, _, _, real) in zip(
+            meta_locations, _parameter_locations(layer.name, modules[layer.name]), strict=True
+        ):
+            if name not in declared_ties and meta.requires_grad and not real.requires_grad:
+                message = f"the parameter {name!r} is first trained, then frozen by another name or by `init_weights`"
+                hint = "freeze it in the factory by its module: `module.weight.requires_grad_(False)`"
+                raise PlanError("model-differs", message, path=MODEL, hint=hint)
 
 
-def _describe_structure(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields the name and description of each module, parameter and buffer."""
-    for path, submodule in module.named_modules(prefix=name, remove_duplicate=False):
-        yield path, f"a {type(submodule).__name__}"
-        for tensor_type, tensors in (("parameter", submodule._parameters), ("buffer", submodule._buffers)):
-            for attribute, tensor in tensors.items():
-                if tensor is not None:
-                    yield f"{path}.{attribute}", f"a {tensor_type} {list(tensor.shape)}"
-
-
-def _check_parameters(model: Model, modules: Mapping[str, nn.Module]) -> None:
-    """Raises PlanError "model-differs" if the ties in `modules`, with values, differ from those on meta in `model`, or if a
-    parameter is frozen only in `modules`.
-    """
-    declared_ties = {second for _, second in model.ties}
-    real_by_meta: dict[int, nn.Parameter] = {}
-    meta_by_real: dict[int, nn.Parameter] = {}
-    for layer in model.layers:
-        if layer.name in modules:
-            meta_locations = _parameter_locations(layer.name, layer.module)
-            locations = _parameter_locations(layer.name, modules[layer.name])
-            for (name, _, _, meta), (_, _, _, real) in zip(meta_locations, locations, strict=True):
-                if name in declared_ties:
-                    continue
-                if model.adapt is None and meta.requires_grad and not real.requires_grad:
-                    message = f"the parameter {name!r} is first trained, then frozen by another name or by `init_weights`"
-                    hint = "freeze it in the factory by its module: `module.weight.requires_grad_(False)`"
-                    raise PlanError("model-differs", message, path=MODEL, hint=hint)
-                is_same_real = real_by_meta.setdefault(id(meta), real) is real
-                if not is_same_real or meta_by_real.setdefault(id(real), meta) is not meta:
-                    raise _differs_error(f"{name!r} is tied to another parameter in only one of them")
+def _describe_structure(modules: Iterable[tuple[str, nn.Module]], declared_ties: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields the name and description of each module, parameter and buffer. declared_ties: the names that `Model.ties` ties."""
+    first_names: dict[nn.Parameter, str] = {}
+    for layer_name, module in modules:
+        for path, submodule in module.named_modules(prefix=layer_name, remove_duplicate=False):
+            yield path, f"a {type(submodule).__name__}"
+            for attribute, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    yield f"{path}.{attribute}", f"a buffer {list(buffer.shape)}"
+            for attribute, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{attribute}"
+                    first_name = name if name in declared_ties else first_names.setdefault(parameter, name)
+                    tie = f" tied to {first_name!r}" if first_name != name else ""
+                    yield name, f"a parameter {list(parameter.shape)}{tie}"
 
 
 def _differs_error(difference: str) -> PlanError:

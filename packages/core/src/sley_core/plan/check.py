@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,27 +14,12 @@ from sley_core.errors import Diagnostic, KeyPath, PlanError
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.document import sort_by_place
 from sley_core.plan.kinds import CHECKPOINTER
-from sley_core.plan.tables import (
-    BEST_MODES,
-    OPTIONAL_TABLES,
-    TABLES,
-    BatchTable,
-    EvaluationTable,
-    LossScaleTable,
-    ModelConfig,
-    ParallelTable,
-    PrecisionTable,
-    ProfileTable,
-    RunTable,
-    metric_of,
-    row_name,
-)
-from sley_core.table import Table
+from sley_core.plan.tables import BEST_MODES, BatchTable, ModelConfig, metric_of, row_name
 from sley_core.topology import Topology
 from sley_core.words import suggestion
 
 if TYPE_CHECKING:
-    from sley_core.plan.plan import Component, EvaluationSet, Plan
+    from sley_core.plan.plan import Component, Plan
 
 
 MAX_FORWARDS = 1_000_000
@@ -46,17 +31,16 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
 
     The plugins' hooks `sley_check_plan` are called only if the layout fits the world. Raises PluginError if a hook fails.
     """
-    problems = [*check_offload(plan), *check_canonical(plan), *_check_parts(plan), *_check_keep_best(plan)]
+    checks = (check_offload, check_canonical, _check_precision, _check_steps, _check_parts, _check_keep_best)
+    problems = [problem for check in checks for problem in check(plan)]
     diagnostics: list[Diagnostic] = []
-    tables = {name: getattr(plan, name) for name in (*TABLES, *OPTIONAL_TABLES)}
     try:
         topology = plan.topology(world)
     except PlanError as error:
         diagnostics += error.diagnostics
-        problems += check_tables(tables)
     else:
-        problems += [*check_tables(tables, topology.dp), *_check_optimizer(plan, topology), *check_handlers(plan, topology)]
-        problems += check_all_data(plan.data, plan.model, plan.evaluation, plan.evaluation_sets)
+        problems += [*_check_batch(plan.batch, topology.dp), *_check_optimizer(plan, topology), *check_handlers(plan, topology)]
+        problems += _check_all_data(plan)
         diagnostics += _check_schedule(plan, topology)
         for _, plugin_problems in plan.call("sley_check_plan", plan=plan, topology=topology):
             problems += plugin_problems
@@ -295,59 +279,56 @@ GRADIENT_DTYPES = {"fp32": ("fp32",), "bf16": ("fp32", "bf16"), "fp16": ("fp32",
 """The supported dtypes of `gradients` for each dtype of `compute`, the default first."""
 
 
-def check_tables(tables: Mapping[str, Table | None], dp: int | None = None) -> Iterator[records.Problem]:
-    """Yields the conflicts within and between core's `tables`. A table that is None or missing is optional or invalid; checks
-    that need it are skipped.
-
-    dp: the number of ranks that split the samples, if [parallel] does not determine it.
-
-    Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range", "beyond-the-run", "skips-unused", and
-    "batch-does-not-divide".
-    """
-    names = ("run", "batch", "precision", "parallel", "profile")
-    run, batch, precision, parallel, profile = (tables.get(name) for name in names)
-    if isinstance(precision, PrecisionTable):
-        compute, gradients = precision.compute, precision.gradients
-        if gradients not in GRADIENT_DTYPES[compute]:
-            dtypes = " or ".join(GRADIENT_DTYPES[compute])
-            message = f'with `compute = "{compute}"`, gradients must be accumulated in {dtypes}, not {gradients}'
-            hint = f'use "{GRADIENT_DTYPES[compute][0]}", or remove the key'
-            yield records.Problem(("precision", "gradients"), message, hint, "precision-unsupported")
-        if precision.loss_scale is not None:
-            yield from _check_loss_scale(precision.loss_scale, compute)
-    if isinstance(run, RunTable):
-        if run.on_nan == "stop" and run.max_skips is not None:
-            message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
-            yield records.Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
-        if isinstance(profile, ProfileTable):
-            yield from _check_profile(run, *profile.steps)
-    if dp is None and isinstance(parallel, ParallelTable) and parallel.dp != "auto":
-        dp = parallel.dp
-    if isinstance(batch, BatchTable) and dp is not None:
-        yield from _check_batch(batch, dp)
+def _check_precision(plan: Plan) -> Iterator[records.Problem]:
+    """Yields the conflicts of [precision]. Codes: "precision-unsupported", "loss-scale-unused", "loss-scale-range"."""
+    compute, gradients, scale = plan.precision.compute, plan.precision.gradients, plan.precision.loss_scale
+    if gradients not in GRADIENT_DTYPES[compute]:
+        dtypes = " or ".join(GRADIENT_DTYPES[compute])
+        message = f'with `compute = "{compute}"`, gradients must be accumulated in {dtypes}, not {gradients}'
+        hint = f'use "{GRADIENT_DTYPES[compute][0]}", or remove the key'
+        yield records.Problem(("precision", "gradients"), message, hint, "precision-unsupported")
+    path: KeyPath = ("precision", "loss_scale")
+    if scale is not None and compute != "fp16":
+        message = f"only fp16 uses a loss scale, but this plan computes in {compute}"
+        yield records.Problem(path, message, "remove `loss_scale`", "loss-scale-unused")
+    elif scale is not None and scale.min_scale > scale.init_scale:
+        message = f"the loss scale would start at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
+        yield records.Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
-def check_data(data: Component, model: Component | None, *, evaluates: bool) -> Iterator[records.Problem]:
+def _check_steps(plan: Plan) -> Iterator[records.Problem]:
+    """Yields the conflicts of [run] with itself and with [profile]. Codes: "skips-unused", "beyond-the-run"."""
+    run = plan.run
+    if run.on_nan == "stop" and run.max_skips is not None:
+        message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
+        yield records.Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
+    first, last = plan.profile.steps if plan.profile else (1, 1)
+    if first > last:
+        message = f"the first step to record, {first}, is after the last, {last}"
+        yield records.Problem(("profile", "steps"), message, f"use [{last}, {first}]", "beyond-the-run")
+    elif last > run.steps:
+        message = f"the run has {run.steps} steps, so steps {first} to {last} cannot be recorded"
+        yield records.Problem(("profile", "steps"), message, f"use steps up to {run.steps}", "beyond-the-run")
+
+
+def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:
     """Yields the problems that the record of `data` reports in its table and its files. Datasets from a factory are checked
-    when they are built.
-
-    model: None if its table is invalid. evaluates: whether the plan needs held-out data.
+    when they are built. evaluates: whether the plan needs held-out data.
     """
     if isinstance(data.record, records.DatasetRecord) and data.record.check is not None:
-        vocab_size = None if model is None or model.record is None else getattr(model.config, "vocab_size", None)
+        vocab_size = None if model.record is None else getattr(model.config, "vocab_size", None)
         yield from data.record.load(data.record.check)(data.config, evaluates=evaluates, vocab_size=vocab_size)
 
 
-def check_all_data(
-    data: Component, model: Component | None, evaluation: EvaluationTable | None, sets: Mapping[str, EvaluationSet]
-) -> Iterator[records.Problem]:
+def _check_all_data(plan: Plan) -> Iterator[records.Problem]:
     """Yields the problems of [data] and of the data of each evaluation set."""
-    for problem in check_data(data, model, evaluates=evaluation is not None and evaluation.held_out):
-        if problem.code == "held-out" and sets:
+    evaluates = plan.evaluation is not None and plan.evaluation.held_out
+    for problem in check_data(plan.data, plan.model, evaluates=evaluates):
+        if problem.code == "held-out" and plan.evaluation_sets:
             problem = replace(problem, hint=f"{problem.hint}; or set `held_out = false` to evaluate only on the sets")
         yield problem
-    for name, evaluation_set in sets.items():
-        for problem in check_data(evaluation_set.data, model, evaluates=evaluation_set.keys.split == "held_out"):
+    for name, evaluation_set in plan.evaluation_sets.items():
+        for problem in check_data(evaluation_set.data, plan.model, evaluates=evaluation_set.keys.split == "held_out"):
             yield replace(problem, path=("evaluation", "sets", name, *problem.path[1:]))
 
 
@@ -369,26 +350,6 @@ def _check_keep_best(plan: Plan) -> Iterator[records.Problem]:
     if best.metric not in (*names, *custom_names):
         hint = suggestion(best.metric, names, f"use one of {', '.join(names)}")
         yield records.Problem(path, f"an evaluation of this plan has no metric `{best.metric}`", hint, "keep-best")
-
-
-def _check_loss_scale(scale: LossScaleTable, compute: str) -> Iterator[records.Problem]:
-    path: KeyPath = ("precision", "loss_scale")
-    if compute != "fp16":
-        message = f"only fp16 uses a loss scale, but this plan computes in {compute}"
-        yield records.Problem(path, message, "remove `loss_scale`", "loss-scale-unused")
-    elif scale.min_scale > scale.init_scale:
-        message = f"the loss scale would start at {scale.init_scale:g}, below its minimum {scale.min_scale:g}"
-        yield records.Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
-
-
-def _check_profile(run: RunTable, first: int, last: int) -> Iterator[records.Problem]:
-    path: KeyPath = ("profile", "steps")
-    if first > last:
-        message = f"the first step to record, {first}, is after the last, {last}"
-        yield records.Problem(path, message, f"use [{last}, {first}]", "beyond-the-run")
-    elif last > run.steps:
-        message = f"the run has {run.steps} steps, so steps {first} to {last} cannot be recorded"
-        yield records.Problem(path, message, f"use steps up to {run.steps}", "beyond-the-run")
 
 
 def _check_batch(batch: BatchTable, dp: int) -> Iterator[records.Problem]:

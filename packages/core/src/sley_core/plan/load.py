@@ -7,27 +7,24 @@ All problems are reported together. The default of some tables is the record tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path
-from sley_core.plan.check import check_all_data, check_tables
-from sley_core.plan.document import Document, sort_by_place, to_plain_data
-from sley_core.plan.faults import unknown_key_diagnostic, validation_diagnostics
+from sley_core.plan.document import Document, read_file, read_tables, read_text, resolve_folder, sort_by_place, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_with_article
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, EvaluationSet, Plan
-from sley_core.plan.read import read_file, read_tables, read_text, resolve_folder
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
 from sley_core.table import PartTable, RecordKind, Table, escape_path
-from sley_core.words import describe_value, suggestion
+from sley_core.words import describe_type, describe_value, find_field, suggestion
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
@@ -97,7 +94,9 @@ def resolve_plan(document: Document, loader: Loader) -> Plan:
     for spec in COMPONENTS:
         parts[spec.key] = resolver.components(spec, parts["parallel"]) if spec.is_list else resolver.component(spec)
     resolver.check_top_level()
-    resolver.raise_problems(parts)
+    if resolver.problems:
+        error_type = PluginError if any(problem.code.startswith("plugin-") for problem in resolver.problems) else PlanError
+        raise error_type.from_diagnostics(sort_by_place(resolver.problems))
     return Plan(**parts, document=resolver.document, loader=loader, plugins=resolver.plugins)
 
 
@@ -173,7 +172,7 @@ class _Resolver:
             spec = replace(DATA, key=format_path(path))
             if not _NAME.fullmatch(name):
                 message = f"the name of a set must have only letters, digits, `_` and `-`, but is `{name}`"
-                self._add_problem("wrong-name", message, path, "use a name that begins with a letter", at="key")
+                self._add_problem("wrong-name", message, path, "use a name that begins with a letter")
                 continue
             set_keys = {key: value for key, value in table.items() if key in SetTable.model_fields}
             keys = self._validate(SetTable, set_keys, path, spec.header)
@@ -196,7 +195,7 @@ class _Resolver:
         for key in sorted(config.model_fields_set):
             if getattr(config, key) != getattr(whole, key):
                 message = f"`{key}` holds out samples, but the set `{name}` is evaluated on all samples"
-                self._add_problem("set-held-out", message, (*data.path, key), hint, at="key")
+                self._add_problem("set-held-out", message, (*data.path, key), hint)
         return replace(data, config=whole)
 
     def check_top_level(self) -> None:
@@ -211,7 +210,7 @@ class _Resolver:
             if isinstance(value, dict | list):
                 names = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
                 hint = suggestion(key, names, f"its tables are {', '.join(names)}")
-                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
+                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint)
                 continue
             # Prefer the only table that contains the key, or whose model has it, to a similar spelling.
             owners = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
@@ -219,21 +218,6 @@ class _Resolver:
                 owners = [name for name, model in {**TABLES, **OPTIONAL_TABLES}.items() if key in model.model_fields]
             hint = f"did you mean `{owners[0]}.{key}`?" if len(owners) == 1 else None
             self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", hint))
-
-    def raise_problems(self, parts: Mapping[str, Any]) -> None:
-        """Raises PlanError or PluginError if any problem was recorded.
-
-        parts: the resolved tables by name. If there is a problem, conflicts between valid tables and problems of the data files
-        are reported with it.
-        """
-        if self.problems:
-            problems = list(check_tables(parts))
-            if parts["data"] is not None:
-                problems += check_all_data(parts["data"], parts["model"], parts["evaluation"], parts["evaluation_sets"])
-            for problem in problems:
-                self._add_problem(problem.code, problem.message, problem.path, problem.hint)
-            error_type = PluginError if any(problem.code.startswith("plugin-") for problem in self.problems) else PlanError
-            raise error_type.from_diagnostics(sort_by_place(self.problems))
 
     def _resolve_component(
         self,
@@ -252,7 +236,7 @@ class _Resolver:
             return None
         if "use" in table and "factory" in table and spec.factory:
             message = f"{spec.header} has both `use` and `factory`"
-            self._add_problem("use-and-factory", message, (*path, "factory"), "remove one of them", at="key")
+            self._add_problem("use-and-factory", message, (*path, "factory"), "remove one of them")
             return None
         if "factory" in table and spec.factory:
             config = self._validate(spec.factory, {**_select_shared(shared, spec.factory), **table}, path, spec.header)
@@ -263,7 +247,7 @@ class _Resolver:
             message = f"{spec.header} does not support `factory`: {component_type} must come from a plugin"
             hint = f"set `use`, or install your own plugin with {component_type} (docs/write-a-plugin.md)"
             records = f"; {text}" if (text := self._suggest_record(spec)) else ""
-            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{records}", at="key")
+            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{records}")
             return None
         if "use" not in table:
             if default is None:
@@ -370,10 +354,8 @@ class _Resolver:
         for problem in error.diagnostics:
             self._add_problem(problem.code, prefix + problem.message, path, problem.hint)
 
-    def _add_problem(
-        self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at: Literal["key", "value"] = "value"
-    ) -> None:
-        self.problems.append(self.document.diagnostic(code, message, path, hint, at))
+    def _add_problem(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> None:
+        self.problems.append(self.document.diagnostic(code, message, path, hint))
 
 
 def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
@@ -386,3 +368,107 @@ def _part_table_fields(model: type[Table]) -> Iterator[tuple[str, type[PartTable
         for item in get_args(info.annotation):
             if isinstance(item, type) and issubclass(item, PartTable):
                 yield key, item
+
+
+RANGE_ERRORS = ("greater_than", "less_than", "multiple_of", "finite_number", "too_", "string_too_")
+"""The beginnings of the types of pydantic's errors about a range or a length."""
+
+VALUE_ERRORS = {"literal_error", "enum", "string_pattern_mismatch"}
+CUSTOM_ERRORS = {"value_error", "assertion_error"}
+IGNORED_ERROR = "default_factory_not_called"
+
+
+def validation_diagnostics(
+    error: ValidationError, model: type[Table], table: Mapping[str, Any], path: KeyPath, document: Document, owner: str
+) -> list[Diagnostic]:
+    """Returns a diagnostic for each invalid key of `table`, which is at `path` and has the type `model`.
+
+    pydantic reports an error for each member of a union, with the member's name in the location. This removes the names and
+    merges the errors of one key. owner: the table's name in messages, such as "[batch]".
+    """
+    errors_by_key: dict[KeyPath, list[Any]] = {}
+    for fault in error.errors(include_url=False, include_input=False):
+        if fault["type"] != IGNORED_ERROR:
+            errors_by_key.setdefault(_key_path(fault["loc"], fault["type"], table), []).append(fault)
+    # An error within a table that is one member of a union says more than the errors of the other members.
+    containers = {key[:length] for key in errors_by_key for length in range(len(key))}
+    return [
+        _diagnostic(errors, key, model, table, path, document, owner)
+        for key, errors in errors_by_key.items()
+        if key not in containers or not all(fault["type"].endswith("_type") for fault in errors)
+    ]
+
+
+def unknown_key_diagnostic(
+    key: str, keys: Iterable[str], path: KeyPath, document: Document, owner: str, hint: str | None = None
+) -> Diagnostic:
+    """Returns the diagnostic of the unknown key `key` of `owner`. hint: by default suggests the closest of `keys`."""
+    choices = sorted(keys)
+    key_list = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
+    message = f"`{key}` is not a key of {owner}"
+    return document.diagnostic("unknown-key", message, path, hint or suggestion(key, choices, key_list))
+
+
+def _diagnostic(
+    errors: list[Any],
+    key_path: KeyPath,
+    model: type[Table],
+    table: Mapping[str, Any],
+    table_path: KeyPath,
+    document: Document,
+    owner: str,
+) -> Diagnostic:
+    """Returns one diagnostic for all pydantic errors at `key_path` within the table at `table_path`."""
+    types = {fault["type"] for fault in errors}
+    path = (*table_path, *key_path)
+    enclosing = find_field(model, key_path[:-1])
+    members = (enclosing[0], *get_args(enclosing[0])) if enclosing else ()  # of a union, the table
+    fields: Mapping[str, Any] = next((member.model_fields for member in members if hasattr(member, "model_fields")), {})
+    if "extra_forbidden" in types:
+        return unknown_key_diagnostic(
+            str(key_path[-1]), fields, path, document, owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"
+        )
+    is_missing = "missing" in types
+    if is_missing and not isinstance(key_path[-1], int):
+        message = f"{owner} needs `{format_path(key_path)}`, {_describe_field(model, key_path)}"
+        hint = fields[key_path[-1]].description if key_path[-1] in fields else None
+        return document.diagnostic("missing-key", message, path, hint)
+    if is_missing:  # an item of an array
+        path, key_path = path[:-1], key_path[:-1]
+    elif custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
+        text = str(custom_errors[0].get("ctx", {}).get("error") or custom_errors[0]["msg"])
+        label = f"`{format_path(path)}`" if key_path else owner
+        return document.diagnostic("wrong-value", f"{label}: {text.rstrip('.')}", path)
+    value: Any = table
+    for part in key_path:
+        value = value[part]
+    expected = _describe_field(model, key_path)
+    code, hint = "wrong-type", None
+    if is_missing or any(error_type.startswith(RANGE_ERRORS) for error_type in types):
+        code = "out-of-range"
+    elif types & VALUE_ERRORS and isinstance(value, str):
+        code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])
+    elif isinstance(value, str) and expected.startswith(("an integer", "a number", "true or false")):
+        text = value.strip().lower()
+        if text in ("true", "false") or text.replace(".", "", 1).replace("-", "", 1).replace("e", "", 1).isdecimal():
+            hint = f"write {text} without quotes"
+    return document.diagnostic(code, f"`{format_path(path)}` must be {expected}, not {describe_value(value)}", path, hint)
+
+
+def _describe_field(model: type[Table], path: KeyPath) -> str:
+    field = find_field(model, path)
+    return describe_type(*field) if field else "something else"
+
+
+def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:
+    """Returns pydantic's `location` without the names of union members."""
+    path: KeyPath = ()
+    value: Any = table
+    for position, part in enumerate(location):
+        is_index = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, Mapping) and part in value):
+            value = value[part]
+        elif error_type != "missing" or position != len(location) - 1:
+            continue
+        path = (*path, part)
+    return path

@@ -17,10 +17,10 @@ from sley_core.files import PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
+from sley_core.plan.document import read_file
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values, resolve_plan
 from sley_core.plan.loader import Loader
-from sley_core.plan.read import read_file
 from sley_core.plan.write import check_changes, compare_plans
 from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
 from sley_core.records import CheckpointerRecord

@@ -31,9 +31,9 @@ from sley_core.model.build import build_on_meta
 from sley_core.model.tensors import checksum
 from sley_core.model.values import HostModel
 from sley_core.optim import shared
+from sley_core.plan.document import read_text
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
-from sley_core.plan.read import read_text
 from sley_core.run_state.pieces import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
 from sley_core.weight_files.read import TensorKind
 from sley_core.weight_files.write import BY_NAME, DTYPES

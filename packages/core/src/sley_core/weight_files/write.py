@@ -10,21 +10,26 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sley_core.errors import RunError
+from sley_core.errors import RunError, format_cause
 from sley_core.files import sync_names, write_atomically
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
+
+if TYPE_CHECKING:
+    from sley_core.comm.group import Group
 
 FILE_BYTES = 5 * 10**9
 """The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""
@@ -251,3 +256,98 @@ def write_tensors(
             raise RunError("weight-files", describe_write_error(error, out)) from None
         raise
     return list(files)
+
+
+PATIENCE_S = 10.0
+"""The time in which a network file system must show one host's files on another host."""
+
+_POLL_S = 0.05
+_FIRST_FILE = "rank-00000"
+
+
+class ProbeFolder(Protocol):
+    """Makes temporary folders in the folder `text`, a path or URL. token: the name of a temporary folder."""
+
+    text: str
+
+    def write(self, token: str, name: str) -> None:
+        """Writes a small file, under its name once it is complete."""
+
+    def names(self, token: str) -> list[str]:
+        """Returns the names of the files in the temporary folder."""
+        ...
+
+    def remove(self, token: str) -> None:
+        """Deletes the temporary folder, and its parent if that is empty."""
+
+
+class LocalProbeFolder:
+    """Makes temporary folders in the local folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = str(path)
+
+    def write(self, token: str, name: str) -> None:
+        self._path(token).mkdir(parents=True, exist_ok=True)
+        (self._path(token) / name).write_bytes(b"probe")
+
+    def names(self, token: str) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return [file.name for file in self._path(token).iterdir()]
+        return []
+
+    def remove(self, token: str) -> None:
+        shutil.rmtree(self._path(token), ignore_errors=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
+    def _path(self, token: str) -> Path:
+        return self.path / f".probe-{token}"
+
+
+def probe(
+    folder: ProbeFolder, control: Group, timeout_s: float, problem: Callable[[], str] = lambda: "", *, writes: bool = True
+) -> None:
+    """Raises RunError "checkpoint-folder" on all ranks unless all of them see one `folder` and can write in it.
+
+    All ranks of `control` call it, and it leaves no files. timeout_s: the limit of an exchange between ranks. problem: returns
+    the reason why rank 0 refuses the folder, or "". writes: whether this rank will write there, as rank 0 always does.
+    """
+
+    def attempt(step: Callable[[], str]) -> str:
+        """Returns the text that `step` returns, or its error, since the other ranks wait for an answer."""
+        try:
+            return step()
+        except Exception as error:  # whatever a file system raises
+            return format_cause(error)
+
+    def write_first() -> str:
+        if not (reason := problem()):
+            folder.write(token, _FIRST_FILE)
+        return reason
+
+    def write_after_rank_0() -> str:
+        # Half, so that a rank reports a missing file before the others stop waiting for it.
+        deadline = time.monotonic() + min(PATIENCE_S, timeout_s / 2)
+        while _FIRST_FILE not in folder.names(token):
+            if time.monotonic() > deadline:
+                return "it cannot see the file of rank 0"
+            time.sleep(_POLL_S)
+        folder.write(token, f"rank-{control.coord:05}")
+        return ""
+
+    token, failure = secrets.token_hex(8), ""
+    if control.coord == 0:
+        failure = attempt(write_first)
+    token, first_failure = control.gather_objects([token, failure], label="the location of the checkpoints")[0]
+    if writes and control.coord != 0 and not first_failure:
+        failure = attempt(write_after_rank_0)
+    failures = control.gather_objects(failure, label="whether ranks can write checkpoints")
+    if control.coord == 0:
+        with suppress(Exception):  # whatever a file system raises
+            folder.remove(token)
+    for rank, reason in zip(control.ranks, failures, strict=True):
+        if reason:
+            hint = "all ranks write checkpoints and weights into one folder; use a folder that every host can read and write"
+            raise RunError("checkpoint-folder", f"rank {rank} cannot save in {folder.text}: {reason}", hint=hint)

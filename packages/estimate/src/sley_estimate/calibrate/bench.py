@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sley_core.comm.device import Device
-from sley_core.comm.guard import first_line
-from sley_core.comm.startup import gather_values
+from sley_core.comm.progress import first_line
+from sley_core.comm.transport import gather_values
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, narrow_batch
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
