@@ -28,8 +28,8 @@ from torch import Tensor
 
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
-from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.format import CHUNK_BYTES
+from sley_checkpoint.folders import LocalFolder, file_crc
+from sley_checkpoint.reader import CHUNK_BYTES
 from sley_core.api.state import bytes_of
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -119,14 +119,14 @@ def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
     def save() -> None:
         copy()
         place.write("parts.bin", [memoryview(one.numpy()) for one in aside])
-        place.crc("parts.bin")
+        file_crc(place, "parts.bin")
 
     write()
     works = {
         "copies": copy,
         "adds up": add_up,
         "adds up, writes": write,
-        "reads, adds up": lambda: place.crc("parts.bin"),
+        "reads, adds up": lambda: file_crc(place, "parts.bin"),
         "all of these": save,
     }
     return {name: beside(run, count, work) for name, work in works.items()}

@@ -46,8 +46,8 @@ from sley_core.comm.world import World
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_models.config import LlamaConfig
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig
 from sley_testing.live_bytes import Figure, note
 from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks

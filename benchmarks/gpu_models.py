@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
 from sley_core.model.layers import Model
-from sley_models.config import LlamaConfig
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig
 
 LR = 1e-4
 CLIP_NORM = 1.0

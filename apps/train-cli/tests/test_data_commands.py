@@ -128,7 +128,7 @@ import sys
 sys.modules["torch"] = None
 from train_cli.main import main
 plan, *changes = sys.argv[1:]
-sys.exit(any([main(["data", "show", plan, "--sample", "0", "--set", change]) for change in changes]))
+sys.exit(any([main(["data", "show", plan, "--set", change]) for change in changes]))
 """
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from sley_checkpoint import checkpoints, folders
 from sley_checkpoint.folders import RemoteFolder, open_folder
-from sley_checkpoint.format import INDEX
-from sley_checkpoint.reader import newest, read, verify
+from sley_checkpoint.reader import INDEX, newest, read, verify
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError

@@ -15,8 +15,7 @@ import pytest
 from torch import nn
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.format import INDEX
-from sley_checkpoint.reader import newest, read, verify
+from sley_checkpoint.reader import INDEX, newest, read, verify
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
@@ -184,7 +183,7 @@ with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder)
     run.step()
     run.save_checkpoint()
     run.step()
-    for name in ("write", "crc", "delete", "publish", "read_into"):
+    for name in ("write", "drop_cached_pages", "delete", "publish", "read_into"):
         setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
     run.save_checkpoint()
     run.step()

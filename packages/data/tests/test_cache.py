@@ -15,11 +15,11 @@ from chat_templates import save_tokenizer
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError, RunError
-from sley_data import cache
-from sley_data.config import TextConfig
+from sley_data import cache, streams
+from sley_data.cache import _Worker, map_batches
 from sley_data.datasets import TokenDataset
+from sley_data.plugin import TextConfig
 from sley_data.tokenizer import Tokenizer
-from sley_data.workers import _Worker, map_batches
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 200)
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)  # counts calls in this process
     calls: list[int] = []
     encode = Tokenizer.encode
 
@@ -97,22 +97,23 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
 
 def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of one document each, in parts of several, from three processes."""
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 3)
-    for name, size in {"MIN_CACHED_BYTES": 0, "PART_BYTES": 200, "BATCH_BYTES": 1}.items():
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 3)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
+    for name, size in {"PART_BYTES": 200, "BATCH_BYTES": 1}.items():
         monkeypatch.setattr(cache, name, size)
     assert samples(table) == samples(table.model_copy(update={"cache": "none"}))
 
 
 def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
     table.files[1].write_bytes(b"a\xff")
     with pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
         samples(table)
 
 
 def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 2)
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
     with pytest.raises(RunError, match="exited with status 7 while tokenizing 7") as caught:
         list(map_batches(os._exit, [7]))
     assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
@@ -139,7 +140,7 @@ def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.Monke
 def test_two_that_prepare_at_once_do_it_once(
     table: TextConfig, encoded: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext()).load().stream
+    wanted = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext()).rows.stream
     (whole,) = encoded
     encoded.clear()
     encode, say, waiting = Tokenizer.encode, cache.report, threading.Event()
@@ -210,6 +211,5 @@ def test_a_folder_that_cannot_be_written_is_said(table: TextConfig, encoded: lis
 
 
 def test_little_text_is_not_kept(table: TextConfig) -> None:
-    assert cache.cache_folder("auto", [], [], (), 1) is None
     samples(table)
     assert not (table.files[0].parent / "home").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +19,12 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
-from sley_data import cache
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatRows, encode_conversations, pack_best_fit
+from sley_data import cache, streams
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, ChatRows, encode_conversations, pack_best_fit
 from sley_data.chat_template import ChatTemplate
 from sley_data.check import check_chat
-from sley_data.config import ChatConfig
-from sley_data.conversations import describe_overlap, read_conversations
-from sley_data.datasets import ChatDataset
+from sley_data.conversations import Conversation, chat_files, describe_overlap, read_conversations
+from sley_data.plugin import ChatConfig
 
 
 def chat(*texts: str) -> dict[str, Any]:
@@ -48,11 +48,19 @@ def table(tmp_path: Path, tokenizer: Path) -> Any:
     return make
 
 
+def conversations(config: ChatConfig, split: Any = "train") -> Iterator[tuple[Conversation, bool]]:
+    return read_conversations(config, split, chat_files(config, split)[0])
+
+
+def row_of(rows: ChatRows, index: int) -> dict[str, list[int]]:
+    return {name: values.tolist() for name, values in rows.sample(index).items()}
+
+
 def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of each conversation in the rows; of the padding nothing but that it is none."""
     pieces = []
     for number in range(len(rows)):
-        row = rows.row(number)
+        row = row_of(rows, number)
         assert {name: len(row[name]) for name in ("tokens", "labels", "positions")} == dict.fromkeys(
             ("tokens", "labels", "positions"), rows.sequence
         )
@@ -81,15 +89,15 @@ def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any
         assert answers == "".join(said)
         decoded[answers] += 1
     assert decoded == Counter("".join(f"{text}<|im_end|>" for text in each[1::2]) for each in texts)
-    assert rows.counts["documents"] == len(pieces) == 40
-    assert rows.counts["trained"] == sum(label != IGNORE_INDEX for _, labels in pieces for label in labels)
+    assert rows.stats.documents == len(pieces) == 40
+    assert rows.stats.trained == sum(label != IGNORE_INDEX for _, labels in pieces for label in labels)
 
 
 def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
     config = table([chat("a", "b"), chat("c", "d")])
     dataset, rows = ChatDataset(config, DataContext()), ChatRows(config, DataContext())
     assert len(dataset) == len(rows) == 1
-    assert {name: value.tolist() for name, value in dataset[0].items()} == rows.row(0)
+    assert {name: value.tolist() for name, value in dataset[0].items()} == row_of(rows, 0)
     assert dataset.info.fields.keys() == dataset[0].keys()
     assert {name: str(value.dtype) for name, value in dataset[0].items()} == {
         name: f"torch.{field.dtype}" for name, field in dataset.info.fields.items()
@@ -128,7 +136,7 @@ def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: A
     template.write_text(everything, "utf-8")
     with pytest.raises(PlanError, match=r"every token has a label.*only this"):
         ChatRows(config.model_copy(update={"template": template}), DataContext())
-    assert ChatRows(table([chat("a", "b")], train_on="all"), DataContext()).counts["trained"] > 0
+    assert ChatRows(table([chat("a", "b")], train_on="all"), DataContext()).stats.trained > 0
 
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
@@ -140,7 +148,7 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
     rows = [chat(f"question {number % 100}", "b") for number in range(200)]
     config = table(rows, held_out=0.2)
     train, held_out = (
-        [each for each, is_chosen in read_conversations(config, split) if is_chosen] for split in ("train", "held_out")
+        [each for each, is_chosen in conversations(config, split) if is_chosen] for split in ("train", "held_out")
     )
     assert len(train) + len(held_out) == 200
     assert 10 < len(held_out) < 80
@@ -154,7 +162,7 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
     assert ChatRows(config, DataContext()).stats.notes() == [
         "2 conversations in `files` are also in `held_out_files`: training excludes them"
     ]
-    assert ChatRows(config, DataContext(split="held_out")).counts["documents"] == 1
+    assert ChatRows(config, DataContext(split="held_out")).stats.documents == 1
 
 
 def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) -> None:
@@ -166,14 +174,14 @@ def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) ->
     ]
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(rows[0]), "utf-8")
     config = table(rows, held_out_files=[str(tmp_path / "evaluated.jsonl")], sequence=8000)
-    assert [is_chosen for _, is_chosen in read_conversations(config, "train")] == [False, True, True]
+    assert [is_chosen for _, is_chosen in conversations(config)] == [False, True, True]
 
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is made once, whenever a process was killed, and apart for each table."""
-    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
-    monkeypatch.setattr("sley_data.workers.num_cores", lambda: 1)  # counts calls in this process
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)  # counts calls in this process
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
     wanted = ChatRows(table(rows, cache="none"), DataContext())
     config, calls = table(rows, cache=str(tmp_path / "kept")), []
@@ -182,8 +190,8 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
 
     def check(num_calls: int) -> None:
         kept = ChatRows(config, DataContext())
-        assert [kept.row(number) for number in range(len(kept))] == [wanted.row(number) for number in range(len(wanted))]
-        assert (kept.counts, kept.stats.notes(), kept.digest) == (wanted.counts, wanted.stats.notes(), wanted.digest)
+        assert [row_of(kept, at) for at in range(len(kept))] == [row_of(wanted, at) for at in range(len(wanted))]
+        assert (kept.stats, kept.notes, kept.stream.digest) == (wanted.stats, wanted.notes, wanted.stream.digest)
         assert len(calls) == num_calls
 
     def killed(*args: Any) -> Any:
@@ -191,7 +199,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         return counted(*args)
 
-    assert wanted.counts["dropped"]
+    assert wanted.stats.dropped
     with monkeypatch.context() as patch:
         counted = ChatTemplate.encode
         patch.setattr(ChatTemplate, "encode", killed)
@@ -205,9 +213,9 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     check(num_parts)
     (folder / "00000.tokens").write_bytes(b"")
     check(num_parts + 1)
-    conversations = [conversation for conversation, _ in read_conversations(config, "train")]
+    some = [conversation for conversation, _ in conversations(config)]
     function = partial(encode_conversations, wanted.template, config)
-    assert pickle.loads(pickle.dumps(function))(conversations)[0] == function(conversations)[0], "workers receive it"
+    assert pickle.loads(pickle.dumps(function))(some)[0] == function(some)[0], "workers receive it"
     ChatRows(config.model_copy(update={"too_long": "cut"}), DataContext())
     ChatRows(config.model_copy(update={"train_on": "last"}), DataContext())
     assert len(list((tmp_path / "kept").iterdir())) == 3

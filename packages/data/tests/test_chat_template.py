@@ -12,8 +12,8 @@ from chat_templates import TEMPLATES, end_of_turn, save_tokenizer, template_of
 
 from sley_core.errors import PlanError
 from sley_data.chat_template import ChatTemplate, Encoded
-from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation
+from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
 NUM_CASES = 500

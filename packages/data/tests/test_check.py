@@ -17,10 +17,10 @@ from sley_core.data.dataset import DataConfig, DataContext
 from sley_core.errors import KeyPath, PlanError
 from sley_core.table import Table
 from sley_data.check import check
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples
 from sley_data.files import text_files
+from sley_data.plugin import TextConfig, TokensConfig
 
 
 def found(config: DataConfig, *, evaluates: bool = False) -> list[tuple[KeyPath, str]]:

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
-from sley_data.packing import TokenRows
+from sley_data.plugin import TextConfig, TokensConfig
 
 TEXTS = {"a.txt": b"abcdefghij", "b.txt": b"0123456", "empty.txt": b"", "sub/c.txt": b"\xff\x00\xfe\x80 not UTF-8"}
 
@@ -103,7 +102,6 @@ def test_rows_count_labels_and_padding(tmp_path: Path, documents: Any, padding: 
     """Documents of 3, 1 and 4 tokens."""
     (tmp_path / "a.txt").write_bytes(b"abc|d|efgh")
     config = TextConfig(files=(tmp_path / "a.txt",), separator="|", documents=documents, sequence=2, held_out=0.0)
-    rows = TokenRows(config, DataContext())
-    labels = [label for index in range(len(rows)) for label in rows.row(index)["labels"] if label != IGNORE_INDEX]
-    assert rows.counts["trained"] == len(labels)
-    assert (rows.counts["documents"], rows.counts["longest"], rows.counts["padding"]) == (3, 4, padding)
+    data = TokenDataset(config, DataContext())
+    assert data.counts["trained"] == len(labels_of(data))
+    assert (data.counts["documents"], data.counts["longest"], data.counts["padding"]) == (3, 4, padding)

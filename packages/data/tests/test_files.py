@@ -22,10 +22,10 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data import formats
 from sley_data.check import check
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples, read_documents
 from sley_data.files import find_files, text_files
+from sley_data.plugin import TextConfig, TokensConfig
 
 if sys.version_info >= (3, 14):
     from compression import zstd

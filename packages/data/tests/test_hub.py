@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from sley_data.config import TextConfig
 from sley_data.files import _matches_hub_pattern as _matches
+from sley_data.plugin import TextConfig
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {name: json.dumps({"text": name}).encode() for name in ("data/a-0.jsonl", "data/a-1.jsonl", "data/old/a-2.jsonl")}
@@ -23,7 +23,7 @@ FILES = {name: json.dumps({"text": name}).encode() for name in ("data/a-0.jsonl"
 READ = """
 import sys
 from pathlib import Path
-from sley_data.config import TextConfig
+from sley_data.plugin import TextConfig
 from sley_data.documents import read_documents
 from sley_data.files import text_files
 config = TextConfig.model_validate({"files": sys.argv[1:], "field": "text", "sequence": 4}, context={"folder": Path("/plan")})

@@ -12,10 +12,10 @@ import pytest
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_data.check import check
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
 from sley_data.documents import count_samples
 from sley_data.files import token_files
+from sley_data.plugin import TextConfig, TokensConfig
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[], []], [], [[7, 8, 9, 10, 11]]]
 TEXTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]

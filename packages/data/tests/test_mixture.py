@@ -22,10 +22,10 @@ from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_data.conversations import read_conversations
+from sley_data.conversations import chat_files, read_conversations
 from sley_data.documents import read_documents
 from sley_data.files import text_files
-from sley_data.interleave import Interleave, integer_shares
+from sley_data.mixture import Interleave, integer_shares
 from sley_data.sources import source_component
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.plans import small_plan
@@ -276,7 +276,8 @@ def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
     config = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path).data.config
 
     def asked(number: int, split: Split) -> set[str]:
-        pairs = read_conversations(source_component(config, number).config, split)
+        chats: Any = source_component(config, number).config
+        pairs = read_conversations(chats, split, chat_files(chats, split)[0])
         return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
 
     trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))

@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX
-from sley_data import packing
+from sley_data import datasets
+from sley_data.datasets import StreamSamples
 from sley_data.documents import locate_window, num_chunks, num_windows
-from sley_data.packing import StreamSamples
+from sley_data.plugin import Documents
 from sley_data.streams import Stream
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=8)
 SEQUENCES = st.integers(1, 9)
 
 
-def build_samples(documents: list[list[int]], way: packing.Documents, sequence: int) -> StreamSamples:
+def build_samples(documents: list[list[int]], way: Documents, sequence: int) -> StreamSamples:
     tokens = np.array(list(chain.from_iterable(documents)), np.uint8)
     offsets = np.array([0, *accumulate(map(len, documents))])
     return StreamSamples(Stream([tokens], offsets), way, sequence)
@@ -92,7 +93,7 @@ def test_padded_documents(documents: list[list[int]], sequence: int) -> None:
 
 
 def test_the_most_documents_are_counted_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "WINDOW_BLOCK", 2)
+    monkeypatch.setattr(datasets, "WINDOW_BLOCK", 2)
     assert build_samples([[0] * size for size in (10, 1, 1, 1, 1, 16)], "pack", 4).max_documents == 3
 
 

@@ -19,12 +19,11 @@ from pyarrow import parquet
 
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
-from sley_data.config import TextConfig
 from sley_data.conversations import Conversation, file_conversations
 from sley_data.datasets import TokenDataset
-from sley_data.documents import read_documents
+from sley_data.documents import read_documents, read_rows
 from sley_data.files import merge_problems, row_files, text_files
-from sley_data.rows import read_rows
+from sley_data.plugin import TextConfig
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.check import check
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
 from sley_data.documents import content_key, count_samples, is_in_share, read_documents
 from sley_data.files import text_files
+from sley_data.plugin import TextConfig, TokensConfig
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
 

@@ -12,8 +12,8 @@ from sley_core.api.plan import DataConfig
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_core.weight_files.read import deterministic_tokenizer_json
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.datasets import TokenDataset
+from sley_data.plugin import TextConfig, TokensConfig
 from sley_data.tokenizer import Tokenizer as OurTokenizer
 from sley_data.tokenizer import text_ids
 

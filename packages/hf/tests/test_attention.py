@@ -16,8 +16,8 @@ from torch import Tensor
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import SleyAttention, call_flash
-from sley_hf.config import DecoderConfig
 from sley_hf.decoder import layers
+from sley_hf.plugin import DecoderConfig
 
 
 def tensors() -> list[Tensor]:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from sley_core.plan.load import plan_from_dict
-from sley_hf.config import DecoderConfig, check_positions, check_router_loss
+from sley_hf.plugin import DecoderConfig, check_positions, check_router_loss
 from sley_testing.plans import small_plan
 
 

@@ -15,8 +15,8 @@ from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
 from sley_core.metrics.throughput import model_flops
 from sley_hf.compare import compare_with_transformers, logits, share_parameters, shrink
-from sley_hf.config import DecoderConfig
 from sley_hf.decoder import build_from_config, layers
+from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
 
 BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]

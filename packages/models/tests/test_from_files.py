@@ -17,10 +17,10 @@ from torch import Tensor
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Model
 from sley_core.weight_files.read import INDEX, WeightFiles
-from sley_models.config import LlamaConfig
 from sley_models.hf import check_names, name_pairs
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
 

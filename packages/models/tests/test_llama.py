@@ -16,8 +16,8 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.layers import Model
-from sley_models.config import LlamaConfig, default_ffn_hidden
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig, default_ffn_hidden
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
 

@@ -15,10 +15,10 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.layers import Model
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
-from sley_models.config import LlamaConfig
 from sley_models.hf import param_shapes
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig
 from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks
 

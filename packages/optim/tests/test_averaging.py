@@ -26,8 +26,7 @@ from sley_core.engine.averages import Averages
 from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_optim.averaging import ema, mean
-from sley_optim.config import EMAConfig, MeanConfig
+from sley_optim.plugin import EMAConfig, MeanConfig, ema, mean
 from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names
 from sley_testing.plans import changed
 from sley_testing.runs import WEIGHTS, running

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, LocalFolder, open_folder
-from sley_checkpoint.format import INDEX
-from sley_checkpoint.reader import Checkpoint, Damage, complete_checkpoints, examine, index_or_none
+from sley_checkpoint.reader import INDEX, Checkpoint, Damage, complete_checkpoints, examine, index_or_none
 from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe

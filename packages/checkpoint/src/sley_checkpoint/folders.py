@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 from sley_core.api.files import replace_atomically, sync_names
@@ -21,65 +21,6 @@ class FileDigest(NamedTuple):
     crc: int
 
 
-class Folder(Protocol):
-    """Reads and writes the folder at a path or URL. All methods raise OSError if the file system reports an error."""
-
-    @property
-    def text(self) -> str:
-        """The path or URL of the folder."""
-        ...
-
-    def child(self, name: str) -> Folder: ...
-
-    def names(self) -> list[str]:
-        """Returns the sorted names of the folder's entries; [] if the folder does not exist."""
-        ...
-
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Returns the bytes [start, end) of a file; fewer if the file is shorter."""
-        ...
-
-    def read_into(self, name: str, start: int, memory: memoryview) -> int:
-        """Fills `memory` with the bytes of a file from byte `start`; returns the number of bytes read."""
-        ...
-
-    def num_bytes(self, name: str) -> int:
-        """Returns the size of a file in bytes."""
-        ...
-
-    def crc(self, name: str) -> int:
-        """Reads a file through one buffer and returns its CRC-32."""
-        memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
-        while num_read := self.read_into(name, position, memory):
-            crc = crc32(memory[:num_read], crc)
-            position += num_read
-        return crc
-
-    def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint, without the file `last_file`."""
-        ...
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-        """Writes a file to the disk. If this raises, the file does not exist."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Deletes a file."""
-        ...
-
-    def staging(self, token: str) -> Folder:
-        """Returns the temporary folder of a save; its `publish` renames the temporary folder to this folder."""
-        ...
-
-    def publish(self, target: Folder) -> None:
-        """Renames this folder, the `staging` folder of `target`, to `target`, and syncs the rename to the disk."""
-        ...
-
-    def remove(self) -> None:
-        """Deletes the folder and its content, if the folder exists."""
-        ...
-
-
 STAGING_PREFIX = ".saving-"
 """The name prefix of incomplete folders."""
 
@@ -89,25 +30,31 @@ DELETED = "gone"
 _READ_BYTES = 16 << 20
 
 
-class LocalFolder(Folder):
-    """A folder in a mounted file system. The first written file creates the folder."""
+class LocalFolder:
+    """A folder in a mounted file system. The first written file creates the folder.
+
+    All methods raise OSError if the file system reports an error.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def text(self) -> str:
+        """The path or URL of the folder."""
         return str(self.path)
 
     def child(self, name: str) -> LocalFolder:
         return LocalFolder(self.path / name)
 
     def names(self) -> list[str]:
+        """Returns the sorted names of the folder's entries; [] if the folder does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(path.name for path in self.path.iterdir())
         return []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
+        """Writes a file to the disk. If this raises, the file does not exist."""
         self.path.mkdir(parents=True, exist_ok=True)
         num_bytes = crc = 0
         with replace_atomically(self.path / name) as file:
@@ -117,12 +64,14 @@ class LocalFolder(Folder):
         return FileDigest(num_bytes, crc)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Returns the bytes [start, end) of a file; fewer if the file is shorter."""
         size = self.num_bytes(name)
         data = bytearray(max(0, min(size, size if end is None else end) - start))
         num_read = self.read_into(name, start, memoryview(data))
         return data[:num_read]
 
     def read_into(self, name: str, start: int, memory: memoryview) -> int:
+        """Fills `memory` with the bytes of a file from byte `start`; returns the number of bytes read."""
         position = 0
         with (self.path / name).open("rb", buffering=0) as file:
             while position < len(memory):
@@ -133,30 +82,35 @@ class LocalFolder(Folder):
         return position
 
     def num_bytes(self, name: str) -> int:
+        """Returns the size of a file in bytes."""
         return (self.path / name).stat().st_size
 
-    def crc(self, name: str) -> int:
-        if fadvise := getattr(os, "posix_fadvise", None):  # to check the disk and not the page cache
+    def drop_cached_pages(self, name: str) -> None:
+        """Makes the next read of a file come from the disk instead of the page cache, where the system supports that."""
+        if fadvise := getattr(os, "posix_fadvise", None):
             with (self.path / name).open("rb") as file:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return super().crc(name)
 
     def delete(self, name: str) -> None:
         (self.path / name).unlink()
 
     def staging(self, token: str) -> LocalFolder:
+        """Returns the temporary folder of a save; its `publish` renames the temporary folder to this folder."""
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
+        """Returns whether the subfolder `name` is an unfinished checkpoint, without the file `last_file`."""
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: Folder) -> None:
+        """Renames this folder, the `staging` folder of `target`, to `target`, and syncs the rename to the disk."""
         assert isinstance(target, LocalFolder), target
         sync_names(self.path)
         self.path.rename(target.path)
         sync_names(target.path.parent)
 
     def remove(self) -> None:
+        """Deletes the folder and its content, if the folder exists."""
         if self.path.is_dir():
             trash = self.path.with_name(f"{STAGING_PREFIX}{self.path.name.removeprefix(STAGING_PREFIX)}-{DELETED}")
             with suppress(OSError):  # renamed first, so that a partly deleted folder does not look like a checkpoint
@@ -164,9 +118,10 @@ class LocalFolder(Folder):
             shutil.rmtree(trash, ignore_errors=True)
 
 
-class RemoteFolder(Folder):
-    """A folder of an object store at `url`, opened by fsspec. A store cannot rename folders, so files have their final names
-    from the start, and the index is written last.
+class RemoteFolder:
+    """A folder of an object store at `url`, opened by fsspec, with the methods of `LocalFolder`.
+
+    A store cannot rename folders, so files have their final names from the start, and the index is written last.
     """
 
     def __init__(self, url: str) -> None:
@@ -222,6 +177,9 @@ class RemoteFolder(Folder):
         info: dict[str, Any] = self._system.info(self._child_path(name))
         return int(info["size"])
 
+    def drop_cached_pages(self, name: str) -> None:
+        """Does nothing: a store has no page cache on this host."""
+
     def delete(self, name: str) -> None:
         self._system.rm_file(self._child_path(name))
 
@@ -243,6 +201,19 @@ class RemoteFolder(Folder):
 
     def _child_path(self, name: str) -> str:
         return f"{self._path}/{name}"
+
+
+Folder: TypeAlias = LocalFolder | RemoteFolder
+
+
+def file_crc(folder: Folder, name: str) -> int:
+    """Reads a file through one buffer, from the disk if possible, and returns its CRC-32."""
+    folder.drop_cached_pages(name)
+    memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0
+    while num_read := folder.read_into(name, position, memory):
+        crc = crc32(memory[:num_read], crc)
+        position += num_read
+    return crc
 
 
 def open_folder(path: str | Path) -> Folder:

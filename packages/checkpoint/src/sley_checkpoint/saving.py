@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
-from sley_checkpoint.format import INDEX, CheckpointIndex, TensorInfo, file_name, tensor_chunks
-from sley_checkpoint.reader import complete_checkpoints, index_or_none, is_checkpoint_name, read_header, step_name
+from sley_checkpoint.reader import (
+    INDEX,
+    CheckpointIndex,
+    TensorInfo,
+    complete_checkpoints,
+    file_name,
+    index_or_none,
+    is_checkpoint_name,
+    read_header,
+    step_name,
+    tensor_chunks,
+)
 from sley_checkpoint.writing import RankWriter
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
 from sley_core.errors import RunError, SleyError, format_cause

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_checkpoint.folders import FileDigest, Folder
-from sley_checkpoint.format import INDEX, CheckpointIndex, FileInfo, file_header, file_name, tensor_chunks
+from sley_checkpoint.folders import FileDigest, Folder, file_crc
+from sley_checkpoint.reader import INDEX, CheckpointIndex, FileInfo, file_header, file_name, tensor_chunks
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
@@ -86,7 +86,7 @@ class RankWriter:
         for index, pieces in enumerate(self.files):
             name = file_name(self.rank, index)
             digests[name] = self.staging.write(name, self._file_content(index, pieces))
-            if (crc := self.staging.crc(name)) != digests[name].crc:
+            if (crc := file_crc(self.staging, name)) != digests[name].crc:
                 message = f"the checksum of {name} must be {digests[name].crc:x}, but is {crc:x} after the write"
                 raise RunError("checkpoint-failed", message)
         note = json.dumps({"files": digests, "rank_values": self.rank_values}).encode()

@@ -95,14 +95,11 @@ class DatasetRecord(Record):
         `train-cli sample`. tokenizer: the path of a tokenizer that replaces the table's.
     describe_overlap: `describe_overlap(training, evaluated) -> str` describes the held-out data of the table `evaluated` on
         which a run with the table `training` is trained; "" if there is none.
-    rows: `rows(config, context: DataContext) -> api.data.DataRows | None` reads a split without torch, for `train-cli data
-        show`; None if it needs torch.
     """
 
     check: str | None = None
     text_ids: str | None = None
     describe_overlap: str | None = None
-    rows: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Model
 from sley_core.model.values import HostModel
 from sley_core.plan.load import plan_from_dict
-from sley_models.config import LlamaConfig
 from sley_models.llama import build_llama
+from sley_models.plugin import LlamaConfig
 from sley_testing.plans import TOKENS, build_meta_model, build_model_with_values, small_plan
 from sley_testing.ranks import Ranks
 

@@ -1,4 +1,4 @@
-"""Tokenizes a corpus once and caches the tokens on disk. Later runs, and all ranks of a host, map the files; torch-free.
+"""Tokenizes a corpus once, on all cores, and caches the tokens on disk, for later runs and all ranks of a host; torch-free.
 
     ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
         00000.tokens                     the tokens of about 32 MiB of text
@@ -7,7 +7,8 @@
         complete.json                    written when all parts are complete
 
 One process of a host holds a lock and tokenizes, while the other processes wait. If that process is killed, its parts remain,
-and the next process writes only the missing parts.
+and the next process writes only the missing parts. Worker processes tokenize, one for each core. They are new Python processes,
+since a rank may have threads and a GPU, and its main module may lack a guard.
 """
 
 from __future__ import annotations
@@ -15,32 +16,31 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
+import signal
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from queue import SimpleQueue
+from subprocess import PIPE, Popen
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from sley_core.api.files import replace_atomically
-from sley_data.formats import read_blocks
-from sley_data.workers import map_batches
-
-if TYPE_CHECKING:
-    from sley_data.files import DataFile
+from sley_core.errors import RunError
+from sley_data.files import report
 
 PART_BYTES = 1 << 25
 """The size of the text of a part."""
 
 BATCH_BYTES = 1 << 18
 """The size of the text that a worker process tokenizes at a time."""
-
-MIN_CACHED_BYTES = 1 << 23
-"""The minimum size of cached text. Less text is tokenized again in each run, in about a second."""
 
 _REPORT_S = 5.0
 """The time in seconds between two progress lines."""
@@ -49,6 +49,7 @@ Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
 """The concatenated tokens of documents, the length of each document (64 bits), and their statistics or None."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _COMPLETE = "complete.json"
 
@@ -61,35 +62,9 @@ class Part(NamedTuple):
     stats: Path
 
     def read_stats(self) -> list[Any]:
-        """Returns the statistics of the part's batches."""
-        stats: list[Any] = json.loads(self.stats.read_text("utf-8"))
+        """Returns the statistics of the part's batches, if the dataset has any."""
+        stats: list[Any] = json.loads(self.stats.read_text("utf-8")) if self.stats.exists() else []
         return stats
-
-
-def cache_folder(
-    cache: Path | str, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object, min_bytes: int
-) -> Path | None:
-    """Returns the folder for the tokens of `files`, or None if they are not cached.
-
-    cache: the plan's value. held_out: the files whose documents are excluded. settings: all other values that determine the
-    tokens. min_bytes: the minimum size of all `files` for caching. The name, size, modification time and 16 blocks of bytes
-    identify a file.
-    """
-    if cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
-        return None
-    digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
-    for file in (*files, *held_out):
-        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
-    folder = cache_home() if cache == "auto" else Path(cache)
-    return folder and folder / digest.hexdigest()
-
-
-def cache_home() -> Path | None:
-    """Returns the default folder for prepared data, or None if the user has no home folder."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
-    except RuntimeError:
-        return None
 
 
 def prepare_parts(
@@ -239,6 +214,97 @@ def _hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def report(text: str) -> None:
-    """Prints a line to stderr, on any rank."""
-    print(f"data: {text}", file=sys.stderr, flush=True)
+_COMMAND = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from sley_data.cache import run_worker; run_worker()"
+)
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def map_batches(function: Callable[[T], R], batches: Iterable[T]) -> Generator[R]:
+    """Yields the result of `function` for each batch, in order. With one core, this process calls the function.
+
+    At most four batches per core are in memory. Function, batches and results must be picklable. Raises the errors of
+    `function`, and RunError "data-worker" if a worker process dies.
+    """
+    if num_cores() == 1:
+        yield from map(function, batches)
+        return
+    idle_workers: SimpleQueue[_Worker] = SimpleQueue()
+
+    def call(batch: T) -> R:
+        worker = idle_workers.get()
+        try:
+            result: R = worker.call(batch)
+            return result
+        finally:
+            idle_workers.put(worker)
+
+    pending: deque[Future[R]] = deque()
+    with ExitStack() as stack:
+        for _ in range(num_cores()):
+            idle_workers.put(stack.enter_context(_Worker(function)))
+        pool = stack.enter_context(ThreadPoolExecutor(num_cores()))
+        for batch in batches:
+            pending.append(pool.submit(call, batch))
+            if len(pending) == 4 * num_cores():
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+class _Worker:
+    """A process that calls `function` on each batch that it receives. Closing its pipe ends it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one thread: each core has a process
+        self._process = Popen([sys.executable, "-c", _COMMAND], stdin=PIPE, stdout=PIPE, env=environment)
+        self._send(sys.path)
+        self._send(function)
+
+    def _send(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.flush()
+
+    def call(self, batch: Any) -> Any:
+        assert self._process.stdout is not None
+        try:
+            self._send(batch)
+            is_error, result = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died mid-reply
+            message = f"a worker process exited with status {self._process.wait()} while tokenizing {batch}"
+            hint = "if the system killed the process, use a host with more memory or set `cache` to a path on another disk"
+            raise RunError("data-worker", message, path=("data",), hint=hint) from None
+        if is_error:
+            raise result
+        return result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def run_worker() -> None:
+    """Runs a worker: reads the function and the batches from stdin, and writes the results to stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops the workers
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that output of libraries is not part of a reply
+    try:
+        function = pickle.load(requests)
+        while True:
+            batch = pickle.load(requests)
+            try:
+                reply = (False, function(batch))
+            except Exception as error:
+                reply = (True, error)
+            pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
+            replies.flush()
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the parent has ended

@@ -1,4 +1,4 @@
-"""Packs whole conversations into rows of equal length, with their labels and boundaries; torch-free."""
+"""The dataset `data.chat`: whole conversations, packed into rows of equal length, with their labels and boundaries."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from sley_core.api.data import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
-from sley_data import cache
 from sley_data.chat_template import ChatTemplate, Encoded
-from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, chat_files, empty_split_error, read_conversations
-from sley_data.files import split_files
-from sley_data.streams import Integers, Stream, map_tokens
+from sley_data.datasets import RowsDataset
+from sley_data.files import DataFile, split_files
+from sley_data.plugin import ChatConfig
+from sley_data.streams import Integers, cache_folder, load_tokens
 
 
 @dataclass
@@ -91,69 +91,43 @@ class ChatRows:
         self.stats = ChatStats()
         self._config, self._split = config, context.split
         self._first: Conversation | None = None
-        pairs = self._cached_parts() or self._tokenize()
-        lengths = [length for _, part in pairs for length in part]
-        self.stream = Stream([ids for ids, _ in pairs], np.cumsum([0, *lengths]))
-        self.rows = pack_best_fit([length - 1 for length in lengths], config.sequence)
+        files, held_out = split_files(config, self._split, chat_files)
+        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
+        digest = self.template.digest
+        settings = ("chat", 6, digest, *options, self._split)
+        self.stream, summary = load_tokens(
+            cache_folder(config, files, held_out, settings) if digest else None,
+            "uint32",
+            sum(file.num_bytes for file in files),
+            partial(self._read, files),
+            lambda conversation: conversation.size_and_key[0],
+            partial(encode_conversations, self.template, config),
+            self._summarize,
+        )
+        self.stats, self._notes = _load_stats(summary["stats"]), summary["notes"]
+        self.rows = pack_best_fit((np.diff(self.stream.offsets) - 1).tolist(), config.sequence)
         self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
 
-    def _cached_parts(self) -> list[tuple[Integers, Sequence[int]]] | None:
-        """Returns the mapped tokens and the sample lengths of each part in the cache, or None if tokens are not cached."""
-        config = self._config
-        files, held_out = split_files(config, self._split, chat_files)
-        limits = (config.train_on, config.sequence, config.too_long)
-        options = (*limits, config.field, config.held_out, config.largest_share, self._split)
-        digest = self.template.digest
-        folder = cache.cache_folder(
-            config.cache if digest else "none", files, held_out, ("chat", 5, digest, *options), cache.MIN_CACHED_BYTES
-        )
-        if folder is None:
-            return None
-
-        def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
-            for part in parts:
-                for stats in part.read_stats():
-                    self.stats.add(_load_stats(stats))
-            self._check()
-            return {"stats": vars(self.stats)}
-
-        encode = partial(encode_conversations, self.template, config)
-        try:
-            num_bytes = sum(file.num_bytes for file in files)
-            complete = cache.prepare_parts(
-                folder, self._read(), lambda conversation: conversation.size_and_key[0], encode, num_bytes, summarize
-            )
-            parts = [_map_part(part) for part in cache.list_parts(folder, complete["parts"])]
-        except OSError as error:
-            cache.report(f"the tokens are not kept in {folder}: {error}")
-            return None
-        self.stats = _load_stats(complete["stats"])
-        return parts
-
-    def _tokenize(self) -> list[tuple[Integers, Sequence[int]]]:
-        """Returns the tokens and sample lengths of all conversations as one part."""
-        ids, lengths, stats = encode_conversations(self.template, self._config, self._read())
-        self.stats.add(_load_stats(stats))
-        self._check()
-        return [(np.array(ids), lengths)]
-
-    def _read(self) -> Iterator[Conversation]:
-        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
-        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
-        for conversation, is_selected in read_conversations(self._config, self._split):
-            if is_selected:
-                self._first = self._first or conversation
-                yield conversation
-            elif self._split == "train" and not self._config.largest_share:
-                self.stats.copied += 1
-
-    def _check(self) -> None:
-        """Raises PlanError if there is no conversation, or if no token or every token has a label."""
+    def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the sum of the statistics. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
+        for values in stats:
+            self.stats.add(_load_stats(values))
         if self._first is None:
             raise empty_split_error(self._config, self._split)
         is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
         if not self.stats.samples or (self._config.train_on != "all" and is_all_trained):
             raise self._mask_error(self._first)
+        return {"stats": vars(self.stats), "notes": []}
+
+    def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
+        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
+        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
+        for conversation, is_selected in read_conversations(self._config, self._split, files):
+            if is_selected:
+                self._first = self._first or conversation
+                yield conversation
+            elif self._split == "train" and not self._config.largest_share:
+                self.stats.copied += 1
 
     def _mask_error(self, conversation: Conversation) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
@@ -192,33 +166,10 @@ class ChatRows:
         cu_seqlens[: len(starts) + 1] = [*starts, start]
         return {"tokens": tokens, "labels": labels, "positions": positions, "cu_seqlens": cu_seqlens}
 
-    def row(self, index: int) -> dict[str, list[int]]:
-        """Returns row `index` as lists."""
-        return {name: values.tolist() for name, values in self.sample(index).items()}
-
-    @property
-    def digest(self) -> str:
-        """A digest of all tokens, labels and sample lengths."""
-        return self.stream.digest
-
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about the template and dropped conversations."""
-        return self.stats.notes()
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The counts, as in `DataRows`."""
-        stats = self.stats
-        return {
-            "documents": stats.documents,
-            "tokens": stats.tokens,
-            "trained": stats.trained,
-            "positions": len(self.rows) * self.sequence,
-            "padding": len(self.rows) * self.sequence - (stats.tokens - stats.samples),
-            "longest": stats.longest,
-            "dropped": dict(stats.dropped),
-        }
+        """Sentences for the user about the template, dropped conversations and the cache."""
+        return [*self.stats.notes(), *self._notes]
 
 
 def encode_conversations(
@@ -268,12 +219,6 @@ def _load_stats(values: dict[str, Any]) -> ChatStats:
     return ChatStats(**{**values, "dropped": Counter(values["dropped"])})
 
 
-def _map_part(part: cache.Part) -> tuple[Integers, Sequence[int]]:
-    if not part.tokens.stat().st_size:
-        return np.empty(0, np.uint32), array("q")
-    return map_tokens(part.tokens, "uint32"), array("q", part.lengths.read_bytes())
-
-
 def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Packs items into bins of `size`, longest first, and returns the item numbers of each bin, sorted.
 
@@ -299,3 +244,42 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
         if space > length:  # the bin is not full
             space_bits |= 1 << space - length
     return sorted(map(sorted, bins))
+
+
+class ChatDataset(RowsDataset):
+    """Samples of whole conversations, packed with their boundaries. Loading raises the errors of `ChatRows`."""
+
+    rows: ChatRows
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary size of the tokenizer, including added tokens."""
+        return self._template.vocab_size
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.config.tokenizer, self.config.template)
+
+    def load(self) -> ChatRows:
+        rows = ChatRows(self.config, self.context, self._template)
+        self.data_notes += rows.notes
+        return rows
+
+    @property
+    def data_digest(self) -> str:
+        """A digest of all tokens, labels and sample lengths."""
+        return self.rows.stream.digest
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts, as in `Dataset`."""
+        stats, num_positions = self.rows.stats, len(self) * self.config.sequence
+        return {
+            "documents": stats.documents,
+            "tokens": stats.tokens,
+            "trained": stats.trained,
+            "positions": num_positions,
+            "padding": num_positions - (stats.tokens - stats.samples),
+            "longest": stats.longest,
+            "dropped": dict(stats.dropped),
+        }

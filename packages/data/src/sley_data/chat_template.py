@@ -28,8 +28,8 @@ from typing import Any, TypeAlias
 from sley_core.api.data import TextIds
 from sley_core.api.files import RANDOM_SETTINGS
 from sley_core.errors import PlanError, PluginError
-from sley_data.config import ChatConfig
 from sley_data.conversations import Conversation, Message
+from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
 INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""

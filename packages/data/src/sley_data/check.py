@@ -2,36 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import islice
+from typing import ParamSpec
 
 from sley_core.api.data import DataContext, Split
-from sley_core.api.plan import DataConfig
 from sley_core.errors import SleyError
 from sley_core.records import Problem
 from sley_data.chat_template import ChatTemplate
-from sley_data.config import ChatConfig, TextConfig, TokensConfig
 from sley_data.conversations import chat_files, empty_split_error, file_conversations
-from sley_data.documents import ALWAYS_READ, count_samples, document_reader, find_copied_tokens, load_tokenizer, num_ids
-from sley_data.files import DataFile, FilesAndProblems, text_files, token_files
+from sley_data.documents import ALWAYS_READ, count_samples, find_copied_tokens, load_tokenizer, num_ids, read_file
+from sley_data.files import text_files, token_files
+from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
+
+P = ParamSpec("P")
 
 
-def check(config: DataConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
+    """Wraps a function that yields problems: an error ends it, and becomes a problem."""
+
+    @wraps(check)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:
+        try:
+            yield from check(*args, **kwargs)
+        except SleyError as error:
+            yield from (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+        except OSError as error:
+            yield Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
+
+    return wrapper
+
+
+@report_errors
+def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
     """Yields the problems of a `data.text` or `data.tokens` table, as `DatasetRecord.check`."""
-    assert isinstance(config, TextConfig | TokensConfig), config
-    yield from _check_table(config, evaluates=evaluates)
-    try:
-        count = num_ids(config, load_tokenizer(config))
-    except SleyError:
-        return  # already reported
-    if vocab_size is not None and vocab_size < count:
-        yield _vocabulary_problem(vocab_size, count)
+    if isinstance(config, TokensConfig):
+        train, held_out = token_files(config, "train"), token_files(config, "held_out")
+    else:
+        train = text_files(config, "train")
+        held_out = text_files(config, "held_out") if config.held_out_files else train
+    problems = dict.fromkeys((*train[1], *held_out[1]))
+    yield from problems
+    yield from _check_vocabulary(vocab_size, num_ids(config, load_tokenizer(config)))
+    if problems:
+        return
+    if isinstance(config, TokensConfig):
+        problems = dict.fromkeys(find_copied_tokens(train[0], held_out[0]))
+    elif config.field is not None:  # later rows are read only in the run
+        for file in dict.fromkeys((*train[0], *held_out[0])):
+            next(read_file(config, file), None)
+    yield from problems
+    if problems:
+        return
+    yield from _train_problems(config, count_samples(config, "train", train[0]))
+    if evaluates and count_samples(config, "held_out", held_out[0]) == 0:
+        yield _held_out_problem(config)
 
 
 _MAX_CHECKED = 64
 """The maximum number of conversations of large files to render before a run."""
 
 
+@report_errors
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
     """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
 
@@ -47,93 +80,28 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     yield from problems
     if problems:
         return
-    try:
-        template = ChatTemplate(config.tokenizer, config.template)
-        if vocab_size is not None and vocab_size < template.vocab_size:
-            yield _vocabulary_problem(vocab_size, template.vocab_size)
-        if sum(file.num_bytes for file in files) > ALWAYS_READ:
-            outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
-            if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
-                reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
-                message = (
-                    f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
-                )
-                yield Problem(("data", "train_on"), message, None, "chat-mask")
-            if evaluates and not config.held_out and not config.held_out_files:
-                yield from _error_problems(empty_split_error(config, "held_out"))
-            return
-        for split in splits:
-            count = len(ChatRows(config, DataContext(split=split), template))
-            if split == "train" and (problem := config.check_num_samples(count)):
-                yield problem
-    except SleyError as error:
-        yield from _error_problems(error)
-    except OSError as error:
-        yield _unreadable_problem(error)
-
-
-def _vocabulary_problem(vocab_size: int, count: int) -> Problem:
-    message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
-    return Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
-
-
-def _unreadable_problem(error: OSError) -> Problem:
-    return Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
-
-
-def _check_table(config: TextConfig | TokensConfig, *, evaluates: bool) -> Iterator[Problem]:
-    """Yields all problems of a table except an unsuitable model vocabulary."""
-    train, held_out = _split_files(config)
-    problems = list(dict.fromkeys((*train[1], *held_out[1], *_tokenizer_problems(config))))
-    if not problems:
-        problems = list(_first_row_problems(config, [*train[0], *held_out[0]]))
-    if not problems and isinstance(config, TokensConfig):
-        problems = find_copied_tokens(train[0], held_out[0])
-    yield from problems
-    if problems:
+    template = ChatTemplate(config.tokenizer, config.template)
+    yield from _check_vocabulary(vocab_size, template.vocab_size)
+    if sum(file.num_bytes for file in files) > ALWAYS_READ:
+        outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
+        if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
+            reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
+            message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
+            yield Problem(("data", "train_on"), message, None, "chat-mask")
+        if evaluates and not config.held_out and not config.held_out_files:
+            raise empty_split_error(config, "held_out")
         return
-    try:
-        yield from _train_problems(config, count_samples(config, "train", train[0]))
-        if evaluates and count_samples(config, "held_out", held_out[0]) == 0:
-            yield _held_out_problem(config)
-    except SleyError as error:
-        yield from _error_problems(error)
-    except OSError as error:
-        yield _unreadable_problem(error)
+    for split in splits:
+        count = len(ChatRows(config, DataContext(split=split), template))
+        if split == "train" and (problem := config.check_num_samples(count)):
+            yield problem
 
 
-def _split_files(config: TextConfig | TokensConfig) -> tuple[FilesAndProblems, FilesAndProblems]:
-    """Returns the files and problems of the training split and of the held-out split."""
-    if isinstance(config, TokensConfig):
-        return token_files(config, "train"), token_files(config, "held_out")
-    train = text_files(config, "train")
-    return train, text_files(config, "held_out") if config.held_out_files else train
-
-
-def _first_row_problems(config: TextConfig | TokensConfig, files: Iterable[DataFile]) -> Iterator[Problem]:
-    """Yields a problem if the first row of a file cannot be read. Later rows are read only in the run."""
-    read_file = document_reader(config) if isinstance(config, TextConfig) and config.field is not None else None
-    for file in dict.fromkeys(files) if read_file else ():
-        assert read_file is not None
-        try:
-            next(iter(read_file(file)), None)
-        except SleyError as error:
-            yield from _error_problems(error)
-            return
-        except OSError:
-            return  # counting the samples reports it
-
-
-def _tokenizer_problems(config: TextConfig | TokensConfig) -> Iterator[Problem]:
-    """Yields the problems of loading the tokenizer of a `data.text` table."""
-    try:
-        load_tokenizer(config)
-    except SleyError as error:
-        yield from _error_problems(error)
-
-
-def _error_problems(error: SleyError) -> Iterator[Problem]:
-    return (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+def _check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
+    """Yields a problem if the model has fewer token ids than the data."""
+    if vocab_size is not None and vocab_size < count:
+        message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
+        yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
 
 
 def _train_problems(config: TextConfig | TokensConfig, count: int | None) -> Iterator[Problem]:

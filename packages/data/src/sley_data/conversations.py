@@ -18,10 +18,9 @@ from typing import Any
 
 from sley_core.api.data import Split
 from sley_core.errors import PlanError
-from sley_data.config import ChatConfig
-from sley_data.documents import content_key, overlap_sentence, split_filter
+from sley_data.documents import compare_documents, content_key, read_rows, row_error, split_filter
 from sley_data.files import DataFile, FilesAndProblems, merge_problems, row_files
-from sley_data.rows import read_rows, row_error
+from sley_data.plugin import ChatConfig
 
 Message = dict[str, Any]
 
@@ -77,21 +76,22 @@ def chat_files(config: ChatConfig, split: Split) -> FilesAndProblems:
     return row_files(getattr(config, key), ("data", key))
 
 
-def read_conversations(config: ChatConfig, split: Split) -> Iterator[tuple[Conversation, bool]]:
-    """Yields each conversation in the files of a split, and whether it belongs to the split.
+def read_conversations(config: ChatConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Conversation, bool]]:
+    """Yields each conversation in `files`, the files of a split, and whether the conversation belongs to the split.
 
-    Raises PlanError with all problems of the files, or with the first row that is not a conversation.
+    Raises PlanError with all problems of held-out files, or with the first row that is not a conversation.
     """
-    is_selected = split_filter(config, split, lambda table: _conversation_keys(table, "held_out"))
-    for conversation in _read_files(config, split):
+    is_selected = split_filter(config, split, _held_out_keys)
+    for conversation in chain.from_iterable(file_conversations(file, config.field) for file in files):
         yield conversation, is_selected(conversation.size_and_key[1])
 
 
-def _read_files(config: ChatConfig, split: Split) -> Iterator[Conversation]:
-    files, problems = chat_files(config, split)
+def _held_out_keys(config: ChatConfig) -> list[bytes]:
+    """Returns the keys of the conversations in `held_out_files`. Raises PlanError with all problems of the files."""
+    files, problems = chat_files(config, "held_out")
     if problems:
         raise merge_problems(problems)
-    return chain.from_iterable(file_conversations(file, config.field) for file in files)
+    return _conversation_keys(config, "held_out", files)
 
 
 def file_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
@@ -191,15 +191,12 @@ def _part_text(part: Any, number: int) -> str:
 
 def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
     """Describes the held-out conversations of the table `evaluation` that the table `training` trains on, or returns ""."""
-    if chat_files(evaluation, "held_out")[1]:
-        return ""  # the evaluation reports it
-    if problems := chat_files(training, "train")[1]:
-        return f"it is not known whether the run was trained on the held-out conversations: {problems[0].message}"
-    return overlap_sentence(_conversation_keys(training, "train"), _conversation_keys(evaluation, "held_out"), "conversations")
+    return compare_documents(training, evaluation, chat_files, _conversation_keys, "conversations")
 
 
-def _conversation_keys(config: ChatConfig, split: Split) -> list[bytes]:
-    return [conversation.size_and_key[1] for conversation, is_selected in read_conversations(config, split) if is_selected]
+def _conversation_keys(config: ChatConfig, split: Split, files: Sequence[DataFile]) -> list[bytes]:
+    conversations = read_conversations(config, split, files)
+    return [conversation.size_and_key[1] for conversation, is_selected in conversations if is_selected]
 
 
 def empty_split_error(config: ChatConfig, split: Split) -> PlanError:

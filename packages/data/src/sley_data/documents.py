@@ -6,19 +6,20 @@ order of the files, the seed and the path of the corpus.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from itertools import chain, pairwise
 from mmap import ACCESS_READ, mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sley_core.api.data import Split
+from sley_core.errors import PlanError, PluginError
 from sley_core.records import Problem
-from sley_data.config import NUM_BYTES, TOKEN_BYTES, TextConfig, TokensConfig
-from sley_data.files import ConfigT, DataFile, merge_problems, text_files
-from sley_data.formats import open_decompressed
-from sley_data.rows import read_rows, row_error
+from sley_data.files import ConfigT, DataFile, FilesAndProblems, merge_problems, text_files
+from sley_data.formats import ARROW_FILE, PARQUET, open_decompressed
+from sley_data.plugin import NUM_BYTES, TOKEN_BYTES, TextConfig, TokensConfig
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
@@ -33,12 +34,6 @@ _MAX_SEARCH_BYTES = 1 << 30
 def content_key(text: bytes) -> bytes:
     """Returns the digest that identifies the content of a document."""
     return sha256(text).digest()
-
-
-def _file_key(file: DataFile) -> bytes:
-    """Returns the key of a file's decompressed content. Raises the same errors as `open_decompressed`."""
-    with open_decompressed(file.path) as content:
-        return file_digest(content, "sha256").digest()
 
 
 def is_in_share(key: bytes, share: float) -> bool:
@@ -97,10 +92,9 @@ def read_documents(
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
-    read_file = document_reader(config) or _read_whole_file
     is_selected = split_filter(config, split, _held_out_keys)
     count = num_excluded = 0
-    for name, text in chain.from_iterable(map(read_file, files)):
+    for name, text in chain.from_iterable(read_file(config, file) for file in files):
         count += 1
         if is_selected(content_key(text)):
             yield name, text
@@ -112,69 +106,47 @@ def read_documents(
 
 def document_keys(config: TextConfig, split: Split, files: Sequence[DataFile]) -> list[bytes]:
     """Returns the keys of the documents of a split. files: the result of `text_files` for the split."""
-    read_file = document_reader(config)
-    is_selected = split_filter(config, split, _held_out_keys)
-    if read_file is None:
-        return list(filter(is_selected, map(_file_key, files)))
-    return [key for file in files for _, text in read_file(file) if is_selected(key := content_key(text))]
+    return [content_key(text) for _, text in read_documents(files, config, split)]
 
 
 def describe_overlap(training: TextConfig, evaluation: TextConfig) -> str:
-    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns "".
-
-    Compares contents, and may read all data of the run.
-    """
+    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns ""."""
     if (training.separator, training.field) != (evaluation.separator, evaluation.field):
         return "the run splits its files into other documents: it is not known whether it was trained on these"
-    held_out_files, problems = text_files(evaluation, "held_out")
+    return compare_documents(training, evaluation, text_files, document_keys, "documents")
+
+
+def compare_documents(
+    training: ConfigT,
+    evaluation: ConfigT,
+    find_files: Callable[[ConfigT, Split], FilesAndProblems],
+    read_keys: Callable[[ConfigT, Split, Sequence[DataFile]], list[bytes]],
+    noun: str,
+) -> str:
+    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns "".
+
+    Compares contents, and may read all data of the run. find_files: returns the files of a split. read_keys: returns the keys
+    of the documents in these files that belong to the split. noun: the name of documents in the sentence.
+    """
+    held_out_files, problems = find_files(evaluation, "held_out")
     if problems:
         return ""  # the evaluation reports them
-    training_files, problems = text_files(training, "train")
+    training_files, problems = find_files(training, "train")
     reason = problems[0].message if problems else ""
-    if not problems and _is_large(training_files):
+    if not problems and sum(file.num_bytes for file in training_files) > _MAX_COMPARE_BYTES:
         reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
     if reason:
-        return f"it is not known whether the run was trained on the held-out documents: {reason}"
-    trained = document_keys(training, "train", training_files)
-    return overlap_sentence(trained, document_keys(evaluation, "held_out", held_out_files), "documents")
-
-
-def overlap_sentence(trained: Iterable[bytes], held_out: Sequence[bytes], noun: str) -> str:
-    """Returns a sentence with the number of held-out keys that were trained on, or "" if there are none."""
-    trained_keys = set(trained)
-    count = sum(key in trained_keys for key in held_out)
+        return f"it is not known whether the run was trained on the held-out {noun}: {reason}"
+    held_out, trained = read_keys(evaluation, "held_out", held_out_files), set(read_keys(training, "train", training_files))
+    count = sum(key in trained for key in held_out)
     if not count:
         return ""
     return f"the run was trained on {count} of the {len(held_out)} held-out {noun}, so this is not a held-out loss"
 
 
-def document_reader(config: TextConfig) -> Callable[[DataFile], Iterable[tuple[str, bytes]]] | None:
-    """Returns a function that yields the name and text of each document in a file, or None if each file is one document.
-
-    The function raises PlanError "data-json" for a row without text in `field`.
-    """
-    field, separator = config.field, config.separator
-    if field is not None:
-        return lambda file: _read_rows(file, field)
-    return None if separator is None else lambda file: _split_file(file, separator.encode())
-
-
-def _select_files(files: Sequence[DataFile], config: TextConfig, split: Split) -> list[DataFile]:
-    """Returns the files that belong to a split. Each file must be one document."""
-    if not _is_filtered(config):
-        return list(files) if split == "train" else []
-    is_selected = split_filter(config, split, _held_out_keys)
-    return [file for file in files if is_selected(_file_key(file))]
-
-
 def _is_filtered(config: TextConfig) -> bool:
     """Returns whether documents must be read to find those of a split."""
     return bool(config.largest_share or any(table.held_out_files for table in config.all_sources))
-
-
-def _is_large(files: Sequence[DataFile]) -> bool:
-    """Returns whether the files are too large to be read only to compare or select documents."""
-    return sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES
 
 
 def split_filter(config: ConfigT, split: Split, held_out_keys: Callable[[ConfigT], Iterable[bytes]]) -> Callable[[bytes], bool]:
@@ -198,9 +170,15 @@ def _held_out_keys(config: TextConfig) -> list[bytes]:
     return document_keys(config, "held_out", files)
 
 
-def _read_whole_file(file: DataFile) -> Iterator[tuple[str, bytes]]:
-    with open_decompressed(file.path) as content:
-        yield file.name, content.read()
+def read_file(config: TextConfig, file: DataFile) -> Iterator[tuple[str, bytes]]:
+    """Yields the name and text of each document in a file. Raises PlanError "data-json" for a row without text in `field`."""
+    if config.field is not None:
+        yield from _read_texts(file, config.field)
+    elif config.separator is not None:
+        yield from _split_file(file, config.separator.encode())
+    else:
+        with open_decompressed(file.path) as content:
+            yield file.name, content.read()
 
 
 def _split_file(file: DataFile, separator: bytes) -> Iterator[tuple[str, bytes]]:
@@ -221,7 +199,7 @@ def _split_file(file: DataFile, separator: bytes) -> Iterator[tuple[str, bytes]]
         yield f"{file.name}#{number}", remainder
 
 
-def _read_rows(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
+def _read_texts(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
     """Yields the names (`file#1`, `file#2`, ...) and texts of the non-empty rows of a file."""
     for number, row in read_rows(file, (field,) if file.is_table else None):
         text = row.get(field, "" if file.is_table else None)  # null in a table
@@ -235,6 +213,115 @@ def _read_rows(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
             raise row_error(file, number, f"cannot be read: {error}") from None
         if content:
             yield f"{file.name}#{number}", content
+
+
+INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
+
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_BATCH_ROWS = 256
+"""The number of table rows that are in memory at a time."""
+
+
+def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
+
+    columns: the columns of tables to read, or None for all. Null values of tables are omitted, even in nested dicts, since
+    every row of a table has the keys of all rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and
+    PluginError "pyarrow-missing" if `pyarrow` is not installed.
+    """
+    if file.is_table:
+        yield from _read_table(file, columns)
+        return
+    with open_decompressed(file.path) as content:
+        start = content.read(512).removeprefix(_BOM).lstrip(_BLANK)
+    yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
+
+
+def row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
+    """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
+    return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
+
+
+def _read_lines(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_decompressed(file.path) as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if line.strip():
+                yield number, _require_object(file, number, _parse_json(file, number, line))
+
+
+def _read_array(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_decompressed(file.path) as content:
+        values = _parse_json(file, 1, content.read().removeprefix(_BOM))
+    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+        yield number, _require_object(file, number, value)
+
+
+def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
+
+
+def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise row_error(file, number, "is not a JSON object")
+    return value
+
+
+def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows of a Parquet or Arrow file."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+    except ImportError:
+        message = f"`{file.path}` is a Parquet or Arrow table, which needs `pyarrow`"
+        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=INSTALL) from None
+    number = 0
+    try:
+        for batch in _read_batches(file, columns):
+            batch.validate(full=True)  # reading a damaged batch would crash the process
+            selected = [name for name in batch.schema.names if columns is None or name in columns]
+            if not selected:
+                names = ", ".join(f"`{name}`" for name in batch.schema.names)
+                missing = " or ".join(f"`{name}`" for name in columns or ())
+                raise row_error(file, 1, f"has no {missing}", f"use one of the columns {names}")
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for row in batch.select(selected).slice(start, _BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield number, _remove_nulls(row)
+    except (pyarrow.ArrowException, KeyError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of pyarrow have no number
+            raise
+        message = f"`{file.path}` is damaged or incomplete after row {number}: {error}"
+        raise PlanError("data-format", message, path=("data", "files")) from None
+
+
+def _read_batches(file: DataFile, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yields the record batches of a Parquet file, an Arrow file, or an Arrow stream, which `save_to_disk` writes."""
+    import pyarrow as pa
+
+    with file.path.open("rb") as content:
+        head = content.read(8)
+    if re.match(PARQUET, head):
+        from pyarrow import parquet
+
+        table = parquet.ParquetFile(file.path)
+        names = table.schema_arrow.names
+        selected = [name for name in names if columns is None or name in columns]
+        yield from table.iter_batches(_BATCH_ROWS, columns=selected or names)
+    elif re.match(ARROW_FILE, head):
+        reader = pa.ipc.open_file(pa.OSFile(str(file.path)))
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(pa.OSFile(str(file.path)))
+
+
+def _remove_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def num_windows(num_tokens: int, sequence: int) -> int:
@@ -293,10 +380,11 @@ def _token_lengths(config: TokensConfig, files: Sequence[DataFile]) -> list[int]
 
 def _text_lengths(config: TextConfig, split: Split, files: Sequence[DataFile]) -> Sequence[int] | None:
     """Returns the number of tokens of each document, or None if a large corpus must be read for it."""
-    has_file_sizes = document_reader(config) is None and config.tokenizer is None
-    if has_file_sizes and not any(file.is_compressed for file in files) and not (_is_filtered(config) and _is_large(files)):
-        return [file.num_bytes for file in _select_files(files, config, split)]
-    if sum(file.num_bytes for file in files) > ALWAYS_READ:
+    has_compressed = any(file.is_compressed for file in files)
+    is_plain = config.field is None and config.separator is None and config.tokenizer is None and not has_compressed
+    if is_plain and not _is_filtered(config):
+        return [file.num_bytes for file in files] if split == "train" else []
+    if sum(file.num_bytes for file in files) > (_MAX_COMPARE_BYTES if is_plain else ALWAYS_READ):
         return None
     documents = read_documents(files, config, split)
     tokenizer = load_tokenizer(config)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,6 @@ from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError
 from sley_core.records import Problem
-from sley_data.cache import cache_home, report
-from sley_data.config import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 from sley_data.formats import (
     COMPRESSED_SUFFIXES,
     MEGATRON_MAGIC,
@@ -37,6 +36,7 @@ from sley_data.formats import (
     detect_format,
     read_index,
 )
+from sley_data.plugin import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
 
 INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
 
@@ -68,6 +68,19 @@ class DataFile:
     def dtype(self, config: TokensConfig) -> TokenDtype:
         """Returns the dtype of this file's tokens. config: the table that lists the file."""
         return config.dtype if self.index is None else self.index.dtype
+
+
+def report(text: str) -> None:
+    """Prints a line to stderr, on any rank."""
+    print(f"data: {text}", file=sys.stderr, flush=True)
+
+
+def cache_home() -> Path | None:
+    """Returns the default folder for prepared data, or None if the user has no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
+    except RuntimeError:
+        return None
 
 
 FilesAndProblems: TypeAlias = "tuple[list[DataFile], list[Problem]]"

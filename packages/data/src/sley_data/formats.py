@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from sley_core.errors import PlanError
-from sley_data.config import TOKEN_BYTES
+from sley_data.plugin import TOKEN_BYTES
 
 try:
     if sys.version_info >= (3, 14):

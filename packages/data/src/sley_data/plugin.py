@@ -1,10 +1,270 @@
-"""Declares the records of the plugin `data`."""
+"""The records and plan tables of `data.text`, `data.chat`, `data.tokens` and `data.mixture`. Imports no torch."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field as Limits
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+
+from sley_core.api.plan import Array, DataConfig, PartTable, PlanPath, PlanPattern, ValueDescription
 from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
-from sley_data.config import ChatConfig, MixtureConfig, TextConfig, TokensConfig
+
+Documents = Literal["pack", "cut", "pad"]
+"""The way in which documents become samples of equal length.
+
+pack: concatenates documents and keeps their boundaries in `cu_seqlens`, in positions that restart, and in ignored labels.
+cut: concatenates documents into one long text without boundaries.
+pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
+"""
+
+NUM_BYTES = 256
+"""The number of token ids of text without a tokenizer."""
+
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+"""The size of a token in a token file in bytes."""
+
+
+def _default_held_out(values: dict[str, Any]) -> float:
+    return 0.0 if values.get("held_out_files") else 0.02
+
+
+class DocumentsConfig(DataConfig):
+    """The keys of `data.text` and `data.chat`, whose documents are texts or conversations."""
+
+    sequence: PositiveInt
+    """The number of tokens per sample."""
+
+    field: Annotated[str, Limits(min_length=1)] | None = None
+    """The key or column of a row's text or messages. Text needs it for files with rows: JSON lines, a JSON array, Parquet or
+    Arrow. Conversations need it if the key is neither `messages` nor `conversations`.
+    """
+
+    held_out_files: Array[PlanPattern] = ()
+    """Files for evaluation, instead of a share of `files`. A document that is in both is excluded from training."""
+
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_default_held_out)
+    """The share of documents that are never used for training, with or without `[evaluation]`. A document's content decides
+    whether it is held out, so copies stay together. The default is 0.02, or 0 with `held_out_files`.
+    """
+
+    cache: Literal["auto", "none"] | PlanPath = "auto"
+    """The cache folder for tokens, which are computed once on each host: of files of at least 8 MiB with a tokenizer, and of
+    128 MiB without. "auto" is `sley/data` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """
+
+    _sibling_tables: tuple[Any, ...] = PrivateAttr(())
+
+    def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
+        """Returns a copy for a mixture source, which also excludes the held-out documents of `tables` of the same type."""
+        copy = self.model_copy()
+        copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
+        return copy
+
+    @property
+    def all_sources(self) -> tuple[Self, ...]:
+        """This table and the tables of the mixture's other sources of the same type."""
+        return (self, *self._sibling_tables)
+
+    @property
+    def largest_share(self) -> float:
+        """The largest share of held-out documents, which no source trains on."""
+        return max(table.held_out for table in self.all_sources)
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        """Raises ValueError if a share and files are held out."""
+        if self.held_out and self.held_out_files:
+            raise ValueError("set only one of `held_out` and `held_out_files`")
+        return self
+
+
+class TextConfig(DocumentsConfig):
+    """Text files. The tokens are bytes or come from a tokenizer."""
+
+    source: Literal["python-stdlib"] | None = None
+    """A text that every machine has: the source files of Python's standard library."""
+
+    files: Array[PlanPattern] = ()
+    """Text files, as paths or patterns such as `corpus/**/*.txt`. Each file is read once. Files in gzip, bzip2, xz and zstd are
+    decompressed. Files with names `hf://datasets/OWNER/NAME/PATTERN` are downloaded from the hub once (`sley-data[hub]`).
+    """
+
+    documents: Documents = "pack"
+    """How documents become samples: "pack" keeps boundaries, "cut" ignores them, "pad" pads each document."""
+
+    separator: Annotated[str, Limits(min_length=1)] | None = None
+    """The text that splits a file into documents. Without it, each file is one document. `\\n` also matches `\\r\\n`."""
+
+    tokenizer: PlanPath | None = None
+    """A Hugging Face `tokenizer.json` or its folder (needs `sley-data[tokenizers]`). Without it, tokens are bytes."""
+
+    end_of_document: Annotated[str, Limits(min_length=1)] | None = None
+    """A token of the tokenizer to add after every document."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> TextConfig:
+        """Raises ValueError for options that exclude or need each other."""
+        if self.source is None and not self.files:
+            raise ValueError("set `source` or `files`")
+        if self.source is not None and self.files:
+            raise ValueError("set only one of `source` and `files`")
+        if self.field is not None and self.separator is not None:
+            raise ValueError("set only one of `field` and `separator`; with `field` each row is a document")
+        if self.field is not None and self.source is not None:
+            raise ValueError("`field` selects a key of rows, but `source` has no rows; set `files` instead")
+        if self.end_of_document is not None and self.tokenizer is None:
+            raise ValueError("`end_of_document` needs a `tokenizer`, since bytes have no such token")
+        return self
+
+
+class ChatConfig(DocumentsConfig):
+    """Conversations, rendered with a chat template, tokenized and packed whole. The loss covers the assistant's tokens."""
+
+    files: Array[PlanPattern]
+    """Conversation files, as paths or patterns: JSON lines, JSON, Parquet or Arrow, or a folder from `save_to_disk` of
+    `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
+    """
+
+    tokenizer: PlanPath
+    """The folder of a Hugging Face tokenizer, with its chat template (needs `sley-data[chat]`)."""
+
+    template: PlanPath | None = None
+    """A file with a Jinja chat template that replaces the tokenizer's template."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """The tokens with labels: "assistant" for all assistant turns with their end-of-turn tokens, "last" for the last assistant
+    turn, "all" for every token. In rows with `prompt` and `completion`, only completion turns have labels.
+    """
+
+    too_long: Literal["drop", "cut", "refuse"] = "drop"
+    """The treatment of conversations with more than `sequence` tokens. A note reports their number."""
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if not self.files:
+            raise ValueError("`files` must not be empty")
+        return self
+
+
+class TokensConfig(DataConfig):
+    """Memory-mapped token files: raw little-endian integers, such as nanoGPT's, or Megatron files with an index."""
+
+    files: Array[PlanPattern]
+    """Token files, as paths or patterns such as `train-*.bin`, which form one stream in this order. If a file has an index with
+    the same name and the suffix `.idx`, as Megatron files do, the index defines the dtype and the documents.
+    """
+
+    held_out_files: Array[PlanPattern] = ()
+    """Token files for evaluation. Files that share tokens with `files` are an error."""
+
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """The token dtype of files without an index."""
+
+    vocab_size: PositiveInt
+    """The size of the vocabulary. All token ids in the files must be smaller."""
+
+    sequence: PositiveInt
+    """The number of tokens per sample."""
+
+    documents: Documents = "cut"
+    """How documents become samples: "cut" ignores boundaries; "pack" and "pad" need `end_of_document` or an index."""
+
+    end_of_document: NonNegativeInt | None = None
+    """The token id at the end of every document, in files without an index."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> TokensConfig:
+        """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
+        if not self.files:
+            raise ValueError("`files` must not be empty")
+        if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
+            raise ValueError(
+                f"`end_of_document` must be less than `vocab_size` = {self.vocab_size}, but is {self.end_of_document}"
+            )
+        if self.vocab_size > 1 << 8 * TOKEN_BYTES[self.dtype]:
+            raise ValueError(f"{self.dtype} is too narrow for a vocabulary of {self.vocab_size}")
+        return self
+
+
+class SourceTable(PartTable):
+    """A mixture source: a dataset of any type, with its own keys."""
+
+    kind: ClassVar = "datasets"
+    shared: ClassVar = ("sequence",)
+
+    name: Annotated[
+        str, Limits(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"), ValueDescription("letters, digits, `.`, `_` and `-`")
+    ]
+    """The name of the source, which is part of the metrics `loss/NAME` and `share/NAME`."""
+
+    weight: PositiveFloat | None = None
+    """The relative share of the samples. The weights of all sources need not add up to 1."""
+
+    epochs: PositiveFloat | None = None
+    """The number of passes over the source in one epoch of the mixture, instead of `weight`; 0.5 for half of the source."""
+
+
+class MixtureConfig(DataConfig):
+    """A dataset of several sources. Each sample is from one source; any 1,000 samples have the plan's shares, within 1 %.
+    The order of the samples depends only on the seed, not on the layout, `global_size`, or the step of a resume.
+    """
+
+    sequence: PositiveInt | None = None
+    """The number of tokens per sample, for all sources."""
+
+    exhausted: Literal["repeat", "end", "refuse"] = "repeat"
+    """The action at the end of a source with a `weight`: "repeat" repeats the source in another order, "end" starts a new epoch
+    of all sources, and "refuse" raises an error, if possible before the first step.
+    """
+
+    sources: Annotated[Array[SourceTable], Limits(min_length=1)]
+    """The sources, `[[data.sources]]`. Their samples must have the same fields and the same token ids. No source trains on a
+    document that another source holds out, and the largest `held_out` share applies to all sources of the same type.
+    """
+
+    @model_validator(mode="after")
+    def _check_options(self) -> MixtureConfig:
+        """Raises ValueError if two sources have the same name, or unless all sources have a weight or all have epochs."""
+        duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"two sources have the name `{duplicates[0]}`")
+        for source in self.sources:
+            if (source.weight is None) == (source.epochs is None):
+                has = "neither `weight` nor `epochs`" if source.weight is None else "both `weight` and `epochs`"
+                raise ValueError(f"the source `{source.name}` must set either `weight` or `epochs`, but sets {has}")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("set `weight` for all sources, or `epochs` for all sources")
+        if self.by_epochs and self.exhausted != "repeat":
+            raise ValueError("`exhausted` has no effect with `epochs`, which repeats each source a fixed number of times")
+        return self
+
+    def include_held_out(self) -> MixtureConfig:
+        """Raises ValueError, since a mixture cannot include the held-out documents of its sources."""
+        raise ValueError("a mixture cannot be evaluated on all samples; use a separate set for each source")
+
+    @property
+    def by_epochs(self) -> bool:
+        return self.sources[0].epochs is not None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer of the sources, which share their token ids; None if no source's table names it."""
+        return getattr(self._tokenizer_table, "tokenizer", None)
+
+    @property
+    def template(self) -> Path | None:
+        """The chat template file of the source that names `tokenizer`, or None."""
+        return getattr(self._tokenizer_table, "template", None)
+
+    @property
+    def _tokenizer_table(self) -> object:
+        tables = (source.component.config for source in self.sources)
+        return next((table for table in tables if getattr(table, "tokenizer", None) is not None), None)
 
 
 @hookimpl
@@ -18,24 +278,16 @@ def sley_records() -> list[DatasetRecord]:
             check=check,
             text_ids="sley_data.tokenizer:text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
-            rows="sley_data.packing:TokenRows",
         ),
         DatasetRecord(
             name="chat",
             config=ChatConfig,
-            build="sley_data.datasets:ChatDataset",
+            build="sley_data.chat:ChatDataset",
             check="sley_data.check:check_chat",
             text_ids="sley_data.chat_template:text_ids",
             describe_overlap="sley_data.conversations:describe_overlap",
-            rows="sley_data.chat:ChatRows",
         ),
-        DatasetRecord(
-            name="tokens",
-            config=TokensConfig,
-            build="sley_data.datasets:TokenDataset",
-            check=check,
-            rows="sley_data.packing:TokenRows",
-        ),
+        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check=check),
         DatasetRecord(
             name="mixture",
             config=MixtureConfig,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sley_core.api.data import Split, TextIds
 from sley_core.errors import KeyPath, SleyError, UsageError
 from sley_core.records import DatasetRecord, Problem
-from sley_data.config import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 from sley_data.documents import find_copied_tokens
 from sley_data.files import token_files
+from sley_data.plugin import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Component

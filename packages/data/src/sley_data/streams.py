@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from mmap import ACCESS_READ, MADV_DONTNEED, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
-from sley_data import cache
-from sley_data.config import TextConfig, TokensConfig
 from sley_data.documents import find_copied_tokens, read_documents
-from sley_data.files import DataFile, merge_problems, split_files, text_files, token_files
+from sley_data.files import DataFile, cache_home, merge_problems, split_files, text_files, token_files
+from sley_data.formats import read_blocks
+from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
 
 if TYPE_CHECKING:
+    from sley_data.cache import Encoded, Part
     from sley_data.tokenizer import Tokenizer
 
 Integers = NDArray[np.integer[Any]]
+T = TypeVar("T")
+
+MIN_CACHED_BYTES = 1 << 23
+"""The minimum size of cached text with a tokenizer. Less text is tokenized again in each run, in about a second."""
 
 _SCAN_TOKENS = 1 << 22
 """The number of tokens of a file that are in memory while it is searched for documents."""
@@ -106,32 +111,30 @@ def _sample_blocks(part: Integers) -> Iterator[Integers]:
 def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
     """Returns the non-empty documents of a split of text in order.
 
-    tokenizer: None for bytes. notes: the list to which sentences for the user are added. The tokens of a large text are cached
-    on disk (see `cache`). Raises PlanError with all missing and empty files, or for an unreadable file.
+    tokenizer: None for bytes. notes: the list that receives sentences for the user. Raises PlanError with all missing and empty
+    files, or for an unreadable file.
     """
+
+    def read() -> Iterator[tuple[str, bytes]]:
+        notes.clear()
+        return read_documents(files, config, split, notes)
+
     files, held_out = split_files(config, split, text_files)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
-    settings = (5, tokenizer and tokenizer.digest, *options)
-    min_bytes = cache.MIN_CACHED_BYTES if tokenizer else _MAX_BYTES_IN_MEMORY
-    folder = cache.cache_folder(config.cache, files, held_out, settings, min_bytes)
-    if folder is not None:
-        documents = read_documents(files, config, split, notes)
-        try:
-            return _cached_stream(folder, tokenizer, documents, sum(file.num_bytes for file in files), notes)
-        except OSError as error:
-            notes[:] = [f"the tokens are not kept in {folder}: {error}"]
-    tokens, lengths, _ = _encode_documents(tokenizer, read_documents(files, config, split, notes))
-    return Stream([np.frombuffer(tokens, tokens.typecode)] if tokens else [], _offsets(lengths))
+    stream, summary = load_tokens(
+        cache_folder(config, files, held_out, (5, tokenizer and tokenizer.digest, *options)),
+        "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        sum(file.num_bytes for file in files),
+        read,
+        lambda document: len(document[1]),
+        partial(_encode_documents, tokenizer),
+        lambda _: {"notes": notes},
+    )
+    notes[:] = summary["notes"]
+    return stream
 
 
-def _offsets(lengths: array[int], start: int = 0) -> Integers:
-    """Returns the offsets of the non-empty documents. start: the offset of the first document."""
-    sizes = np.array(lengths, np.int64)
-    offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
-    return offsets
-
-
-def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> cache.Encoded:
+def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> Encoded:
     if tokenizer is not None:
         return *tokenizer.encode(documents), None
     tokens, lengths = array("B"), array("q")
@@ -141,30 +144,87 @@ def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str
     return tokens, lengths, None
 
 
-def _cached_stream(
-    folder: Path, tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]], num_bytes: int, notes: list[str]
-) -> Stream:
-    """Returns the mapped tokens in the cache folder. Tokenizes the documents first unless the folder is complete."""
-    dtype = "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+def cache_folder(
+    config: TextConfig | ChatConfig, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object
+) -> Path | None:
+    """Returns the cache folder for the tokens of `files`, or None if they are not cached.
 
-    def map_parts(parts: Iterable[cache.Part], digest: str | None = None) -> Stream:
-        tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
-        return Stream(tokens, map_tokens(folder / "offsets", "int64"), digest)
+    held_out: the files whose documents are excluded. settings: all other values that determine the tokens. The name, size,
+    modification time and 16 blocks of bytes identify a file.
+    """
+    min_bytes = MIN_CACHED_BYTES if config.tokenizer else _MAX_BYTES_IN_MEMORY
+    if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
+        return None
+    from sley_data.cache import PART_BYTES
 
-    def summarize(parts: Sequence[cache.Part]) -> dict[str, Any]:
-        with replace_atomically(folder / "offsets") as file:
-            offsets = _offsets(array("q"))
-            for part in parts:
-                file.write(offsets[:-1].data)
-                offsets = _offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
-            file.write(offsets.data)
-        return {"digest": map_parts(parts).digest, "notes": notes}
+    digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
+    for file in (*files, *held_out):
+        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
+    folder = cache_home() if config.cache == "auto" else Path(config.cache)
+    return folder and folder / digest.hexdigest()
 
-    complete = cache.prepare_parts(
-        folder, documents, lambda document: len(document[1]), partial(_encode_documents, tokenizer), num_bytes, summarize
-    )
-    notes[:] = complete["notes"]
-    return map_parts(cache.list_parts(folder, complete["parts"]), complete["digest"])
+
+def load_tokens(
+    folder: Path | None,
+    dtype: str,
+    num_bytes: int,
+    read: Callable[[], Iterable[T]],
+    size_of: Callable[[T], int],
+    encode: Callable[[Iterable[T]], Encoded],
+    summarize: Callable[[list[Any]], dict[str, Any]],
+) -> tuple[Stream, dict[str, Any]]:
+    """Returns the tokens of the non-empty documents, and the result of `summarize`. Raises the errors of the functions.
+
+    Maps the tokens in the cache `folder`, which are computed first if they are missing. If `folder` is None or cannot be
+    written, all tokens are in memory.
+
+    dtype: the dtype of the tokens. num_bytes: the size of all text, for progress lines. read: yields all documents. size_of:
+    returns the size of a document in bytes. encode: tokenizes documents, possibly in a worker process. summarize: returns JSON
+    data, with sentences for the user in `notes`, for the statistics in all results of `encode`.
+    """
+    problems: list[str] = []
+    if folder is not None:
+        from sley_data import cache  # small texts need neither files nor worker processes
+
+        try:
+            finish = partial(_finish_parts, folder, dtype, summarize)
+            complete = cache.prepare_parts(folder, read(), size_of, encode, num_bytes, finish)
+            return _map_parts(folder, dtype, cache.list_parts(folder, complete["parts"]), complete["digest"]), complete
+        except OSError as error:
+            problems = [f"the tokens are not kept in {folder}: {error}"]
+    tokens, lengths, stats = encode(read())
+    summary = summarize([] if stats is None else [stats])
+    parts = [np.frombuffer(tokens, dtype)] if tokens else []
+    return Stream(parts, _offsets(lengths)), {**summary, "notes": [*problems, *summary["notes"]]}
+
+
+def _finish_parts(
+    folder: Path, dtype: str, summarize: Callable[[list[Any]], dict[str, Any]], parts: Sequence[Part]
+) -> dict[str, Any]:
+    """Writes the offsets of the documents. Returns the summary and the digest of the tokens."""
+    with replace_atomically(folder / _OFFSETS) as file:
+        offsets = _offsets(array("q"))
+        for part in parts:
+            file.write(offsets[:-1].data)
+            offsets = _offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
+        file.write(offsets.data)
+    summary = summarize([stats for part in parts for stats in part.read_stats()])
+    return {"digest": _map_parts(folder, dtype, parts).digest, **summary}
+
+
+_OFFSETS = "offsets"
+
+
+def _map_parts(folder: Path, dtype: str, parts: Iterable[Part], digest: str | None = None) -> Stream:
+    tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
+    return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
+
+
+def _offsets(lengths: array[int], start: int = 0) -> Integers:
+    """Returns the offsets of the non-empty documents. start: the offset of the first document."""
+    sizes = np.array(lengths, np.int64)
+    offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
+    return offsets
 
 
 def map_tokens(path: Path, dtype: str) -> Integers:

@@ -19,7 +19,7 @@ from sley_core.api.data import TextIds
 from sley_core.api.files import RANDOM_SETTINGS
 from sley_core.api.plan import Table
 from sley_core.errors import PlanError, PluginError
-from sley_data.config import NUM_BYTES, TextConfig
+from sley_data.plugin import NUM_BYTES, TextConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation

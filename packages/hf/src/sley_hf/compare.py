@@ -18,7 +18,7 @@ from sley_hf.decoder import build_from_config, layers_of, read_hf_config, router
 from sley_hf.structure import ModuleNames, layer_name
 
 if TYPE_CHECKING:
-    from sley_hf.config import DecoderConfig
+    from sley_hf.plugin import DecoderConfig
 
 MAX_IDS = 128
 BOUNDS = [[0, 16, 16], [0, 5, 16]]

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sley_core.api.model import Model, attention_mask
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import NAME, SleyAttention, add_attention, check_kernel, uses_interface
-from sley_hf.config import has_router_loss
+from sley_hf.plugin import has_router_loss
 from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
     LayerArguments,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from sley_core.api.data import DataInfo
     from sley_core.api.parts import Parts
-    from sley_hf.config import DecoderConfig
+    from sley_hf.plugin import DecoderConfig
 
 
 def layers(config: DecoderConfig, data: DataInfo) -> Model:

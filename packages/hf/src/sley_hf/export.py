@@ -18,8 +18,8 @@ from transformers.utils import logging
 from sley_core.api.data import TOKEN_FIELDS, DataInfo
 from sley_core.api.files import HuggingFaceModel, describe_model
 from sley_core.errors import RunError
-from sley_hf.config import DecoderConfig
 from sley_hf.decoder import build_from_config, read_hf_config, ties
+from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import layer_name
 from sley_hf.weights import HubWeights
 

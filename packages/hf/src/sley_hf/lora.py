@@ -18,7 +18,7 @@ from sley_core.errors import PlanError, PluginError
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
-    from sley_hf.config import LoraConfig
+    from sley_hf.plugin import LoraConfig
 
 ADAPTER = "default"
 """The name of the adapter in peft's modules."""

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 from sley_core.api.data import TOKEN_FIELDS, DataContext, DataInfo
 from sley_core.api.parts import open_dataset
 from sley_core.errors import RunError, SleyError, UsageError
-from sley_hf.config import CONFIG
 from sley_hf.lora import ADAPTER, adapters, matches, peft_config
+from sley_hf.plugin import CONFIG
 
 if TYPE_CHECKING:
     from sley_core.api.files import TensorKind, TensorReader
     from sley_core.api.model import Model
     from sley_core.api.plan import Plan
-    from sley_hf.config import LoraConfig
+    from sley_hf.plugin import LoraConfig
 
 LORA = ".lora_"
 BASE = ".base_layer."

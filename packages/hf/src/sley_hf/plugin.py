@@ -1,16 +1,154 @@
-"""Declares the records of the plugin `hf`."""
+"""The plan tables and records of `hf.decoder` and `hf.lora`. Imports neither torch, nor transformers, nor peft."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from sley_core.api.files import config_folder
+from sley_core.api.plan import Array, Component, ModelConfig, PlanPath, Table, ValueDescription
 from sley_core.hookspecs import hookimpl
-from sley_core.records import AdaptersRecord, ModelRecord, Problem, Record
-from sley_hf.config import DecoderConfig, LoraConfig, check_positions, check_router_loss
+from sley_core.records import AdaptersRecord, LossRecord, ModelRecord, Problem, Record
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
+
+CONFIG = "config.json"
+
+Kernel = Literal[
+    "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
+]
+
+
+class DecoderConfig(ModelConfig):
+    """A causal language model of transformers, cut into its embedding, decoder layers, and head.
+
+    Exactly one of `weights` and `config` is required.
+    """
+
+    weights: PlanPath | None = None
+    """The folder that `save_pretrained` wrote, with `config.json` and safetensors files; or a run of this model, such as
+    `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`. Training starts from these weights.
+    """
+
+    config: PlanPath | None = None
+    """A `config.json` of transformers, or its folder. Training starts from random weights."""
+
+    attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
+    """The attention kernel. The first five values are those of every model, for torch's `scaled_dot_product_attention`. The
+    others are names in transformers: plain matrix products, torch's `flex_attention`, and the kernels of the packages
+    flash-attn and flash-attn-3. The last three train on CUDA only.
+
+    Attentions with soft-capped scores use matrix products instead of `scaled_dot_product_attention`.
+    """
+
+    experts: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
+    """The kernel of a mixture of experts, by its name in transformers; `grouped_mm` does not compute in fp64."""
+
+    router_loss: NonNegativeFloat | None = None
+    """The factor with which the load-balancing loss of a mixture of experts is added to the loss; 0 only counts the tokens of
+    experts. By default the model's `router_aux_loss_coef` if its `config.json` sets `output_router_logits`, and no loss
+    otherwise.
+    """
+
+    @model_validator(mode="after")
+    def _check_source(self) -> DecoderConfig:
+        """Raises ValueError unless exactly one of `weights` and `config` names a readable `config.json`."""
+        if (self.weights is None) == (self.config is None):
+            raise ValueError("set either `weights`, for trained weights, or `config`, for random ones")
+        read_config(self)
+        return self
+
+    @property
+    def kernel(self) -> str:
+        """The name of the attention kernel in transformers."""
+        return "sdpa" if self.attention in ("auto", "cudnn", "flash", "efficient", "math") else self.attention
+
+    @property
+    def config_file(self) -> Path:
+        """The path of `config.json`."""
+        path = self.weights or self.config
+        assert path is not None, self
+        return config_folder(path) / CONFIG if path.is_dir() or self.weights else path
+
+    def without_weights(self) -> DecoderConfig:
+        """Returns the table of the same model that starts from random weights."""
+        return self.model_copy(update={"weights": None, "config": self.config_file})
+
+
+def read_config(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the content of the model's `config.json`. Raises ValueError if it is not readable or names no type of model."""
+    file = config.config_file
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read `{file}`: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f"`{file}` names no `model_type`, so it is not a `config.json` of transformers")
+    return content
+
+
+def has_router_loss(config: DecoderConfig) -> bool:
+    """Returns whether the load-balancing loss of the model's routers is computed."""
+    return config.router_loss is not None or bool(read_config(config).get("output_router_logits"))
+
+
+def check_router_loss(config: DecoderConfig, loss: Component) -> Iterator[Problem]:
+    """Yields a problem for a load-balancing loss beside a loss that does not take it from the logits."""
+    if has_router_loss(config) and not (isinstance(loss.record, LossRecord) and loss.record.split_logits):
+        message = f"`{loss.name}` does not add the load-balancing loss of the routers"
+        yield Problem(("loss",), message, "use `core.cross_entropy`, or remove `router_loss` and `output_router_logits`")
+
+
+def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Problem]:
+    """Yields a problem for rotary frequencies that would depend on the longest position in a microbatch.
+
+    transformers computes them anew for positions beyond the original context, if their type is "dynamic" or "longrope". Packed
+    documents and slices of sequences would then be computed differently from whole documents. sequence: positions per sample.
+    """
+    content = read_config(config)
+    scaling = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+    if rope_type not in ("dynamic", "longrope") or sequence is None:
+        return
+    keys = ("original_max_position_embeddings", "max_position_embeddings")
+    original = next((table[key] for key in keys for table in (scaling, content) if table.get(key)), None)
+    if original is not None and sequence > original:
+        message = f"sequences of {sequence} tokens exceed the model's original context of {original}, beyond which its rotary "
+        message += f"frequencies ({rope_type!r}) depend on the longest document of a microbatch"
+        yield Problem(("data", "sequence"), message, f"use a sequence of at most {original}")
+
+
+class LoraConfig(Table):
+    """Low-rank adapters (LoRA) of peft on the linears of any model; everything else is frozen."""
+
+    rank: PositiveInt = 8
+    """The rank r of the product B A that is added to a weight."""
+
+    alpha: PositiveFloat = 8.0
+    """The product is scaled by alpha / rank."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1), ValueDescription("a number of at least 0 and below 1")] = 0.0
+    """The probability with which an input of the adapters is zeroed."""
+
+    targets: Literal["all-linear"] | Array[str] = "all-linear"
+    """The modules that get adapters: every linear of all layers but the last one, the head; or a list of names, which match at
+    the end (`"q_proj"`), and patterns of whole names (`"blocks.[67].*_proj"`), as `train-cli show` lists them. Stacked experts
+    get none.
+    """
+
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+
+    dora: bool = False
+    """Train the magnitude of each output's weights too (Liu et al. 2024)."""
+
+    train: Array[str] = ()
+    """Parameters of the base that are trained, in full: names and patterns as in `targets` (`"head.*"`, `"*norm.weight"`)."""
 
 
 @hookimpl

@@ -14,8 +14,8 @@ from torch import nn
 
 from sley_core.api.files import FLOATS, IDS, HuggingFaceModel, TensorReader, describe_model, open_weights, run_of, start_folder
 from sley_core.errors import KeyPath, PlanError, RunError, UsageError
-from sley_models.config import LlamaConfig
 from sley_models.hf_config import CONFIG, read_config, to_hf_config
+from sley_models.plugin import LlamaConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_models.config import LlamaConfig
+    from sley_models.plugin import LlamaConfig
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -26,7 +26,7 @@ from sley_core.errors import PlanError
 
 if TYPE_CHECKING:
     from sley_core.api.data import DataInfo
-    from sley_models.config import LlamaConfig, RopeScaling
+    from sley_models.plugin import LlamaConfig, RopeScaling
 
 
 def build_llama(config: LlamaConfig, data: DataInfo) -> Model:

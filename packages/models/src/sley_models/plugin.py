@@ -1,10 +1,167 @@
-"""Declares the records of the plugin `models`."""
+"""The plan table and record of `models.llama`. Imports no torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from sley_core.api.plan import ModelConfig, PlanPath, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ModelRecord
-from sley_models.config import LlamaConfig
+
+FFN_MULTIPLE = 64
+
+
+def default_ffn_hidden(hidden: int) -> int:
+    """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
+
+    With this width, the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
+    """
+    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+def _default_head_dim(values: dict[str, Any]) -> float:
+    """Returns `hidden / heads`, as a float if it is not a whole number. `_check_whole_head_dim` refuses floats."""
+    hidden, heads = values["hidden"], values["heads"]
+    return float(hidden / heads) if hidden % heads else int(hidden // heads)
+
+
+class RopeScaling(Table):
+    """Slows rotary positions for longer contexts, as in Llama 3.1 (`rope_type` "llama3"), with Hugging Face's names."""
+
+    factor: PositiveFloat
+    """The divisor of low frequencies."""
+
+    low_freq_factor: PositiveFloat
+    """The number of rotations within the original context below which a frequency is low."""
+
+    high_freq_factor: PositiveFloat
+    """The number of rotations within the original context above which a frequency is high, and does not change."""
+
+    original_max_position_embeddings: PositiveInt
+    """The length of the original context in tokens."""
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _check_high_freq_factor(cls, high: float, info: ValidationInfo) -> float:
+        """Raises ValueError unless `high_freq_factor` is above `low_freq_factor`."""
+        low = info.data.get("low_freq_factor")
+        if low is not None and high <= low:
+            raise ValueError(f"it must be greater than low_freq_factor = {low:g}")
+        return high
+
+
+def _require_sizes_or_weights(schema: dict[str, Any]) -> None:
+    """Changes the JSON Schema so that it requires either `weights` or the sizes."""
+    schema["anyOf"] = [{"required": ["weights"]}, {"required": schema.pop("required")}]
+
+
+class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
+    """A Llama decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, or by options a Qwen2 or Qwen3.
+
+    With `weights`, keys that the weights determine are optional, and must otherwise agree with them.
+    """
+
+    weights: PlanPath | None = None
+    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files; or a run of
+    this model, such as `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`.
+    """
+
+    num_layers: PositiveInt
+    """The number of decoder blocks."""
+
+    hidden: PositiveInt
+    """The width of the residual stream."""
+
+    heads: PositiveInt
+    """The number of query heads of each attention, which must divide `hidden` unless `head_dim` is set."""
+
+    kv_heads: PositiveInt = Field(default_factory=lambda values: int(values["heads"]))
+    """The number of key and value heads. `heads / kv_heads` query heads share each of them. Default: `heads`."""
+
+    head_dim: PositiveInt = Field(default_factory=_default_head_dim, validate_default=True)
+    """The width of a head, an even number. Default: `hidden / heads`."""
+
+    ffn_hidden: PositiveInt = Field(default_factory=lambda values: default_ffn_hidden(values["hidden"]))
+    """The inner width of the feed-forward layers. Default: 8/3 of `hidden`, rounded up to a multiple of 64."""
+
+    vocab_size: PositiveInt | None = None
+    """The number of rows of embedding and head. Default: the number of token ids of the data."""
+
+    tie_embeddings: bool = False
+    """Whether head and embedding share one matrix."""
+
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases, as in Qwen2."""
+
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head before rotation, as in Qwen3."""
+
+    rope_theta: PositiveFloat = 10000.0
+    """The base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling | None = None
+    """The scaling of rotary positions for longer contexts, as in Llama 3.1. Default: no scaling."""
+
+    norm_eps: PositiveFloat = 1e-5
+    """The number that RMSNorm adds to the mean square."""
+
+    init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """The standard deviation of initial weights. Projections into the residual stream divide it by sqrt(2 x blocks)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
+        """Fills in missing keys from the `config.json` of `weights`. Raises ValueError for a key that differs from it.
+
+        Changes nothing if the folder lacks that file but all sizes are set, as in the resolved plan of a complete run. Only a
+        run needs the files, and its check reports missing ones.
+        """
+        if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
+            return values
+        from sley_models.hf_config import config_path, read_config  # a model without `weights` does not need it
+
+        folder = Path((info.context or {}).get("folder") or "", values["weights"])
+        if not config_path(folder).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
+            return values
+        sizes = read_config(folder).keys
+        for key in sizes.keys() & values.keys() - {"init_std"}:
+            value = values[key].model_dump() if isinstance(values[key], Table) else values[key]
+            if value != sizes[key]:
+                raise ValueError(
+                    f"`{key}` = {value} does not match the weights, whose `{config_path(folder)}` has {sizes[key]}"
+                )
+        return {**{key: value for key, value in sizes.items() if value is not None}, **values}
+
+    @field_validator("kv_heads")
+    @classmethod
+    def _check_kv_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
+        """Raises ValueError unless `kv_heads` divides `heads`."""
+        heads = info.data.get("heads")
+        if heads is not None and heads % kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, but heads / kv_heads = {heads} / {kv_heads}")
+        return kv_heads
+
+    @field_validator("head_dim", mode="before")
+    @classmethod
+    def _check_whole_head_dim(cls, head_dim: Any, info: ValidationInfo) -> Any:
+        """Raises ValueError if the default, `hidden / heads`, is not a whole number."""
+        hidden, heads = info.data.get("hidden"), info.data.get("heads")
+        if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
+            raise ValueError(f"hidden must be a multiple of heads, but hidden / heads = {hidden} / {heads}")
+        return head_dim
+
+    @field_validator("head_dim")
+    @classmethod
+    def _check_even_head_dim(cls, head_dim: int, info: ValidationInfo) -> int:
+        """Raises ValueError for an odd `head_dim`, since rotary positions rotate pairs of channels."""
+        if head_dim % 2:
+            hidden, heads = info.data.get("hidden"), info.data.get("heads")
+            origin = f" = hidden / heads = {hidden} / {heads}" if head_dim * (heads or 0) == hidden else ""
+            raise ValueError(f"head_dim{origin} must be even for rotary positions, but is {head_dim}")
+        return head_dim
 
 
 @hookimpl

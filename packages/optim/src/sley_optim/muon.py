@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sley_core.api.parts import Param
 from sley_core.errors import PlanError
 from sley_core.records import ParameterRole
-from sley_optim.config import Algorithm, MuonConfig
+from sley_optim.plugin import Algorithm, MuonConfig
 
 Groups = Sequence[dict[str, Any]]
 

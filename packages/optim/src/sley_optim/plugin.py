@@ -1,23 +1,160 @@
-"""Declares the records of the plugin `optim`."""
+"""The plan tables and records of the plugin `optim`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import AveragingRecord, OptimizerRecord, Problem, Record
-from sley_optim.config import EMAConfig, MeanConfig, MuonConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 
+class AveragingConfig(Table):
+    """The common keys of `optim.ema` and `optim.mean`."""
+
+    every: PositiveInt = 1
+    """The number of updates between two weights that enter the average."""
+
+
+class EMAConfig(AveragingConfig):
+    """The exponential moving average of the weights: `average = decay * average + (1 - decay) * weights`."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """The decay. The average covers about the last `1 / (1 - decay)` weights that entered it."""
+
+    warmup: bool = False
+    """Whether the decay of the n-th weights is at most `(1 + n) / (10 + n)`, so that the first weights are forgotten soon."""
+
+
+class MeanConfig(AveragingConfig):
+    """The mean of the weights of the last steps, all with the same share (stochastic weight averaging)."""
+
+    last: PositiveInt | None = None
+    """The number of steps at the end of the run whose weights enter the mean."""
+
+    from_step: PositiveInt | None = None
+    """The first step whose weights enter the mean, counted from 1, instead of `last`. Before it, the average is equal to the
+    weights.
+    """
+
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if (self.last is None) == (self.from_step is None):
+            raise ValueError("set either `last` or `from_step`")
+        return self
+
+    def start(self, num_steps: int) -> int:
+        """Returns the number of the first step that enters the mean, from 0; negative if `last` exceeds the run."""
+        return num_steps - self.last if self.last is not None else (self.from_step or 1) - 1
+
+
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Algorithm = Literal["muon", "adamw"]
+
+
+class MuonGroupConfig(GroupConfig):
+    """Options for the parameters that match a pattern. The first matching group in the list applies."""
+
+    optimizer: Algorithm | None = None
+    """The optimizer of these parameters: `"muon"`, for matrices and for stacks of them, such as experts, or `"adamw"`."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _frozen_has_no_optimizer(cls, optimizer: Algorithm | None, info: ValidationInfo) -> Algorithm | None:
+        if optimizer is not None and info.data.get("freeze"):
+            raise ValueError("`optimizer` has no effect in a group with `freeze = true`")
+        return optimizer
+
+
+class MuonAdamWConfig(Table):
+    """AdamW for the parameters that Muon does not update."""
+
+    lr: PositiveFloat
+    """The peak learning rate. `[learning_rate]` scales it in each step, like Muon's."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """The weight decay of embeddings and the output layer. Norms and biases have none unless a group sets it."""
+
+    betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
+    """The decay rates of the running means of the gradient and its square."""
+
+    eps: PositiveFloat = 1e-8
+    """The term added to the denominator for numerical stability."""
+
+
+class MuonConfig(OptimizerConfig):
+    """torch.optim.Muon for the matrices of hidden layers, and AdamW for embeddings, the output layer, norms and biases."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """The weight decay of Muon's matrices: each step subtracts lr x weight_decay x weight."""
+
+    momentum: BelowOne = 0.95
+    """The momentum of the gradient."""
+
+    nesterov: bool = True
+    """Whether to use Nesterov momentum."""
+
+    ns_coefficients: Annotated[Array[float], Field(min_length=3, max_length=3)] = (3.4445, -4.7750, 2.0315)
+    """The coefficients of the Newton-Schulz polynomial."""
+
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """The number of Newton-Schulz iterations, which torch computes in bf16."""
+
+    eps: PositiveFloat = 1e-7
+    """The smallest norm by which a gradient is divided."""
+
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    """The factor of the rate by the shape of a matrix: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), with which
+    AdamW's rates suit Muon.
+    """
+
+    adamw: MuonAdamWConfig
+    """The options of AdamW."""
+
+    groups: Array[MuonGroupConfig] = ()
+    """Options by parameter name. The first group that matches a name applies."""
+
+
+Rule = Callable[[int, int], float]
+"""Returns the weight of new weights in their average, by step and age (see `records.AveragingRecord`)."""
+
+
+def ema(config: EMAConfig, num_steps: int) -> Rule:
+    """Returns the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`, optionally with a warm-up of the decay."""
+
+    def rule(step: int, age: int) -> float:
+        count, remainder = divmod(age, config.every)
+        if remainder:
+            return 0.0
+        return 1 - (min(config.decay, (1 + count) / (10 + count)) if config.warmup else config.decay)
+
+    return rule
+
+
+def mean(config: MeanConfig, num_steps: int) -> Rule:
+    """Returns the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn` from the first step of the mean on."""
+    start = config.start(num_steps)
+
+    def rule(step: int, age: int) -> float:
+        if step <= start:
+            return 1.0
+        count, remainder = divmod(age, config.every)
+        return 0.0 if remainder else 1 / (count + 1)
+
+    return rule
+
+
 @hookimpl
 def sley_records() -> list[Record]:
     return [
-        AveragingRecord(name="ema", config=EMAConfig, build="sley_optim.averaging:ema"),
-        AveragingRecord(name="mean", config=MeanConfig, build="sley_optim.averaging:mean"),
+        AveragingRecord(name="ema", config=EMAConfig, build="sley_optim.plugin:ema"),
+        AveragingRecord(name="mean", config=MeanConfig, build="sley_optim.plugin:mean"),
         OptimizerRecord(
             name="muon", config=MuonConfig, build="sley_optim.muon:build", scope="per_matrix", roles="sley_optim.muon:roles"
         ),

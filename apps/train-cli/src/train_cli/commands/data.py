@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from sley_core.data.dataset import IGNORE_INDEX, SOURCE, AnyDataset, DataContext, DataRows, Split, is_stream
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE, DataContext, Split, is_stream
 from sley_core.errors import UsageError
 from sley_core.files import replace_atomically
 from sley_core.plan.load import load_plan
@@ -21,7 +21,7 @@ from train_cli.console import print_line
 from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
 
 if TYPE_CHECKING:
-    from sley_core.data.dataset import Dataset, TextIds
+    from sley_core.data.dataset import AnyDataset, Dataset, TextIds
     from sley_core.plan.plan import Component
 
 data = typer.Typer(no_args_is_help=True, help="Show the data as a plan's model receives it.")
@@ -54,18 +54,18 @@ def show(
     data, data_split = resolved.data, split
     if split not in ("train", "held_out"):
         data, data_split = sets[split].data, "held_out" if sets[split].keys.split == "held_out" else "train"
-    rows = _open_rows(data, DataContext(resolved.run.seed, cast(Split, data_split)))
-    counts = _counts(rows)
-    if sample is not None and sample >= len(rows):
-        raise UsageError("no-sample", f"the split has {len(rows)} samples, 0 to {len(rows) - 1}")
-    row = rows.row(sample) if sample is not None else None
+    dataset = _open_tokens(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    counts = _counts(dataset)
+    if sample is not None and sample >= len(dataset):
+        raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
+    row = _read_row(dataset, sample) if sample is not None else None
     if form is OutputFormat.json:
-        value = {"split": split, "samples": len(rows), **counts}
+        value = {"split": split, "samples": len(dataset), **counts}
         if row is not None:
-            value["sample"] = {name: list(values) for name, values in row.items()}
+            value["sample"] = row
         print(json.dumps(value))
         return
-    print(f"{split}: {len(rows)} samples")
+    print(f"{split}: {len(dataset)} samples")
     for name, count in counts.items():
         if name == "dropped":
             for reason, number in count.items():
@@ -120,62 +120,50 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Opens a dataset, which may import torch."""
+    """Opens a dataset. Imports torch for your own dataset, and if the dataset's module does."""
+    if data.record is not None:
+        return cast("AnyDataset", data.build(context))
     from sley_core.data.factory import open_dataset
 
     return open_dataset(data, context)
 
 
-def _open_rows(data: Component, context: DataContext) -> DataRows:
-    record = data.record
-    rows: DataRows | None = None
-    if isinstance(record, DatasetRecord) and record.rows is not None:
-        rows = record.load(record.rows)(data.config, context)
-    return rows or _DatasetRows(data, context)
+def _open_tokens(data: Component, context: DataContext) -> Dataset:
+    """Opens a dataset of token ids. Raises UsageError "no-tokens" for other data and for streams."""
+    dataset = _open_dataset(data, context)
+    if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
+        hint = "use a dataset with a length whose samples have `tokens` and `labels`"
+        raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
+    return cast("Dataset", dataset)
 
 
-def _counts(rows: DataRows) -> dict[str, Any]:
-    """Returns the counts of the rows, with their packing efficiency."""
-    counts = dict(_count_samples(rows) if rows.counts is None else rows.counts)
+def _read_row(dataset: Dataset, index: int) -> dict[str, list[int]]:
+    """Returns sample `index` as lists. Imports torch."""
+    return {name: value.reshape(-1).tolist() for name, value in dataset[index].items()}
+
+
+def _counts(dataset: Dataset) -> dict[str, Any]:
+    """Returns the counts of the samples, with their packing efficiency."""
+    counts = dict(getattr(dataset, "counts", None) or _count_samples(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
     return counts
 
 
-def _count_samples(rows: DataRows) -> dict[str, Any]:
+def _count_samples(dataset: Dataset) -> dict[str, Any]:
     """Counts the first `_MAX_COUNTED` samples one by one. `sources`: the counts of each source by name, if there are any."""
-    names: Sequence[str] = getattr(rows, "sources", ())
+    names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
-    for index in range(min(len(rows), _MAX_COUNTED)):
-        row = rows.row(index)
+    for index in range(min(len(dataset), _MAX_COUNTED)):
+        row = _read_row(dataset, index)
         source = row[SOURCE][0] if names else 0
         counts[source].update(samples=1, tokens=len(row["labels"]), trained=sum(label >= 0 for label in row["labels"]))
-    num_left = len(rows) - _MAX_COUNTED
+    num_left = len(dataset) - _MAX_COUNTED
     dropped = {f"not counted: samples after the first {_MAX_COUNTED}": num_left} if num_left > 0 else {}
     tokens, trained = (sum(count[key] for count in counts) for key in ("tokens", "trained"))
     totals = {"documents": None, "padding": None, "longest": None, "tokens": tokens, "trained": trained, "positions": tokens}
     by_source = {"sources": dict(zip(names, map(dict, counts), strict=True))} if names else {}
     return {**totals, "dropped": dropped, **by_source}
-
-
-class _DatasetRows:
-    """Implements `DataRows` for any dataset of token ids. Raises UsageError "no-tokens" for other data and for streams."""
-
-    counts = None
-
-    def __init__(self, data: Component, context: DataContext) -> None:
-        dataset = _open_dataset(data, context)
-        if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
-            hint = "use a dataset with a length whose samples have `tokens` and `labels`"
-            raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
-        self._dataset = cast("Dataset", dataset)
-        self.sources: Sequence[str] = getattr(dataset, "sources", ())
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def row(self, index: int) -> Mapping[str, Sequence[int]]:
-        return {name: value.reshape(-1).tolist() for name, value in self._dataset[index].items()}
 
 
 def _text_ids(data: Component) -> TextIds | None:

@@ -6,7 +6,6 @@ from sley_core.data.dataset import SOURCE as SOURCE
 from sley_core.data.dataset import TOKEN_FIELDS as TOKEN_FIELDS
 from sley_core.data.dataset import DataContext as DataContext
 from sley_core.data.dataset import DataInfo as DataInfo
-from sley_core.data.dataset import DataRows as DataRows
 from sley_core.data.dataset import Dataset as Dataset
 from sley_core.data.dataset import Field as Field
 from sley_core.data.dataset import Order as Order

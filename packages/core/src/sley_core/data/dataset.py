@@ -94,6 +94,9 @@ class Dataset(Protocol):
     set_epoch: `set_epoch(epoch)` is called before the samples of an epoch are read.
     data_digest: a text that changes if any sample changes. A resumed run then rejects changed data. Without it, the run
         compares a few samples and only warns.
+    counts: a dict for `train-cli data show` with the numbers of `documents`, `tokens`, `trained` tokens (those with a label),
+        `positions` of all samples, and `padding` positions; `longest`, the tokens of the longest document; and `dropped`, the
+        skipped or truncated samples by reason. Without it, the command counts the samples one by one.
     is_ordered: True if the dataset orders each epoch itself; it is then read from index 0 to its end.
     sources: the names of the sources of a mixture. An int64 field `source` has the index of each sample's source. Metrics rows
         then have the loss and share of each source.
@@ -137,27 +140,6 @@ def is_stream(dataset: Any) -> bool:
     names = {f"{base.__module__}.{base.__qualname__}" for base in type(dataset).__mro__}
     has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return not has_index or "torch.utils.data.dataset.IterableDataset" in names
-
-
-class DataRows(Protocol):
-    """The samples of one split as lists of numbers, without torch, for `train-cli data show`.
-
-    An optional attribute `sources` has the names of the sources; the samples are then counted by source.
-    """
-
-    @property
-    def counts(self) -> Mapping[str, Any] | None:
-        """The numbers of `documents`, `tokens`, `trained` tokens (those with a label), `positions` of all samples, and
-        `padding` positions; `longest`, the tokens of the longest document; and `dropped`, the skipped or truncated samples by
-        reason. None: the caller counts the samples one by one.
-        """
-        ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Mapping[str, Sequence[int]]:
-        """Returns the fields of sample `index`."""
-        ...
 
 
 class TextIds(Protocol):
