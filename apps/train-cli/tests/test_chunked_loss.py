@@ -40,7 +40,7 @@ def record_plans(plans: Sequence[Tables], folder: Path) -> list[Recorded]:
     return [record(tables, 3, folder=folder) for tables in plans]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_chunks_equal_the_plain_head_in_one_process(ranks: Any, texts: Path, kind: str, tied: bool) -> None:

@@ -374,7 +374,7 @@ def check(
     assert not failures, f"{len(failures)} cases are wrong\n" + "\n\n".join(failures)
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 3), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 2), (4, 1)])
 def test_a_fixed_sample_equals_a_plain_loop(ranks: Any, tmp_path: Path, world: int, count: int) -> None:
     check(ranks, tmp_path, range(count), world)
 
@@ -393,7 +393,7 @@ def test_matrix_optimizers_equal_a_plain_loop(ranks: Any, tmp_path: Path, part: 
     """The first part is small and fixed. The others are a campaign of 200 new cases."""
     first = random.SystemRandom().randrange(10**6) * 1000 if part else 0
     print(f"numbers {first} on")
-    check(ranks, tmp_path, range(first, first + (20 if part else 3)), None if part else 4, draw_matrix_case)
+    check(ranks, tmp_path, range(first, first + (20 if part else 1)), None if part else 4, draw_matrix_case)
 
 
 def test_all_features_are_drawn() -> None:

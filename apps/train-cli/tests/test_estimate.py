@@ -44,7 +44,7 @@ def test_hosts_that_are_given_are_those_that_the_machine_prices(cli: Cli, plan: 
     (plan.parent / "machine.toml").write_text(tomli_w.dumps(small_machine(links=links)), "utf-8")
     machine = ("--machine", plan.parent / "machine.toml")
     one_host, two_hosts = (("--nodes", "1", "--per-node", "2"), ("--nodes", "2", "--per-node", "1"))
-    for command, hosts in ((("estimate",), one_host), (("estimate",), two_hosts), (("show", "--timeline"), two_hosts)):
+    for command, hosts in ((("estimate",), one_host), (("show", "--timeline"), two_hosts)):
         told = cli(command[0], plan, *command[1:], *machine, *hosts)
         assert told.code == 0, told.err
         step = float(re.findall(r"a step takes ([\d.e-]+) s", told.out)[0])

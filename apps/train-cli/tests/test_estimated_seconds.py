@@ -34,7 +34,7 @@ FEW = (1, 2, 1, 2)
 """Shares of the layers of eight ranks, and of two."""
 UNIT_S = {MANY: 0.010, FEW: 0.050}
 """Seconds that one sample takes of a layer with a share of 1, in F, in I, in W: long against what a busy core wakes late."""
-GLOBAL = {MANY: 16, FEW: 8}
+GLOBAL = {MANY: 16, FEW: 4}
 
 
 Layout = tuple[int, int, int, str, str, str]
@@ -187,9 +187,9 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 
 SAMPLE = [
-    (2, 1, 2, "pp.zero_bubble_v", "pp.uniform", "core.keep"),
-    (2, 1, 2, "pp.one_f_one_b", "pp.uniform", "core.keep"),
-    (1, 2, 2, "", "", "core.recompute"),
+    (2, 1, 1, "pp.zero_bubble_v", "pp.uniform", "core.keep"),
+    (2, 1, 1, "pp.one_f_one_b", "pp.uniform", "core.keep"),
+    (1, 2, 1, "", "", "core.recompute"),
 ]
 
 

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from sley_core.metrics.jsonl import read_rows
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.processes import assert_none_left, processes_with
 from train_cli import rank
-from train_cli.local_launch import _SignalForwarder
-from train_cli.stopping import exit_codes
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -102,18 +99,6 @@ def test_a_signal_in_a_factory_is_no_error_of_the_factory(start: Start, own_mode
     assert "error[" not in result.err
 
 
-def test_a_launcher_prints_reminders_while_a_step_has_not_ended() -> None:
-    lines: list[str] = []
-    signals = _SignalForwarder(lines.append, exit_codes())
-    signals.remind()
-    assert lines == [], "there was no signal"
-    signals.first = signal.SIGINT
-    signals._first_signal_s = signals._last_reminder_s = time.monotonic() - 11
-    signals.remind()
-    signals.remind()
-    assert lines == ["still in this step after 11 s; Ctrl-C again stops at once"]
-
-
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -154,8 +139,8 @@ def test_torchrun_names_the_rank_that_failed_first(start: Start, own_model: Own)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("shell", "num_notes"), [("2>&1 | head -n 1", 1), ("2>&- | head -n 1", 0)])
-def test_a_run_continues_if_nobody_reads_its_output(plan: Path, folder: Path, shell: str, num_notes: int) -> None:
+@pytest.mark.parametrize("shell", ["2>&1 | head -n 1", "2>&- | head -n 1"])
+def test_a_run_continues_if_nobody_reads_its_output(plan: Path, folder: Path, shell: str) -> None:
     command = f"{sys.executable} -m train_cli run plan.toml --set parallel.dp=1 --set run.steps=30 {shell}"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "SLEY_TEST_PROGRAM": str(folder)}
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, env=environ, capture_output=True, timeout=60)
@@ -163,7 +148,6 @@ def test_a_run_continues_if_nobody_reads_its_output(plan: Path, folder: Path, sh
     assert result.returncode == 0, result
     content = summary(folder)
     assert (content["outcome"], content["steps"]) == ("finished", 30)
-    assert len(content["notes"]) == num_notes, content["notes"]
     assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8").startswith('{"step": 1,')
 
 

@@ -6,30 +6,24 @@ import io
 import json
 import re
 import signal
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
-from train_cli.console import Settings, render, show
-from train_cli.faults import _SLEY_MODULES, Fault, find_cause, read_report, write_late_report, write_report
+from train_cli.console import Settings, format_diagnostics, print_fault
+from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, read_report, write_late_report, write_report
 from train_cli.options import MessageFormat
 
 
-@dataclass
-class Failure:
-    exitcode: int
-    timestamp: int
-    error_file_data: dict[str, Any] = field(default_factory=dict)
+def failure(rank: int, code: int, at: float) -> FailedRank:
+    return FailedRank(rank, code, None, at)
 
 
-def reported(error: Exception, at: float, code: int = 1) -> Failure:
-    diagnostics = [vars(diagnostic) for diagnostic in Fault.of(error).diagnostics]
-    fault = {"diagnostics": diagnostics, "exit_code": code, "trace": "the trace"}
-    return Failure(code, int(at), {"sley": {"fault": fault, "time": at}})
+def reported(rank: int, error: Exception, at: float, code: int = 1) -> FailedRank:
+    return FailedRank(rank, code, replace(Fault.of(error), exit_code=code), at)
 
 
 KILLED = -signal.SIGKILL
@@ -39,46 +33,46 @@ LATE = RunError("collective-failed", "the exchange with rank 1 did not end withi
 STOPPED = "it is stopped, for example by SIGSTOP"
 
 
-def late(code: str) -> Failure:
-    return reported(RunError(code, "it was at own.py:13"), 13.0, 143)
+def late(rank: int, code: str) -> FailedRank:
+    return reported(rank, RunError(code, "it was at own.py:13"), 13.0, 143)
 
 
 @pytest.mark.parametrize(
     ("failures", "silent", "message"),
     [
         pytest.param(
-            {0: reported(CLOSED, 10.98), 1: Failure(KILLED, 11)}, {}, "rank 1 of 4 was killed by SIGKILL", id="killed"
+            [reported(0, CLOSED, 10.98), failure(1, KILLED, 11)], {}, "rank 1 of 4 was killed by SIGKILL", id="killed"
         ),
-        pytest.param({0: reported(BAD, 10.0), 1: Failure(KILLED, 40)}, {}, "rank 0 of 4: token 999", id="killed long after"),
-        pytest.param({0: reported(CLOSED, 12.5), 3: reported(BAD, 12.1)}, {}, "rank 3 of 4: token 999", id="the first report"),
+        pytest.param([reported(0, BAD, 10.0), failure(1, KILLED, 40)], {}, "rank 0 of 4: token 999", id="killed long after"),
+        pytest.param([reported(0, CLOSED, 12.5), reported(3, BAD, 12.1)], {}, "rank 3 of 4: token 999", id="the first report"),
         pytest.param(
-            {0: Failure(-signal.SIGABRT, 10), 1: reported(BAD, 10.2)}, {}, "rank 1 of 4: token 999", id="aborted peers"
+            [failure(0, -signal.SIGABRT, 10), reported(1, BAD, 10.2)], {}, "rank 1 of 4: token 999", id="aborted peers"
         ),
         # Whatever the peers' clocks say.
         *(
-            pytest.param({0: reported(CLOSED, when), 1: Failure(-signal.SIGABRT, 11)}, {}, "rank 1 of 4 was killed by SIGABRT")
+            pytest.param([reported(0, CLOSED, when), failure(1, -signal.SIGABRT, 11)], {}, "rank 1 of 4 was killed by SIGABRT")
             for when in (10.2, 9.0, 3600.0)
         ),
-        pytest.param({0: reported(CLOSED, 10.0), 1: Failure(KILLED, 4000)}, {}, "rank 1 of 4 was killed by SIGKILL"),
-        pytest.param({0: reported(CLOSED, 10.0), 1: reported(BAD, 4000.0)}, {}, "rank 1 of 4: token 999"),
-        pytest.param({1: Failure(7, 1), 0: Failure(143, 2)}, {}, "rank 1 of 4 exited with code 7 and left no report"),
-        pytest.param({0: reported(CLOSED, 5.0), 1: Failure(130, 5)}, {}, "only rank 1 of 4 was interrupted"),
-        pytest.param({0: reported(BAD, 5.0), 1: Failure(KILLED, 20)}, {1: ""}, "rank 0 of 4: token 999", id="hung, no cause"),
+        pytest.param([reported(0, CLOSED, 10.0), failure(1, KILLED, 4000)], {}, "rank 1 of 4 was killed by SIGKILL"),
+        pytest.param([reported(0, CLOSED, 10.0), reported(1, BAD, 4000.0)], {}, "rank 1 of 4: token 999"),
+        pytest.param([failure(1, 7, 1), failure(0, 143, 2)], {}, "rank 1 of 4 exited with code 7 and left no report"),
+        pytest.param([reported(0, CLOSED, 5.0), failure(1, 130, 5)], {}, "only rank 1 of 4 was interrupted"),
+        pytest.param([reported(0, BAD, 5.0), failure(1, KILLED, 20)], {1: ""}, "rank 0 of 4: token 999", id="hung, no cause"),
         pytest.param(
-            {0: reported(LATE, 5.0), 1: reported(LATE, 6.0), 3: Failure(KILLED, 20)},
+            [reported(0, LATE, 5.0), reported(1, LATE, 6.0), failure(3, KILLED, 20)],
             {3: STOPPED},
             f"rank 3 of 4 did not respond: {STOPPED}",
         ),
         pytest.param(
-            {0: reported(LATE, 5.0), 1: late("rank-waiting"), 2: late("rank-late")},
+            [reported(0, LATE, 5.0), late(1, "rank-waiting"), late(2, "rank-late")],
             {},
             "rank 2 of 4 did not respond: it was at own.py:13",
             id="busy, and not waiting",
         ),
-        pytest.param({0: reported(LATE, 5.0), 1: late("rank-waiting")}, {}, f"rank 0 of 4: {LATE.diagnostics[0].message}"),
+        pytest.param([reported(0, LATE, 5.0), late(1, "rank-waiting")], {}, f"rank 0 of 4: {LATE.diagnostics[0].message}"),
     ],
 )
-def test_the_first_failure_is_shown(failures: dict[int, Failure], silent: dict[int, str], message: str) -> None:
+def test_the_first_failure_is_shown(failures: list[FailedRank], silent: dict[int, str], message: str) -> None:
     fault = find_cause(failures, 4, silent)
     assert [diagnostic.message for diagnostic in fault.diagnostics] == [message]
     assert fault.exit_code == 1
@@ -86,13 +80,13 @@ def test_the_first_failure_is_shown(failures: dict[int, Failure], silent: dict[i
 
 def test_equal_failures_of_all_ranks_are_shown_once() -> None:
     wrong = PlanError("model-init", "no first value")
-    fault = find_cause({0: reported(wrong, 1.0, 3), 1: reported(wrong, 1.1, 3)}, 2)
+    fault = find_cause([reported(0, wrong, 1.0, 3), reported(1, wrong, 1.1, 3)], 2)
     assert ([diagnostic.message for diagnostic in fault.diagnostics], fault.exit_code) == (["no first value"], 3)
 
 
 def test_ranks_that_a_signal_ended_have_no_diagnostics() -> None:
-    assert find_cause({0: Failure(130, 1), 1: Failure(130, 1)}, 2) == Fault((), 130)
-    assert find_cause({1: Failure(-signal.SIGTERM, 1)}, 2) == Fault((), 143)
+    assert find_cause([failure(0, 130, 1), failure(1, 130, 1)], 2) == Fault((), 130)
+    assert find_cause([failure(1, -signal.SIGTERM, 1)], 2) == Fault((), 143)
 
 
 @pytest.fixture
@@ -192,15 +186,15 @@ def test_the_full_form_has_the_source_line() -> None:
         hint: did you mean `bucket_mb`?
 
         """
-    assert render([TYPO], MessageFormat.full) == dedent(expected)
-    assert render([DIED], MessageFormat.full) == "error[rank-died]: rank 1 of 2 was killed by SIGKILL\n\n"
-    painted = render([TYPO], MessageFormat.full, color=True)
+    assert format_diagnostics([TYPO], MessageFormat.full) == dedent(expected)
+    assert format_diagnostics([DIED], MessageFormat.full) == "error[rank-died]: rank 1 of 2 was killed by SIGKILL\n\n"
+    painted = format_diagnostics([TYPO], MessageFormat.full, color=True)
     assert "\x1b[" in painted
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == dedent(expected)
 
 
 def test_the_short_form_is_one_line_per_error() -> None:
-    assert render([TYPO, DIED, Diagnostic("code", "two\nlines")], MessageFormat.short).splitlines() == [
+    assert format_diagnostics([TYPO, DIED, Diagnostic("code", "two\nlines")], MessageFormat.short).splitlines() == [
         "plan.toml:24:1: error[unknown-key]: `buckt_mb` is not an option of `dp.bucketed` (hint: did you mean `bucket_mb`?)",
         "error[rank-died]: rank 1 of 2 was killed by SIGKILL",
         "error[code]: two lines",
@@ -209,7 +203,7 @@ def test_the_short_form_is_one_line_per_error() -> None:
 
 
 def test_the_json_form_is_one_object_per_line() -> None:
-    first, second = map(json.loads, render([TYPO, DIED], MessageFormat.json).splitlines())
+    first, second = map(json.loads, format_diagnostics([TYPO, DIED], MessageFormat.json).splitlines())
     place = {"file": "plan.toml", "line": 24, "column": 1, "path": "gradient_handlers.0.buckt_mb"}
     assert first == {"code": "unknown-key", **place, "message": TYPO.message, "hint": TYPO.hint}
     assert second == {"code": "rank-died", **dict.fromkeys(place), "message": DIED.message, "hint": None}
@@ -220,13 +214,13 @@ def test_the_json_form_is_one_object_per_line() -> None:
 )
 def test_carets_are_below_the_error(line: str, column: int, length: int, carets: str) -> None:
     diagnostic = Diagnostic("code", "message", place=Place("plan.toml", 3, column, length), source_line=line)
-    assert render([diagnostic], MessageFormat.full).splitlines()[3:5] == [f"3 | {line}", f"  | {carets}"]
+    assert format_diagnostics([diagnostic], MessageFormat.full).splitlines()[3:5] == [f"3 | {line}", f"  | {carets}"]
 
 
 def test_control_characters_are_replaced() -> None:
     diagnostic = Diagnostic("code", "a\x1b[31mb", place=Place("p", 1, 1), source_line="k\x1b[2J = 1", hint="h\x07")
     for form in (MessageFormat.full, MessageFormat.short):
-        assert not {"\x1b", "\x07"} & set(render([diagnostic], form))
+        assert not {"\x1b", "\x07"} & set(format_diagnostics([diagnostic], form))
 
 
 @pytest.mark.parametrize(
@@ -247,5 +241,5 @@ def test_form_and_color_depend_on_the_stream(
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stderr", stream)
-    show(Fault((TYPO,), 3), Settings())
+    print_fault(Fault((TYPO,), 3), Settings())
     assert ("-->" in stream.getvalue(), "\x1b[" in stream.getvalue()) == (is_full, has_color)

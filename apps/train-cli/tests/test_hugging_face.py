@@ -21,7 +21,7 @@ from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
-from train_cli.hugging_face import write_other_files
+from train_cli.commands.export import write_other_files
 from train_cli.saved import load_run_plan
 
 transformers = pytest.importorskip("transformers")

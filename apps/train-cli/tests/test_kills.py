@@ -30,7 +30,7 @@ NAME = "killed"
 LIFE_S = 60.0
 """How long a life may take on a machine that is busy with other tests."""
 
-STEPS = 12
+STEPS = 8
 PLAN = small_plan(
     run={"name": NAME, "steps": STEPS, "device": "cpu", "seed": 7, "log_every": 100},
     model__num_layers=2,
@@ -256,35 +256,23 @@ def killed(folder: Path, seed: int, layouts: list[str], num_kills: int, tables: 
     return told
 
 
-@pytest.mark.sample(1)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("seed", "layout"), [(1, "dp2 sharded"), (2, "interleaved")])
-def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(folder: Path, seed: int, layout: str) -> None:
-    assert any("killed" in line for line in killed(folder, seed, [layout], 2))
+@pytest.mark.parametrize("layouts", [["dp2 sharded"], ["dp2 bucketed", "wp2"]], ids=" or ".join)
+def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(folder: Path, layouts: list[str]) -> None:
+    assert any("killed" in line for line in killed(folder, 3, layouts, 1))
 
 
-@pytest.mark.timeout(300)
-def test_a_killed_run_ends_in_other_layouts_with_the_same_numbers(folder: Path) -> None:
-    assert any("killed" in line for line in killed(folder, 3, ["dp2 bucketed", "pp2", "wp2"], 2))
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1100)
-@pytest.mark.parametrize("layout", NAMES)
-def test_six_kills_in_one_layout(folder: Path, layout: str) -> None:
-    killed(folder, 100 + NAMES.index(layout), [layout], 6)
+CANONICAL = changed(PLAN, parallel={"reduction": "canonical"})
+CAMPAIGN = [
+    *((100 + index, [layout], PLAN) for index, layout in enumerate(NAMES)),
+    *((seed, NAMES, PLAN) for seed in range(200, 208)),
+    *((seed, [layout for layout in NAMES if "sp" not in layout], CANONICAL) for seed in range(300, 304)),
+]
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("seed", range(200, 208))
-def test_six_kills_and_a_layout_drawn_for_each_life(folder: Path, seed: int) -> None:
-    killed(folder, seed, NAMES, 6)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1100)
-@pytest.mark.parametrize("seed", range(300, 304))
-def test_canonical_sums_end_with_the_bits_of_one_process_whatever_the_layouts(folder: Path, seed: int) -> None:
-    layouts = [layout for layout in NAMES if "sp" not in layout]
-    killed(folder, seed, layouts, 6, changed(PLAN, parallel={"reduction": "canonical"}))
+@pytest.mark.parametrize(("seed", "layouts", "tables"), CAMPAIGN, ids=[str(seed) for seed, *_ in CAMPAIGN])
+def test_six_kills(folder: Path, seed: int, layouts: list[str], tables: Tables) -> None:
+    """A layout is drawn for each life."""
+    killed(folder, seed, layouts, 6, tables)

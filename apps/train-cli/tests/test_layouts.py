@@ -73,7 +73,7 @@ def one_process_bits(folder: Path, precision: str) -> Bits:
     return train_bits(changed(CANONICAL, **PRECISIONS[precision]), 2, folder=folder)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", WITHOUT_SLICES)
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path, layout: str, precision: str) -> None:
@@ -117,7 +117,7 @@ LATE: dict[str, tuple[str, Tables]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", LATE)
 def test_exchanges_that_happen_as_late_as_the_waits_allow_change_no_number(ranks: Any, texts: Path, case: str) -> None:
     """On CUDA, exchanges run on streams of their own, and only waits order them."""

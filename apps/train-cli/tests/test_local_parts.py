@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.utils.store import barrier
 
-from sley_core.comm.world import STORE
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
 from train_cli import environment
-from train_cli.local_launch import FileRendezvous, _scratch_folder, rank_variables
-from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_restart, lock, locked_run_folder
+from train_cli.local_launch import rank_variables
+from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_restart, locked_run_folder
 
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,17 +47,6 @@ def test_the_cpu_limit_of_a_cgroup_is_in_cores(tmp_path: Path, case: str) -> Non
 def test_a_fraction_of_a_core_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cgroup_cores", lambda _: 0.5)
     assert environment.num_cores() == 1
-
-
-def test_the_agent_needs_no_file_of_a_deleted_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STORE, "")
-    rendezvous = FileRendezvous(tmp_path / "scratch", "local")
-    (tmp_path / "scratch").mkdir()
-    store, first = rendezvous.next_rendezvous().store, os.environ[STORE]
-    rendezvous.next_rendezvous()
-    assert os.environ[STORE] != first, "each attempt has its own store"
-    shutil.rmtree(tmp_path / "scratch")
-    barrier(store, 1, "ended", barrier_timeout=1)
 
 
 def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -218,15 +204,3 @@ def test_cuda_without_a_device_is_refused(plan: Path, cli: Callable[..., Any], m
     result = cli("run", plan, "--set", 'run.device="cuda"')
     assert result.code == 1
     assert "--set #1: error[no-device]" in result.err
-
-
-def test_the_temporary_folder_of_a_launch_is_locked() -> None:
-    """Cleaners of temporary files keep a locked folder (tmpfiles.d(5))."""
-    with _scratch_folder() as path:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            with pytest.raises(BlockingIOError):
-                lock(file)
-        finally:
-            os.close(file)
-    assert not path.exists()

@@ -1,4 +1,4 @@
-"""Optimizers that read whole matrices have the same update in every layout, as in a plain loop."""
+"""Owners of matrices follow writes, offloads, freezes and skipped steps; test_drawn_models.py has their updates in layouts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import LAYOUTS, layout_of, num_ranks
+from layouts import layout_of, num_ranks
 
 from sley_core.engine.owners import update_work
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
-from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names, train_bits
+from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Tensors, assert_parity_of_parts, record, record_reference, running, weights
 
@@ -28,48 +27,6 @@ PLAN = small_plan(
     learning_rate={"use": "core.cosine"},
 )
 """257 tokens and 27 channels are no multiples of a number of ranks, so shards are padded."""
-
-
-MUON = {"factory": "torch.optim:Muon", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
-ONLY_MATRICES = changed(PLAN, model={"factory": "matrix_optimizers:perceptron"}, optimizer=MUON)
-NAMES = ["wp2 wdp2 sharded", "pp2 dp2 sharded", "dp2 sharded", "wp2", *LAYOUTS]
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("layout", dict.fromkeys(NAMES))
-def test_layouts_have_the_update_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
-    tables = layout_of(layout, PLAN)
-    results = ranks(num_ranks(tables))(record, tables, 3, folder=texts)
-    assert_parity_of_parts(record_reference(PLAN, 3, folder=texts), results, "fp64")
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("layout", [name for name in dict.fromkeys(NAMES) if "sp2" not in name])
-def test_canonical_muon_has_the_bits_of_one_process(ranks: Any, texts: Path, layout: str) -> None:
-    """torch's Muon rounds to bfloat16, where a last bit of a gradient may change many; with canonical sums there is none."""
-    plan = changed(ONLY_MATRICES, precision__compute="bf16", parallel__reduction="canonical")
-    tables = layout_of(layout, plan)
-    bits = ranks(num_ranks(tables), 120)(train_bits, tables, 2, folder=texts)
-    assert differing_names([train_bits(plan, 2, folder=texts)], bits) == []
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("layout", "resumed"),
-    [
-        ("dp2 sharded", "wp2"),
-        ("wp2", "dp2 sharded"),
-        ("wp2 wdp2 sharded", "pp2 dp2 sharded"),
-        ("zero bubble", "wp2 wdp2 sharded"),
-    ],
-)
-def test_other_layouts_resume_a_checkpoint(ranks: Any, texts: Path, tmp_path: Path, layout: str, resumed: str) -> None:
-    (uninterrupted,) = ranks(1).once(stretch, PLAN, 4, folder=texts)
-    tables, target = layout_of(layout, PLAN), layout_of(resumed, PLAN)
-    ranks(num_ranks(tables), 120)(stretch, tables, 2, folder=texts, save=tmp_path / "saved")
-    results = ranks(num_ranks(target), 120)(stretch, target, 2, folder=texts, load=tmp_path / "saved")
-    assert any("momentum" in name for result in results for name in result.states)
-    assert_resumed_parity(uninterrupted, results, "fp64")
 
 
 def write_and_offload(tables: Tables, folder: Path) -> Tensors:

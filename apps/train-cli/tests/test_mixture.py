@@ -92,7 +92,7 @@ def reference(folder: Path) -> Recorded:
     return recorded
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, reference: Recorded, layout: str) -> None:
     recorded = ranks(2)(record, mixed_plan(**LAYOUTS[layout]), NUM_STEPS, folder=folder)

@@ -191,7 +191,7 @@ SEED = int(os.environ.get("SLEY_TEST_SEED", "38"))
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if may_differ(kind, layout)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_a_rank_that_differs(ranks: Any, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str) -> None:
     monkeypatch.syspath_prepend(OWN)

@@ -12,11 +12,6 @@ import torch.nn.functional as F
 from drawn_model import VOCABULARY
 from torch import Tensor, nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.errors import PlanError
-from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.habits import Embed
 from sley_testing.plans import Tables, changed, small_plan
@@ -73,19 +68,6 @@ def test_each_bucket_is_reduced_once_after_its_last_gradient(
         assert sizes == buckets
         assert len(actions) == len(buckets)
         assert set(actions) <= last_actions
-
-
-def test_ties_need_a_handler_after_the_reducer(texts: Path) -> None:
-    """Without a list of handlers, core adds the handler of ties."""
-    plan = TIED | in_stages("pp.one_f_one_b", BUCKETED, TIES, dp=2)
-    assert check_plan(plan_from_dict(plan, texts), 4) == []
-    plan["gradient_handlers"] = [BUCKETED]
-    with World.fake(0, 4) as world, pytest.raises(PlanError, match="stages \\[0, 1\\] share a parameter"):
-        assemble(plan_from_dict(plan, texts), world)
-    plan["gradient_handlers"] = [TIES, BUCKETED]
-    assert [problem.code for problem in check_plan(plan_from_dict(plan, texts), 4)] == ["handler-order"]
-    del plan["gradient_handlers"]
-    assert [handler.name for handler in plan_from_dict(plan, texts).gradient_handlers] == ["core.each", "pp.shared_modules"]
 
 
 HIDDEN = 8

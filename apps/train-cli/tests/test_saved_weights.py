@@ -55,7 +55,7 @@ def read(folder: Path) -> Tensors:
     return {name: files.tensor(name) for name in files.names}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_have_the_weights_of_the_ranks(ranks: Any, texts: Path, tmp_path: Path, layout: str) -> None:
     tables = changed(PLAN, **LAYOUTS[layout])

@@ -21,7 +21,7 @@ from sley_estimate.search.find import estimate_plan, search_layouts
 from sley_estimate.search.layouts import Layout, Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
 from sley_estimate.testing import small_machine
-from sley_testing.plans import changed, small_plan
+from sley_testing.plans import changed, small_plan, write_texts
 from train_cli.environment import num_cores
 
 
@@ -33,8 +33,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
-    plan = small_plan(data=data, model__num_layers=4, batch={"global_size": 8, "micro_size": 1})
+    write_texts(tmp_path)
+    plan = small_plan(model__num_layers=2, batch={"global_size": 8, "micro_size": 1})
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan), "utf-8")
     (tmp_path / "machine.toml").write_text(tomli_w.dumps(small_machine()), "utf-8")
     return tmp_path
@@ -58,7 +58,6 @@ def test_fastest_layout_is_written_and_equals_estimate(
 ) -> None:
     best = given / "best.toml"
     kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "activations") for word in ("--keep", axis)]
-    kept += ["--set", "model.num_layers=2"]
     done = searched("--world", "2", "--write", str(best), "--top", "2", *kept)
     assert done.code == 0, done.err
     seconds = [row_seconds for row_seconds, _ in rows_of(done.out)]

@@ -66,7 +66,7 @@ def test_examples_agree_with_one_process(verified: Verified, texts: Path, path: 
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("use", "messages"),
     [

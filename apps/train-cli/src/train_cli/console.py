@@ -38,7 +38,7 @@ def print_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def show(fault: Fault, settings: Settings) -> None:
+def print_fault(fault: Fault, settings: Settings) -> None:
     """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
     stream = sys.stderr
     form = settings.message_format or (MessageFormat.full if stream.isatty() else MessageFormat.short)
@@ -46,11 +46,11 @@ def show(fault: Fault, settings: Settings) -> None:
     with suppress(OSError, ValueError):
         if settings.traceback and fault.trace:
             print(fault.trace, file=stream)
-        stream.write(render(fault.diagnostics, form, color=color))
+        stream.write(format_diagnostics(fault.diagnostics, form, color=color))
         stream.flush()
 
 
-def render(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:
+def format_diagnostics(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:
     """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number."""
     problems = list(diagnostics)
     if form is MessageFormat.json:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -122,7 +122,9 @@ def _user_code_location(frames: Sequence[FrameType], lines: Sequence[int]) -> tu
     return None, None
 
 
-_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable with the path of a rank's error file, from torchrun or our launcher."""
+
 _KEY = "sley"
 
 _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
@@ -143,7 +145,7 @@ def write_report(fault: Fault) -> None:
     The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
     has the diagnostics, which our launcher prints once. The file is written completely or not at all.
     """
-    name = os.environ.get(_FILE)
+    name = os.environ.get(ERROR_FILE)
     if not name or Path(name).exists():
         return
     time_s = time.time()
@@ -207,38 +209,37 @@ _SIGNAL_HINTS: dict[int, str] = {
 }
 
 
-class Failure(Protocol):
-    """The fields that we read of torchelastic's `ProcessFailure`; a negative exit code is a signal."""
-
-    exitcode: int
-    error_file_data: dict[str, Any]
-    timestamp: int
-
-
 @dataclass(frozen=True)
-class _FailedRank:
-    """A failed rank. failed_at_s: the time of its failure in seconds since the epoch, estimated if it left no report."""
+class FailedRank:
+    """A rank that has failed. code: its exit code; negative for a signal. fault: None without a report. failed_at_s: the time
+    of its failure in seconds since the epoch, estimated if there is no report.
+    """
 
     rank: int
     code: int
     fault: Fault | None
     failed_at_s: float
 
+    @classmethod
+    def read(cls, rank: int, code: int, error_file: Path) -> FailedRank:
+        """Returns a rank that has just ended with `code`, with the report in `error_file` if there is one."""
+        with suppress(OSError, ValueError):
+            if report := read_report(json.loads(error_file.read_text("utf-8"))):
+                return cls(rank, code, *report)
+        return cls(rank, code, None, time.time() - _SLACK_S)
+
     def has_code(self, *codes: str) -> bool:
         return self.fault is not None and self.fault.diagnostics[:1] != () and self.fault.diagnostics[0].code in codes
 
 
-def find_cause(failures: Mapping[int, Failure], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
-    """Returns one fault for a run of `size` ranks from its `failures` by rank, which must not be empty.
+def find_cause(ranks: Sequence[FailedRank], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
+    """Returns one fault for a run of `size` ranks from its failed `ranks`, of which there must be at least one.
 
     silent: the last known state of ranks that had to be killed. Ranks that only obeyed a signal are not blamed; if all did,
     the fault has no diagnostics and their exit code.
     """
-    assert failures, "no rank failed"
-    ranks = []
-    for number, failure in sorted(failures.items()):
-        fault, failed_at_s = read_report(failure.error_file_data) or (None, failure.timestamp - _SLACK_S)
-        ranks.append(_FailedRank(number, failure.exitcode, fault, failed_at_s))
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    assert ranks, "no rank failed"
     reported_late = [rank for rank in ranks if rank.has_code(_BUSY, _WAITING)]
     active = [rank for rank in ranks if rank not in reported_late and (rank.fault or rank.rank not in silent)]
     failed = [rank for rank in active if rank.fault or rank.code not in _SIGNAL_CODES]
@@ -250,14 +251,8 @@ def find_cause(failures: Mapping[int, Failure], size: int, silent: Mapping[int, 
     interrupted = [rank for rank in active if waiting and rank.code == EXIT_INTERRUPTED]
     if interrupted:
         message = f"only rank {interrupted[0].rank} of {size} was interrupted"
-        return Fault(
-            (
-                Diagnostic(
-                    "rank-died", message, hint="check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
-                ),
-            ),
-            1,
-        )
+        hint = "check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
+        return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
     if waiting:
         first = min(waiting, key=lambda rank: rank.failed_at_s)
         busy = {rank.rank: rank.fault for rank in reported_late if rank.fault and not rank.has_code(_WAITING)}
@@ -271,7 +266,7 @@ def find_cause(failures: Mapping[int, Failure], size: int, silent: Mapping[int, 
     return Fault((), code if code > 0 else 128 - code)
 
 
-def _label_fault(first: _FailedRank, failed: Sequence[_FailedRank], size: int) -> Fault:
+def _label_fault(first: FailedRank, failed: Sequence[FailedRank], size: int) -> Fault:
     """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same."""
     label = f"rank {first.rank} of {size}"
     if first.fault is not None:
@@ -290,7 +285,7 @@ def _label_fault(first: _FailedRank, failed: Sequence[_FailedRank], size: int) -
     return Fault((Diagnostic("rank-died", f"{label} was killed by {name}", hint=_SIGNAL_HINTS.get(number)),), EXIT_RUN_FAILED)
 
 
-def _hung_fault(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: _FailedRank | None) -> Fault:
+def _hung_fault(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: FailedRank | None) -> Fault:
     """Returns the fault of ranks that did not answer.
 
     silent: the states of ranks without a report. busy: reports of where ranks were busy. waiting: a rank that waited for them.

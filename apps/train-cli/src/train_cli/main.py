@@ -88,7 +88,6 @@ Exit codes:
   4    plugin missing, broken, ambiguous or incompatible
   129  hung up (SIGHUP, as of a terminal that was closed)
   130  interrupted (Ctrl-C)
-  131  quit (SIGQUIT), with ranks on this machine
   138  warned by the batch system (SIGUSR1)
   140  warned by the batch system (SIGUSR2)
   143  terminated (SIGTERM)
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from train_cli.faults import Fault
 
         fault = Fault.of(error)
-        console.show(fault, settings)
+        console.print_fault(fault, settings)
         return fault.exit_code
     finally:
         if argv is None:

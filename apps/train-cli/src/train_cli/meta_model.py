@@ -27,7 +27,7 @@ from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from sley_core.records import ModelRecord
-from train_cli.progress import MIB, memory, parameters
+from train_cli.progress import format_bytes, format_parameters
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, DataInfo
@@ -53,7 +53,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         try:
             with assemble(plan, fake) as run:
                 info, dataset = run.assembly_info, run.dataset
-                notes = [parameters(info.num_parameters, info.num_trained), *run.notes, *shard_notes(plan, run)]
+                notes = [format_parameters(info.num_parameters, info.num_trained), *run.notes, *shard_notes(plan, run)]
             model = build_meta_model(plan, dataset.info)
             on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
             notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
@@ -85,10 +85,10 @@ def host_notes(model: Model, ranks_per_host: int) -> list[str]:
     notes, num_bytes = [], sum(tensors.values())
     if num_bytes:
         total, available = num_bytes * ranks_per_host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        note = f"each rank creates all first values on its host before it drops those of other ranks: {memory(num_bytes / MIB)}"
-        note += f", {memory(total / MIB)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
+        note = f"each rank creates all first values on its host before it drops those of other ranks: {format_bytes(num_bytes)}"
+        note += f", {format_bytes(total)} for {ranks_per_host} ranks on a host" if ranks_per_host > 1 else ""
         if total > available:
-            note += f"; this host has {memory(available / MIB)}: return builders (docs/save-resume-load.md)"
+            note += f"; this host has {format_bytes(available)}: return builders (docs/save-resume-load.md)"
         notes.append(note)
     if model.recipe is not None and model.recipe.needs_host:
         notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")

@@ -19,7 +19,7 @@ class OutputFormat(StrEnum):
 
 
 class MessageFormat(StrEnum):
-    """The format of diagnostics (see `console.render`)."""
+    """The format of diagnostics (see `console.format_diagnostics`)."""
 
     full = "full"
     short = "short"

@@ -94,7 +94,7 @@ class RankFaults(AbstractContextManager["RankFaults"]):
                 fault = replace(fault, diagnostics=tuple(labelled))
         write_report(fault)
         if shows and self._settings is not None:
-            console.show(fault, self._settings)
+            console.print_fault(fault, self._settings)
         if not self.has_begun:
             _notify_others(fault)
         if not shows and self._settings is not None:
@@ -114,7 +114,7 @@ def _has_remote_peers() -> bool:
     return STORE not in os.environ
 
 
-def meet(plan: Plan) -> Rendezvous | None:
+def open_rendezvous(plan: Plan) -> Rendezvous | None:
     """Checks that all ranks have the same plan and versions, and returns their rendezvous; None without remote peers.
 
     Raises RunError "preflight" on all ranks, or only on this rank if it does not find the others.

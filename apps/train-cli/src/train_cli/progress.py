@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from sley_core.evaluation import Best
+    from rich.progress import Progress
+
     from sley_core.plan.plan import Plan
+    from sley_core.run import Run
 
 Row = Mapping[str, float | int]
 
@@ -28,44 +28,13 @@ SUMMARY = "summary.json"
 NUM_LAST = 20
 """The number of last steps in the mean loss; a single step's loss depends mostly on its batch."""
 
-LONG_S = 300.0
-"""Seconds of steps from which a run without checkpoints prints a note."""
-
-TIMED_S = 1.0
-"""Seconds of steps after which the duration of the whole run is estimated."""
-
 MIB = 1 << 20
 JSONL = "core.jsonl"
 EVALUATED = "held_out/"
 """How the names of an evaluation's numbers begin, besides `held_out_loss`."""
 
 _REDRAW_S = 0.2
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """Describes a run before its first step.
-
-    parameters, trained: the number of elements of the model and of its trained parameters. samples_per_step: the samples of
-    all ranks. samples_per_epoch: None for a stream. tokens_per_sample: None for data without tokens or with several lengths.
-    device: the name of the device, such as `NVIDIA H100 80GB HBM3` or `cpu`. world: the number of ranks. plugins: distribution
-    and version by plugin. versions: the versions of Python and torch.
-    """
-
-    name: str
-    device: str
-    world: int
-    plugins: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    parameters: int = 0
-    trained: int = 0
-    samples_per_step: int = 0
-    samples_per_epoch: int | None = None
-    tokens_per_sample: int | None = None
-
-    def epochs(self, steps: int) -> float | None:
-        """Returns how often `steps` steps see each sample; None for a stream."""
-        return steps * self.samples_per_step / self.samples_per_epoch if self.samples_per_epoch else None
+"""The least number of seconds between two drawings of the line."""
 
 
 class RunTotals:
@@ -103,32 +72,30 @@ class RunTotals:
         self.evaluated |= {name: value for name, value in row.items() if name.startswith(EVALUATED) and value is not None}
 
 
-def summary(
-    info: RunInfo,
-    outcome: str,
-    totals: RunTotals,
-    counts: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
-    memory: Mapping[str, int] = MappingProxyType({}),
-    notes: Iterable[str] = (),
-    best: Best | None = None,
-    stopped_early: str = "",
-) -> dict[str, Any]:
+def num_epochs(run: Run, steps: int) -> float | None:
+    """Returns how often `steps` steps use each sample; None for a stream."""
+    num_samples = run.feed.num_samples if run.feed is not None else None
+    return steps * run.plan.batch.global_size / num_samples if num_samples else None
+
+
+def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the content of `summary.json`.
 
-    outcome: `"finished"`, `"interrupted"` or `"failed"`. counts, memory: `Run.counts` and `Run.memory.bytes` of rank 0. notes:
-    problems that did not end the run. best: the state of `keep_best`, if the plan has one. stopped_early: the reason why the
-    run finished before its last step, or "". Losses are null if there was no step, or no evaluation; `evaluation` has its
-    other numbers. `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if
-    not known, are means over all steps. `memory_mb` is the peak, as in the rows.
+    run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run. Losses
+    are null if there was no step, or no evaluation; `evaluation` has its other numbers. `best` is the state of `keep_best`.
+    `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not known, are
+    means over all steps. `memory_mb` is the peak, as in the rows.
     """
-    losses = list(totals.losses)
-    samples = totals.steps * info.samples_per_step
+    import torch
+
+    plan, best, losses = run.plan, run.best, list(totals.losses)
+    samples = totals.steps * plan.batch.global_size
 
     def per_s(amount: float) -> float | None:
         return amount / totals.seconds if amount and totals.seconds > 0 else None
 
     return {
-        "name": info.name,
+        "name": plan.run.name,
         "outcome": outcome,
         "steps": totals.steps,
         "skipped_steps": totals.skipped,
@@ -137,7 +104,7 @@ def summary(
         "held_out_loss": totals.held_out_loss,
         "evaluation": dict(totals.evaluated),
         "best": None if best is None else {"metric": best.table.metric, "value": best.value, "step": best.step},
-        "stopped_early": stopped_early or None,
+        "stopped_early": run.stopped_early or None,
         "tokens": totals.tokens,
         "trained_tokens": totals.trained_tokens,
         "seconds": totals.seconds,
@@ -147,21 +114,21 @@ def summary(
         "samples_per_s": per_s(samples),
         "tflops": per_s(totals.tflop),
         "mfu": per_s(totals.mfu_seconds),
-        "epochs": info.epochs(totals.steps),
-        "parameters": info.parameters,
-        "trained_parameters": info.trained,
-        "memory_bytes": dict(memory),
+        "epochs": num_epochs(run, totals.steps),
+        "parameters": run.assembly_info.num_parameters,
+        "trained_parameters": run.assembly_info.num_trained,
+        "memory_bytes": dict(run.memory.bytes),
         "memory_mb": totals.memory_mb,
-        "world": info.world,
-        "device": info.device,
-        "plugins": dict(info.plugins),
-        "versions": dict(info.versions),
-        "counts": {name: dict(values) for name, values in counts.items()},
+        "world": run.world.size,
+        "device": str(run.world.device),
+        "plugins": {name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "counts": {name: dict(values) for name, values in run.counts.items()},
         "notes": list(notes),
     }
 
 
-def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
+def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
     """Returns the lines that are shown before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
@@ -170,18 +137,19 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
 
     num_bytes: `Run.memory.bytes` of this rank, without the optimizer's states, which are allocated in the first step.
     """
-    steps = plan.run.steps
-    samples = f"{steps} step{'' if steps == 1 else 's'} of {info.samples_per_step} samples"
-    if (epochs := info.epochs(steps)) is not None:
+    plan, info, device = run.plan, run.assembly_info, str(run.world.device)
+    steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence
+    samples = f"{steps} step{'' if steps == 1 else 's'} of {size} samples"
+    if (epochs := num_epochs(run, steps)) is not None:
         samples += f" = {epochs:.2g} epochs"
-    if info.tokens_per_sample is not None:
-        samples += f" ({steps * info.samples_per_step * info.tokens_per_sample:,} tokens)"
+    if sequence is not None and run.samples.meter.unit == "tokens":
+        samples += f" ({steps * size * sequence:,} tokens)"
     memory_text = ", ".join(
-        f"{memory_of(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name]
+        f"{format_bytes(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name]
     )
-    counted = "whole process, libraries included" if info.device == "cpu" else "tensors on its GPU, activations included"
+    counted = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
     lines = [
-        ", ".join((ranks(info.world), parameters(info.parameters, info.trained), samples)),
+        ", ".join((format_rank_count(run.world.size), format_parameters(info.num_parameters, info.num_trained), samples)),
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]
@@ -195,7 +163,7 @@ def opening(info: RunInfo, plan: Plan, num_bytes: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
-def repeats(num_samples: int | None, plan: Plan) -> str:
+def repetition_note(num_samples: int | None, plan: Plan) -> str:
     """Returns a note if an evaluation of `plan` uses samples more than once; "" if not.
 
     num_samples: of the held-out data; None if it is not known, as for a stream.
@@ -220,30 +188,6 @@ def draws_line(stream: TextIO, *, is_allowed: bool = True) -> bool:
     return is_allowed and stream.isatty() and not plain
 
 
-class UnsavedNote:
-    """Reads the rows of a run without checkpoints, and adds one note to `notes` if its steps will take more than `LONG_S`."""
-
-    def __init__(self, num_steps: int, notes: list[str]) -> None:
-        self._num_steps = num_steps
-        self._notes = notes
-        self._num_timed = -1  # the first step, which warms everything up, does not count
-        self._seconds = 0.0
-        self._is_noted = False
-
-    def __call__(self, row: Row) -> None:
-        self._num_timed += 1
-        if self._is_noted or self._num_timed == 0:
-            return
-        self._seconds += row["seconds"]
-        all_s = self._seconds + self._seconds / self._num_timed * (self._num_steps - row["step"])
-        if all_s > LONG_S and self._seconds >= TIMED_S:
-            self._is_noted = True
-            consequence = "a run that fails or is killed loses all of its steps"
-            self._notes.append(
-                f"this run takes about {duration(all_s)} and saves no checkpoint: {consequence}; `[checkpoint]` saves it"
-            )
-
-
 class CompileNote:
     """Reads the rows of a compiled run. Adds the number of graphs to `notes` after the first step, and a warning after each
     step after the third that compiles again.
@@ -263,7 +207,7 @@ class CompileNote:
     def __call__(self, row: Row) -> None:
         self._num_steps += 1
         if self._num_steps == 1:
-            self._notes.append(f"the first step compiled {self._count_graphs()} graphs, in {duration(row['seconds'])}")
+            self._notes.append(f"the first step compiled {self._count_graphs()} graphs, in {format_duration(row['seconds'])}")
         reasons = self._recompile_reasons()
         new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in self._noted]
         self._noted |= reasons.keys()
@@ -272,11 +216,10 @@ class CompileNote:
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`.
+    """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`. Ignores failed writes.
 
-    line: redraw one line; otherwise print a line every `log_every`-th step and at the last. notes: the list to which the run
-    appends its notes; new ones are shown. write_error: the message about a failed write to the stream, after which nothing is
-    shown.
+    line: redraw a line with a bar; otherwise print a line every `log_every`-th step and at the last. notes: the list to which
+    the run appends its notes; new ones are shown.
     """
 
     def __init__(
@@ -286,20 +229,34 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
         self._first: tuple[int, float] | None = None
-        self.write_error: str | None = None
         self._notes = notes
         self._num_before = self._num_shown = len(notes)
-        self._line = _Line(num_steps, self._stream) if line else None
+        self._last_drawn_s = 0.0
+        self._progress: Progress | None = None
+        if line:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}", markup=False), BarColumn())
+            # A separate thread would take time from the run.
+            self._progress = Progress(*columns, console=Console(file=self._stream), auto_refresh=False, transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task("starting", total=num_steps)
 
     def __call__(self, row: Row) -> None:
         """Shows the row of one step."""
         step = int(row["step"])
-        text = self._text(step, row)
-        self._show_notes(step)
-        if self._line is not None:
-            self._write(step, partial(self._line.draw, step, text))
-        elif step % self._log_every == 0 or step == self._num_steps:
-            self._write(step, partial(print, text, file=self._stream, flush=True))
+        text, is_last = self._text(step, row), step == self._num_steps
+        with suppress(OSError, ValueError):
+            self._show_notes()
+            if self._progress is None:
+                if step % self._log_every == 0 or is_last:
+                    print(text, file=self._stream, flush=True)
+                return
+            self._progress.update(self._task, completed=step, description=text)
+            if time.monotonic() - self._last_drawn_s > _REDRAW_S or is_last:
+                self._last_drawn_s = time.monotonic()
+                self._progress.refresh()
 
     @property
     def new_notes(self) -> list[str]:
@@ -307,26 +264,18 @@ class Reporter(AbstractContextManager["Reporter"]):
         return list(self._notes[self._num_before :])
 
     def __exit__(self, *_: object) -> None:
-        self._show_notes(self._num_steps)
-        if self._line is not None:
-            self._write(self._num_steps, self._line.close)
+        with suppress(OSError, ValueError):
+            self._show_notes()
+            if self._progress is not None:
+                self._progress.stop()
 
-    def _show_notes(self, step: int) -> None:
+    def _show_notes(self) -> None:
         for note in self._notes[self._num_shown :]:
             self._num_shown += 1
-            show = partial(print, file=self._stream, flush=True) if self._line is None else self._line.print_above
-            self._write(step, partial(show, note))
-
-    def _write(self, step: int, show: Callable[[], None]) -> None:
-        """Calls `show`. After a write error, from a closed pipe or a full disk, nothing more is shown, but the run
-        continues.
-        """
-        if self.write_error is not None:
-            return
-        try:
-            show()
-        except (OSError, ValueError) as error:
-            self.write_error = f"progress was not shown after step {step}: {error}"
+            if self._progress is None:
+                print(note, file=self._stream, flush=True)
+            else:
+                self._progress.console.print(note, markup=False, highlight=False)  # above the line
 
     def _text(self, step: int, row: Row) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
@@ -335,52 +284,21 @@ class Reporter(AbstractContextManager["Reporter"]):
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
         parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in row if _is_loss_of_set(name)]
-        parts += [rate(row), memory(row["memory_mb"])]
+        parts += [format_rate(row), format_bytes(row["memory_mb"] * MIB)]
         time_s = time.monotonic()
         if self._first is None:  # the first step, which warms everything up, does not count
             self._first = step, time_s
         elif step > self._first[0]:
             left_s = (time_s - self._first[1]) / (step - self._first[0]) * (self._num_steps - step)
-            parts.append(f"{duration(left_s)} left")
+            parts.append(f"{format_duration(left_s)} left")
         return "  ".join(parts)
-
-
-class _Line:
-    """Redraws a bar and a text at most five times a second, in the run's thread, since a separate thread would take time from
-    it.
-    """
-
-    def __init__(self, num_steps: int, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = (TextColumn("{task.description}", markup=False), BarColumn())
-        self._progress = Progress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
-        self._progress.start()
-        self._task = self._progress.add_task("starting", total=num_steps)
-        self._num_steps = num_steps
-        self._last_drawn_s = 0.0
-
-    def draw(self, step: int, text: str) -> None:
-        """Updates bar and text; draws them if the last drawing is old enough, or at the last step."""
-        self._progress.update(self._task, completed=step, description=text)
-        if time.monotonic() - self._last_drawn_s > _REDRAW_S or step == self._num_steps:
-            self._last_drawn_s = time.monotonic()
-            self._progress.refresh()
-
-    def print_above(self, text: str) -> None:
-        """Prints `text` above the line."""
-        self._progress.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._progress.stop()
 
 
 def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
     """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any."""
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
-    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {duration(seconds)}"]
+    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {format_duration(seconds)}"]
     if summary["stopped_early"]:
         lines[0] += f", early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
@@ -393,18 +311,18 @@ def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = 
     lines += [f"  {name:<{width}}  {value:.4f}" for name, value in summary["evaluation"].items()]
     if (best := summary["best"]) is not None and best["value"] is not None:
         lines.append(f"  best           {best['value']:.4f} ({best['metric']}), from step {best['step']}")
-    if speed := rate(summary):
+    if speed := format_rate(summary):
         lines.append(f"  speed          {speed}")
     if "compile" in summary["counts"] and (first_s := summary["first_step_s"]) is not None:
         num_graphs = summary["counts"]["compile"]["graphs"]
-        lines.append(f"  first step     {duration(first_s)} with compilation ({num_graphs} graphs in the whole run)")
+        lines.append(f"  first step     {format_duration(first_s)} with compilation ({num_graphs} graphs in the whole run)")
     lines.append(f"  run folder     {folder}")
     if weights is not None:
         lines.append(f"  weights        {weights}")
     return "\n".join(lines)
 
 
-def rate(row: Mapping[str, Any]) -> str:
+def format_rate(row: Mapping[str, Any]) -> str:
     """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s  412 TFLOP/s  41.7% MFU`, the last two if they are known;
     `31 samples/s` for data without tokens; "" if it has none.
     """
@@ -423,19 +341,16 @@ def rate(row: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def memory(mib: float) -> str:
-    """Formats MiB: `812 MiB`, `31.2 GiB`."""
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
-
-
-def memory_of(count: int) -> str:
-    """Formats bytes: `12 KiB`, `1.5 MiB`, `31.2 GiB`."""
+def format_bytes(count: float) -> str:
+    """Formats bytes: `12 KiB`, `1.5 MiB`, `812 MiB`, `31.2 GiB`."""
     if count < MIB:
         return f"{count / 1024:.0f} KiB"
-    return memory(count / MIB) if count >= 10 * MIB else f"{count / MIB:.1f} MiB"
+    if count < 1024 * MIB:
+        return f"{count / MIB:.1f} MiB" if count < 10 * MIB else f"{count / MIB:.0f} MiB"
+    return f"{count / 1024 / MIB:.1f} GiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds: `8s`, `1m 02s`, `3h 05m`."""
     minutes, remaining = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -444,11 +359,11 @@ def duration(seconds: float) -> str:
     return f"{minutes}m {remaining:02}s" if minutes else f"{remaining}s"
 
 
-def ranks(count: int) -> str:
+def format_rank_count(count: int) -> str:
     """Formats a number of ranks: `1 rank`, `2 ranks`."""
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
-def parameters(count: int, trained: int) -> str:
+def format_parameters(count: int, trained: int) -> str:
     """Formats numbers of parameters: `1,000 parameters`, `8 of 1,000 parameters trained`."""
     return f"{count:,} parameters" if count == trained else f"{trained:,} of {count:,} parameters trained"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -26,21 +25,10 @@ from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_late_report, write_report
 from train_cli.main import disable_gc
-from train_cli.preflight import RankFaults, meet
-from train_cli.progress import (
-    SUMMARY,
-    CompileNote,
-    Reporter,
-    RunInfo,
-    RunTotals,
-    UnsavedNote,
-    closing_lines,
-    opening,
-    repeats,
-    summary,
-)
+from train_cli.preflight import RankFaults, open_rendezvous
+from train_cli.progress import SUMMARY, CompileNote, Reporter, RunTotals, closing_lines, opening_text, repetition_note, summary
 from train_cli.run_folder import recorder, write_plan
-from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, load, run_folder
+from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
 from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
 
 if TYPE_CHECKING:
@@ -83,7 +71,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
         if resume in (AUTO, RESTART) and is_finished(run, folder):
             _report_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return stopping.exit_code or EXIT_OK
-        run.notes.extend(load(run, folder, resume))
+        run.notes.extend(resume_run(run, folder, resume))
         with recorder().working(run.parts, run.feed, folder, run.notes):
             if run.num_steps_done >= plan.run.steps or run.stopped_early:  # all ranks have loaded one checkpoint
                 _report_finished(run, _save_final_weights(run, folder))
@@ -132,7 +120,9 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
         stopping = stack.enter_context(Stopping(user_output, report_stuck, terminated_s(plan), plan.run.stop_signals))
         try:
             timeout_s = plan.limits.start_timeout_s
-            worlds.append(stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=meet(plan))))
+            worlds.append(
+                stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=open_rendezvous(plan)))
+            )
             yield stack.enter_context(assemble(plan, worlds[0], folder=folder if writes else None)), stopping
         except Exception as error:
             if isinstance(error, SleyError):
@@ -157,16 +147,14 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
     write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
-    if run.held_out is not None and (note := repeats(run.held_out.num_samples, run.plan)):
+    if run.held_out is not None and (note := repetition_note(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     for row in read_rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
-    print_line("\n".join((opening(_run_info(run), run.plan, num_bytes), *run.notes)))
-    if run.plan.checkpoint is None:
-        run.readers.append(UnsavedNote(run.plan.run.steps, run.notes))
+    print_line("\n".join((opening_text(run, num_bytes), *run.notes)))
     if run.plan.model.config.compile:
         run.readers.append(CompileNote(run.notes, count_graphs, recompile_reasons))
     run.readers += [totals.add, reporter]
@@ -194,24 +182,7 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
 
 def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
     """Writes `summary.json` if a step was taken; returns its content."""
-    notes = [*reporter.new_notes, *([reporter.write_error] if reporter.write_error else [])]
-    content = summary(_run_info(run), outcome, totals, run.counts, run.memory.bytes, notes, run.best, run.stopped_early)
+    content = summary(run, outcome, totals, reporter.new_notes)
     if totals.steps:
         write_json(folder / SUMMARY, content)
     return content
-
-
-def _run_info(run: Run) -> RunInfo:
-    plan = run.plan
-    return RunInfo(
-        plan.run.name,
-        str(run.world.device),
-        run.world.size,
-        plugins={name: f"{plugin.dist} {plugin.version}" for name, plugin in plan.plugins.items()},
-        versions={"python": platform.python_version(), "torch": torch.__version__},
-        parameters=run.assembly_info.num_parameters,
-        trained=run.assembly_info.num_trained,
-        samples_per_step=plan.batch.global_size,
-        samples_per_epoch=run.feed.num_samples if run.feed is not None else None,
-        tokens_per_sample=run.dataset.info.sequence if run.samples.meter.unit == "tokens" else None,
-    )

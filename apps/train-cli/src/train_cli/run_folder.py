@@ -138,15 +138,10 @@ def check_unlocked(folder: Path) -> None:
             os.close(file)
 
 
-def lock(file: int) -> None:
-    """Locks an open file or folder for this process and its forks. Raises BlockingIOError if another process has locked it."""
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def _lock_or_raise(file: int) -> None:
-    """Locks `file`, or raises FolderInUseError; does nothing on file systems without locks."""
+    """Locks `file` for this process and its forks, or raises FolderInUseError; does nothing on file systems without locks."""
     try:
-        lock(file)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         try:
             pid = str(json.loads(os.pread(file, 1000, 0))["pid"])

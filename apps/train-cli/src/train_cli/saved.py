@@ -291,7 +291,7 @@ def finished_steps(folder: Path) -> int | None:
         return None
 
 
-def load(run: Run, folder: Path, resume: str | None) -> list[str]:
+def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
     """Loads the checkpoint `resume` into `run`, unless it is None; returns lines for the user. All ranks must call it.
 
     A restarted run continues from its own newest checkpoint, not from the one from which it started. If it has saved none, it
@@ -311,10 +311,12 @@ def load(run: Run, folder: Path, resume: str | None) -> list[str]:
     # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
     allow_fresh_start = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
     restored = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
-    return ["there is no checkpoint yet, so the run starts at step 1"] if restored is None else list(_report(run, restored))
+    return (
+        ["there is no checkpoint yet, so the run starts at step 1"] if restored is None else list(_restore_lines(run, restored))
+    )
 
 
-def _report(run: Run, restored: RestoreResult) -> Iterator[str]:
+def _restore_lines(run: Run, restored: RestoreResult) -> Iterator[str]:
     for path, damages in restored.damaged_checkpoints:
         yield f"skipped {path}: {', '.join(map(str, damages))}"
     yield f"continuing after step {restored.step} of {run.plan.run.steps}, from {restored.path}"

@@ -141,7 +141,8 @@ class Stopping(AbstractContextManager["Stopping"]):
 
     A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when a
     signal arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended
-    within `terminated_s` after SIGTERM. Does nothing outside the main thread, where Python allows no handlers.
+    within `terminated_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Does nothing
+    outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class Stopping(AbstractContextManager["Stopping"]):
         report_stuck: Callable[[], None] | None = None,
         terminated_s: float | None = None,
         warnings: Iterable[str] = (),
+        exit_process: Callable[[int], None] | None = None,
     ) -> None:
+        self._exit_process = exit_process or _exit_now
         self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
         self._print_line = print_line
         self._report_stuck = report_stuck
@@ -239,7 +242,8 @@ class Stopping(AbstractContextManager["Stopping"]):
             elif time.monotonic() >= self._deadline:
                 if self._report_stuck is not None:
                     self._report_stuck()
-                _exit_now(self._deadline_code)
+                self._deadline = None
+                self._exit_process(self._deadline_code)
 
     def _handle_signal(self, number: int) -> None:
         """Handles a signal: asks the run to stop, sets a deadline, or ends the process at once."""
@@ -254,7 +258,7 @@ class Stopping(AbstractContextManager["Stopping"]):
             else:
                 self._limit(CLEANUP_S, code)
         elif number == signal.SIGINT and (self._print_line is not None or now - self._first_signal_s > TOGETHER_S):
-            _exit_now(code)
+            self._exit_process(code)
         if number != signal.SIGINT and number not in WARNINGS:
             if self._terminated_at is None:
                 self._terminated_at = now

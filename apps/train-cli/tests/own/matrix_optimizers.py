@@ -1,9 +1,9 @@
-"""A matrix optimizer that computes in its parameters' dtype (torch's Muon rounds to bfloat16), and a model of matrices."""
+"""A matrix optimizer that computes in its parameters' dtype (torch's Muon rounds to bfloat16)."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Orthogonal(torch.optim.Optimizer):
@@ -36,29 +36,3 @@ def orthogonal(momentum: Tensor) -> Tensor:
     for _ in range(5):
         update = 1.5 * update - 0.5 * update @ (update.T @ update)
     return update
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.feed_forward = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.feed_forward(x).tanh()
-
-
-def perceptron(width=24, num_blocks=3, vocab_size=257):
-    """Returns layers that have only matrices, as torch's Muon requires, with a tied table."""
-    embed, head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size, bias=False)
-    head.weight = embed.weight
-    blocks = [(f"blocks.{index}", Residual(width)) for index in range(num_blocks)]
-    return [("embed", Tokens(embed)), *blocks, ("head", head)]
-
-
-class Tokens(nn.Module):
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(tokens)

@@ -30,7 +30,7 @@ from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_w
 from sley_doctor.verdict import find_verdict
 from sley_doctor.work_record import WorkRecord, read_records
 from train_cli.environment import StartRecord, read_start
-from train_cli.progress import SUMMARY, duration, memory_of, rate
+from train_cli.progress import SUMMARY, format_bytes, format_duration, format_rate
 
 Row = Mapping[str, float | int | None]
 
@@ -126,8 +126,8 @@ _SUMMARY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "samples": lambda summary: f"{summary['samples']:,}",
     "tokens": lambda summary: f"{summary['tokens']:,}" if summary["tokens"] else "",
     "trained tokens": lambda summary: f"{summary['trained_tokens']:,}" if summary.get("trained_tokens") else "",
-    "time in steps": lambda summary: duration(summary["seconds"]),
-    "speed": rate,
+    "time in steps": lambda summary: format_duration(summary["seconds"]),
+    "speed": format_rate,
     "parameters": lambda summary: f"{summary['parameters']:,}",
     "ranks": lambda summary: str(summary["world"]),
     "device": lambda summary: summary["device"],
@@ -219,7 +219,7 @@ def _flatten_counts(counts: Mapping[str, Mapping[str, float]]) -> dict[str, floa
 
 
 def _format_bytes(count: Any) -> str:
-    return memory_of(count) if isinstance(count, int) else ""
+    return format_bytes(count) if isinstance(count, int) else ""
 
 
 def _format_number(value: Any) -> str:

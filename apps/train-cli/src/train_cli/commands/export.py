@@ -8,8 +8,10 @@ the model is the one whose `load_state_dict` accepts the exported names.
 
 from __future__ import annotations
 
+import json
+import shutil
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -21,9 +23,11 @@ import typer
 
 from sley_core.attempt import PLAN
 from sley_core.errors import RunError, UsageError
-from sley_core.hugging_face import merged_weights
+from sley_core.files import replace_atomically
+from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merged_weights, start_folder
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
+from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
 from train_cli.console import print_line
 from train_cli.options import BestOption
 from train_cli.saved import open_weights
@@ -99,7 +103,6 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     "export-format" if transformers has no such model, and RunError "export-differs".
     """
     from sley_core.weight_files.write import write_tensors
-    from train_cli.hugging_face import write_other_files
 
     model = hugging_face_model(plan, source)
     if model is None:
@@ -119,6 +122,51 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     import_module("sley_hf.export").check_export(plan, model, source, out)
     print_line("transformers computes the run's logits")
     return len(files)
+
+
+def generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
+    """Returns the content of `generation_config.json`: that of the first weights, which also ends a text as the data do."""
+    content: dict[str, Any] = {}
+    folder = start_folder(plan)
+    if folder is not None and (folder / GENERATION).is_file():
+        content = json.loads((folder / GENERATION).read_text("utf-8"))
+    content = {key: model.config[key] for key in IDS if model.config.get(key) is not None} | content
+    ends: list[int] = []
+    for value in (content.get("eos_token_id"), model.config.get("eos_token_id"), end_token(plan)):
+        values = value if isinstance(value, list) else [value]
+        ends += [token for token in values if token is not None and token not in ends]
+    if ends:
+        content["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return content
+
+
+def tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
+    """Yields the files of the data's tokenizer with their names; those of the first weights if the data have no tokenizer."""
+    data = plan.data.config
+    tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
+    if tokenizer is not None and tokenizer.is_file():
+        yield tokenizer, TOKENIZER[0]
+    folder = tokenizer or (None if hasattr(data, "tokenizer") else start_folder(plan))
+    names = [name for name in TOKENIZER if template is None or not name.startswith("chat_template")]
+    yield from ((folder / name, name) for name in names if folder is not None and (folder / name).is_file())
+    if template is not None:
+        yield template, "chat_template.jinja"
+
+
+def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
+    """Writes both configs, and copies the tokenizer, changed so that it makes the tokens of training."""
+    contents = {CONFIG: dict(model.config), GENERATION: generation_config(plan, model)}
+    for name, content in contents.items():
+        if content:
+            with replace_atomically(folder / name) as file:
+                file.write(json.dumps(content, indent=2).encode() + b"\n")
+    for source, name in tokenizer_files(plan):
+        shutil.copyfile(source, folder / name)
+    if (path := folder / TOKENIZER[0]).is_file():
+        text = path.read_text("utf-8")
+        if (changed := deterministic_tokenizer_json(text)) != text:
+            with replace_atomically(path) as file:
+                file.write(changed.encode())
 
 
 def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:

@@ -23,7 +23,7 @@ from train_cli import console
 from train_cli.console import Settings
 from train_cli.options import MessageFormat, PlanArgument, SetOption
 from train_cli.preflight import RankFaults, refuse_single_process_worlds
-from train_cli.progress import draws_line, ranks
+from train_cli.progress import draws_line, format_rank_count
 from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
 from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
 from train_cli.stopping import terminated_s
@@ -65,7 +65,7 @@ def run(
         with RankFaults(rank, settings) as faults, ExitStack() as stack:
             start = _resume_source(resume, overwrite=overwrite)
             resolved = load_plan(plan, changes)
-            check(resolved, int(os.environ["WORLD_SIZE"]))
+            check_size(resolved, int(os.environ["WORLD_SIZE"]))
             _check_source(resolved, start)
             folder = run_folder(resolved)
             if rank == 0:
@@ -77,14 +77,14 @@ def run(
             code = train(resolved, folder, resume=start, line=line)
         raise typer.Exit(code)
     resolved = load_plan(plan, changes)
-    size = check(resolved, nproc or resolved.world_size(num_devices(resolved)))
+    size = check_size(resolved, nproc or resolved.world_size(num_devices(resolved)))
     keeps_folder = continues_in_folder(resolved, resume)
     start = _resume_source(resume, overwrite=overwrite)
     _check_source(resolved, start)
     check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # Importing torch takes seconds, in this process and in each rank.
-        console.print_line(f"starting {resolved.run.name} on {ranks(size)}")
+        console.print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
     from train_cli.meta_model import check_model
 
     check_model(resolved, size)
@@ -118,22 +118,15 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
     """Starts the local ranks, waits for them, prints their failure if there is one, and returns the exit code."""
     from train_cli.local_launch import launch
 
-    fault = launch(
-        "train_cli.rank:train_plan",
-        arguments,
-        size,
-        folder,
-        print_line=console.print_line,
-        terminated_s=terminated_s(plan),
-        stop_signals=plan.run.stop_signals,
-    )
-    console.show(fault, settings)
+    limit_s, signals = terminated_s(plan), plan.run.stop_signals
+    fault = launch("train_cli.rank:train_plan", arguments, size, folder, terminated_s=limit_s, stop_signals=signals)
+    console.print_fault(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
         console.print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
     return fault.exit_code
 
 
-def check(plan: Plan, size: int) -> int:
+def check_size(plan: Plan, size: int) -> int:
     """Returns `size` if `plan` can run on `size` ranks, else raises PlanError with all problems."""
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)

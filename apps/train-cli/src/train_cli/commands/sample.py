@@ -31,7 +31,7 @@ from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
 from train_cli.console import print_line
 from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
-from train_cli.progress import SUMMARY, repeats
+from train_cli.progress import SUMMARY, repetition_note
 
 if TYPE_CHECKING:
     import torch
@@ -271,7 +271,7 @@ def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool
         numbers = model.evaluate_sets()
         evaluation = model.plan.evaluation
         assert evaluation is not None
-        if model.held_out is not None and (note := repeats(model.held_out.num_samples, model.plan)):
+        if model.held_out is not None and (note := repetition_note(model.held_out.num_samples, model.plan)):
             print_line(note)
     if (loss := numbers.pop(row_name("loss"), None)) is not None:
         typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")

@@ -21,7 +21,7 @@ import typer
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
 from train_cli import console
-from train_cli.commands.run import check, num_devices
+from train_cli.commands.run import check_size, num_devices
 from train_cli.console import Settings
 from train_cli.main import module_of
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
@@ -57,7 +57,7 @@ def verify(
     module_of("testing", "sley_testing", "`train-cli verify`")
     changes = overrides or []
     loaded = load_plan(plan, changes)
-    size = check(loaded, world or loaded.world_size(num_devices(loaded)))
+    size = check_size(loaded, world or loaded.world_size(num_devices(loaded)))
     if size == 1 and not has_layout(loaded):
         hint = "use a layout such as `--set parallel.dp=2`, or `--world 2` if the plan does not set the number of ranks"
         raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)
@@ -115,8 +115,8 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
-        fault = launch(target, {**arguments, "folder": name}, size, folder, print_line=console.print_line, terminated_s=limit_s)
-        console.show(fault, settings)
+        fault = launch(target, {**arguments, "folder": name}, size, folder, terminated_s=limit_s)
+        console.print_fault(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
         ranks_findings = read_findings(folder, size)

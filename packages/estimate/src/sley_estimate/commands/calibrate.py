@@ -51,8 +51,8 @@ def calibrate(
 
         arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
         target = "sley_estimate.commands.calibrate:measure_on_rank"
-        fault = launch(target, arguments, ranks, out.absolute().parent, print_line=console.print_line, terminated_s=TIMEOUT_S)
-        console.show(fault, context.ensure_object(Settings))
+        fault = launch(target, arguments, ranks, out.absolute().parent, terminated_s=TIMEOUT_S)
+        console.print_fault(fault, context.ensure_object(Settings))
         raise typer.Exit(fault.exit_code)
     measure_on_rank(str(out), str(plan) if plan else None, overrides or [])
 
