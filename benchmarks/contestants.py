@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sley_core.assemble import assemble
+from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.engine.totals import LOSS, USUAL, WEIGHT, StepTotals, Votes
 from sley_core.plan.load import plan_from_dict
@@ -57,7 +58,7 @@ class Sley:
     def __init__(self, tables: dict[str, Any], *, backward_only: bool = False) -> None:
         self.run: Run = assemble(plan_from_dict(tables), World.join(tables["run"]["device"]))
         if backward_only:
-            self.run.stepper.update = _NoUpdate()  # type: ignore[assignment]  # the same engine, ended earlier
+            self.run.stepper.update = _NoUpdate(self.run.stepper.device)  # type: ignore[assignment]  # the same engine, ended earlier
 
     def batch(self) -> Batch:
         """This rank's samples of the next step."""
@@ -79,10 +80,13 @@ class _NoUpdate:
     sources = None
     was_taken = True
 
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         values = loss.new_zeros(len(USUAL))
         values[LOSS], values[WEIGHT] = loss, 1.0
-        return StepTotals(values, own_loss=loss, own_exchanges={})
+        return StepTotals(values, own_loss=loss, own_exchanges={}, device=self.device)
 
 
 class Torch:

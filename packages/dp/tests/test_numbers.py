@@ -50,7 +50,7 @@ def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches
 
 
 def test_a_rank_without_gradients(ranks, small, own, batches):
-    """A rank whose samples reach no parameter has no order of gradients. It uses the other rank's order and does not wait."""
+    """A rank whose samples reach no parameter does not wait."""
     tables = small(SMALL_BUCKETS, model__factory="dp_parts:only_flagged", precision__compute="fp64", batch__micro_size=2)
     given = batches((0, 2, 1, 3), (1, 3, 5, 7), (1, 3, 0, 2))
     reference = record(tables, 3, folder=own, batches=given)

@@ -22,7 +22,7 @@ from sley_core.data.feed import Feed
 from sley_core.engine.averages import AVERAGE, Averages, list_averages
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
-from sley_core.engine.evaluation import EvaluationFeed, Metrics
+from sley_core.engine.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
 from sley_core.engine.execute import Crossing, Executor
 from sley_core.engine.owners import MatrixOwners, parameter_roles
 from sley_core.engine.positions import PositionAdditivity, WholeSequences, needs_whole_sequences
@@ -36,9 +36,8 @@ from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import Update, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
-from sley_core.evaluation import build_evaluation_feeds, build_metrics, local_rows
 from sley_core.losses.chunked_head import patch_head
-from sley_core.memory.inventory import HoldsMessages, HoldsTensors, MemoryInventory, OffloadManager, Part, Trimmable
+from sley_core.memory.inventory import HoldsTensors, MemoryInventory, OffloadManager, Part, Trimmable
 from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
 from sley_core.memory.run_memory import ManagerCounts, RunMemory
 from sley_core.metrics.throughput import Meter
@@ -449,15 +448,9 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
             if isinstance(holder, HoldsTensors):
                 yield from holder.named_tensors()
 
-    def messages() -> NamedTensors:
-        yield from held_tensors([crossing.link])
-        for handler in stepper.handlers:
-            if isinstance(handler, HoldsMessages):
-                yield from handler.messages()
-
     def trim(part: Part) -> int:
         """Frees the memory that the objects of `part` can reallocate; returns the number of bytes."""
-        objects: dict[Part, Iterable[object]] = {"pools": [parts.pool], "messages": [crossing.link, *stepper.handlers]}
+        objects: dict[Part, Iterable[object]] = {"pools": [parts.pool], "messages": [crossing.link]}
         return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trimmable))
 
     sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
@@ -468,7 +461,7 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
         "gradients": parts.store.named_tensors,
         "handlers": lambda: held_tensors(stepper.handlers),
         "pools": parts.pool.named_tensors,
-        "messages": messages,
+        "messages": lambda: held_tensors([crossing.link]),
     }
     device = parts.world.device
     inventory = MemoryInventory(device.torch_device, parts.store, sources, states_of, trim)

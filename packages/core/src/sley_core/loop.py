@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.step_batch import BatchCounts
-from sley_core.engine.totals import PendingTotals, Votes, build_refusal
+from sley_core.engine.totals import StepTotals, Votes, build_refusal
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
 from sley_core.plan.tables import row_name
@@ -43,7 +43,7 @@ class PendingStep:
     """
 
     number: int
-    totals: PendingTotals
+    totals: StepTotals
     lr: float
     counts: BatchCounts
     data_wait_s: float = 0.0
@@ -172,7 +172,7 @@ class Loop:
         step_progress.begin_entry(DEVICE)
         result = pending.totals.read()
         step_progress.begin_entry(BETWEEN)
-        end_time = pending.totals.ended
+        end_time = pending.totals.end
         seconds = self.device.seconds_between(self._start_time, end_time)
         self._start_time = end_time
         if skips is not None:

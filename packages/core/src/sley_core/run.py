@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sley_core.attach import AssemblyInfo, RunOutputs, Samples, collect_counts
 from sley_core.comm.device import on_stream
 from sley_core.engine.call import count_graphs
+from sley_core.engine.evaluation import local_rows
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import RunError, StateError, UsageError, run_closed_error
-from sley_core.evaluation import local_rows
 from sley_core.loop import Loop, Row
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP, RunMemory
 from sley_core.run_state.state import AUTO, TrainingState

@@ -107,7 +107,7 @@ def own_steps(tables, folder, sizes):
     sent = []
     with running(tables, folder) as run:
         recorded.first = weights(run)
-        run.stepper.agreement.on_agreed = None  # the first step compares first values, beside what is counted here
+        run.stepper.compare = None  # the first step compares first values, beside what is counted here
         for step, size in enumerate(sizes):
             mine = size // run.world.size
             own = importlib.import_module("own_data").batch(10 * step + run.world.rank * mine, mine)

@@ -18,7 +18,7 @@ from sley_core.api.comm import SentBytes
 from sley_core.api.parts import BufferShard, Layout, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.bucketed import BucketCounts, split_by_family
+from sley_dp.bucketed import last_params, split_by_family
 from sley_dp.config import SUMS, WEIGHTS, shards_axis
 from sley_dp.sums import ShardSums
 
@@ -89,7 +89,7 @@ class ShardedReducer(GradientHandler):
         """Lays out gradients and weights in the same buckets, and makes layers wait for their weights."""
         self._parts = parts
         parts.store.lay_out(self._plan_layout)
-        self._counts = BucketCounts(parts.store.buffers)
+        self._last_params = last_params(parts.store.buffers)
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
         # Buckets are in backward order, gathers in forward order.
@@ -105,23 +105,23 @@ class ShardedReducer(GradientHandler):
                 parts.waits.before_layer(layer.name, partial(self.gathers.wait_for, indices), is_due)
 
     def begin_step(self, step: StepState) -> None:
-        """Discards the sums of a failed step, and resets the counts of missing gradients."""
+        """Discards the sums of a failed step."""
         self.sums.discard()
-        self._counts.reset()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Counts the gradient of `param` as complete. If it is the last of its bucket, starts the bucket's sum.
+        """Starts the sum of a bucket whose last gradient is that of `param`.
 
         All ranks of a reduce group call this in the same order.
         """
-        if (buffer := self._counts.add(param)) is not None:
+        if param in self._last_params:
+            buffer = self._parts.store.buffer_of(param)
+            assert buffer is not None, param
             assert buffer.shard is not None, "a bucket of `dp.sharded` has no shard"
             buffer.is_whole = False
             self.sums.start(buffer, self._parts.groups[buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:
         """Blocks until this rank's shards hold their sums and no peer reads its weights."""
-        self._counts.assert_complete()
         self.sums.finish()
         self.gathers.finish()  # includes layers that were not called in this step
 

@@ -12,7 +12,7 @@ same bits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +64,6 @@ class Bf16Sums(Sums):
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
         self._sums: deque[_Bf16Sum] = deque()
-        self._scratch_buffers = [torch.empty(0, dtype=torch.bfloat16)] * MAX_ACTIVE
-        self._num_started = 0
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         """Copies `buffer` to bf16 and starts its exchange. If MAX_ACTIVE sums are in flight, first waits for the oldest."""
@@ -73,9 +71,8 @@ class Bf16Sums(Sums):
             self._sums.popleft().finish()
         for earlier_sum in self._sums:
             earlier_sum.gather()
-        new_sum = _Bf16Sum(buffer, group, self._scratch_rows(buffer, group))
-        self.sent.add(new_sum.send_row, group, passes=2)  # an all-to-all and an all-gather
-        self._sums.append(new_sum)
+        self._sums.append(_Bf16Sum(buffer, group))
+        self.sent.add(self._sums[-1].send_row, group, passes=2)  # an all-to-all and an all-gather
 
     def finish(self) -> None:
         for bucket_sum in self._sums:
@@ -87,36 +84,15 @@ class Bf16Sums(Sums):
         while self._sums:
             self._sums.popleft().pending.wait()
 
-    def trim(self) -> int:
-        num_bytes = sum(scratch.nbytes for scratch in self._scratch_buffers)
-        self._scratch_buffers = [torch.empty(0, dtype=torch.bfloat16)] * MAX_ACTIVE
-        return num_bytes
-
-    def messages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and tensor of each scratch buffer."""
-        yield from ((f"wire.{index}", scratch) for index, scratch in enumerate(self._scratch_buffers))
-
-    def _scratch_rows(self, buffer: GradientBuffer, group: Group) -> Tensor:
-        """Returns a row to send and a row to receive, bf16 [2, columns], with a multiple of the number of ranks as columns."""
-        index = self._num_started % MAX_ACTIVE
-        self._num_started += 1
-        num_columns = round_up(buffer.data.numel(), group.size)
-        if self._scratch_buffers[index].numel() < 2 * num_columns:
-            new_scratch = torch.zeros(2 * num_columns, dtype=torch.bfloat16, device=buffer.data.device)
-            self._scratch_buffers[index] = new_scratch
-        return self._scratch_buffers[index][: 2 * num_columns].view(2, num_columns)
-
 
 class _Bf16Sum:
-    """The sum of one bucket. The constructor starts the exchange, and `gather` and `finish` must follow.
+    """The sum of one bucket. The constructor starts the exchange, and `gather` and `finish` must follow."""
 
-    scratch_rows: the row to send and the row to receive, bf16 [2, columns].
-    """
-
-    def __init__(self, buffer: GradientBuffer, group: Group, scratch_rows: Tensor) -> None:
+    def __init__(self, buffer: GradientBuffer, group: Group) -> None:
         self.buffer = buffer
         self.group = group
-        self.send_row, self.receive_row = scratch_rows
+        num_columns = round_up(buffer.data.numel(), group.size)
+        self.send_row, self.receive_row = buffer.data.new_zeros((2, num_columns), dtype=torch.bfloat16)
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.

@@ -60,15 +60,13 @@ View = tuple[Any, int]
 class Agreement:
     """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
 
-    store: the gradient store, whose trained parameters are compared, or None. on_agreed: called once, after the next check that
-    passes.
+    store: the gradient store, whose trained parameters are compared, or None.
     """
 
-    def __init__(self, groups: Groups, store: GradientStore | None = None, on_agreed: Callable[[], None] | None = None) -> None:
+    def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
         self.groups = groups
         self.store = store
         self.reduction = Reduction(groups, StepState()) if store is None else store.reduction
-        self.on_agreed = on_agreed
         self.weight = 0.0
         self.counts = NO_COUNTS
         self._control = groups["control"]
@@ -126,9 +124,6 @@ class Agreement:
             raise RunError(code, message, hint=hint)
         self.weight = self.reduction.weight_of(self._sum[_WEIGHT:].tolist())
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
-        if self.on_agreed is not None:  # only now is it known that all ranks do the same
-            on_agreed, self.on_agreed = self.on_agreed, None
-            on_agreed()
 
     def _trained_views(self) -> dict[str, View]:
         """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computed once per layout."""

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.comm.copies import free, grow
 from sley_core.comm.transport import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
@@ -260,41 +259,15 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
     return {} if shard is None else {"alignment": SHARD_ALIGNMENT, "multiple": shard.count}
 
 
-class GradientMemory:
-    """Holds the memory of all buffers of a layout in one tensor. The next layout of the same size reuses it, since newly
-    allocated memory would cause page faults, and malloc would leave a gap.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._data = torch.empty(0, dtype=dtype, device=device)
-        self._num_freed = 0
-
-    def discard(self) -> None:
-        """Drops the memory, so that the next layout allocates new memory: a collective in flight may still write into it."""
-        self._data = self._data.new_empty(0)
-
-    def free(self) -> None:
-        """Frees the memory on the device. Buffers stay valid objects without memory."""
-        self._num_freed = free(self._data)
-
-    def build(self) -> None:
-        """Allocates zeroed memory for all buffers. Padding is zeroed too, since norms include it."""
-        grow(self._data, self._num_freed)
-        self._data.zero_()
-
-    def buffers(self, layout: Layout) -> list[GradientBuffer]:
-        """Returns the zeroed, non-empty buffers of `layout`. The buffers of the previous layout must not be used any more."""
-        shards = layout.shards or [None] * len(layout.buffers)
-        lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
-        alignment = {"alignment": ALIGNMENT_BYTES // self._data.dtype.itemsize}
-        sizes = [
-            FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or alignment)).numel
-            for params, shard in lists
-        ]
-        if self._data.numel() == sum(sizes):
-            self._data.zero_()
-        else:
-            self.discard()
-            self._data = self._data.new_zeros(sum(sizes))
-        parts = torch.split(self._data, sizes)
-        return [GradientBuffer(params, part, shard) for (params, shard), part in zip(lists, parts, strict=True)]
+def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[GradientBuffer]]:
+    """Allocates one zeroed tensor for all buffers of `layout`. Returns it, and the non-empty buffers in it."""
+    shards = layout.shards or [None] * len(layout.buffers)
+    lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
+    alignment = {"alignment": ALIGNMENT_BYTES // dtype.itemsize}
+    sizes = [
+        FlatLayout([param.parameter.shape for param in params], **(_buffer_alignment(shard) or alignment)).numel
+        for params, shard in lists
+    ]
+    memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    parts = torch.split(memory, sizes)
+    return memory, [GradientBuffer(params, part, shard) for (params, shard), part in zip(lists, parts, strict=True)]

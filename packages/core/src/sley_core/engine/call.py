@@ -16,7 +16,7 @@ all tensors in the arguments are compared here; in the first step also their bit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
@@ -210,7 +210,7 @@ class LayerCaller:
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
         snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
-        self.acquire_generators(layer.name)
+        self._acquire_generators(layer.name)
         try:
             self.seed_layer(layer, micro)
             output = layer.module(*args, **fields)
@@ -243,7 +243,19 @@ class LayerCaller:
             self._generators[layer.name] = module_generators(layer.module, layer.name)
         seed_generators(self._generators[layer.name], seed)
 
-    def acquire_generators(self, label: str) -> None:
+    @contextmanager
+    def hold_generators(self, label: str, micro: MicroStep, function: Any) -> Iterator[None]:
+        """Holds `GENERATOR_LOCK` while `function` runs. An exception gets a note with `label`, such as "the loss"."""
+        self._acquire_generators(label)
+        try:
+            yield
+        except Exception as error:
+            note_origin(error, f"{label} on microbatch {micro.micro}", function)
+            raise
+        finally:
+            GENERATOR_LOCK.release()
+
+    def _acquire_generators(self, label: str) -> None:
         """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout"."""
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
             raise RunError(

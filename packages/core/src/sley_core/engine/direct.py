@@ -249,16 +249,16 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
     for layer in parts.layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if is_plain_linear(module) and (all_types or (linears and module.weight.dtype == store.dtype)):
-                add_gradient: Callable[..., None] = store.put_product
+                add_gradient: Callable[..., None] = store.add_product
             elif fixed_order and is_plain_embedding(module):
-                add_gradient = partial(_put_rows, store)
+                add_gradient = partial(_add_rows, store)
             else:
                 continue
             attributes = (key for key, parameter in module._parameters.items() if parameter is not None)
             if any(registry[f"{name}.{attribute}"].shard is not None for attribute in attributes):
                 continue
             param = registry[f"{name}.weight"]
-            sink = Handover(partial(add_gradient, param, layer=layer.name), queue, param)
+            sink = Handover(partial(add_gradient, param, layer=layer.name, counts_pass=False), queue, param)
             store.expect_products(param)
             if isinstance(module, nn.Embedding):
                 forward: Callable[..., Tensor] = partial(embedding_forward, module, module.weight, sink)
@@ -268,7 +268,7 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
                     bias = registry[f"{name}.bias"]
                     store.expect_products(bias)
                     # As communicators of sharded biases do.
-                    bias_sink = partial(_put_bias, store, bias, layer.name)
+                    bias_sink = partial(_add_bias, store, bias, layer.name)
                 forward = partial(linear_forward, module, module.weight, sink, module.bias, bias_sink)
             patches.callback(ForwardPatch(module, forward).undo)
     return patches.close
@@ -327,9 +327,9 @@ def is_plain_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
-def _put_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
-    store.put(param, rows.sum(0, dtype=store.dtype), layer)  # as communicators of sharded biases do
+def _add_bias(store: GradientStore, param: Param, layer: str, rows: Tensor) -> None:
+    store.add(param, rows.sum(0, dtype=store.dtype), layer, counts_pass=False)
 
 
-def _put_rows(store: GradientStore, param: Param, rows: Tensor, tokens: Tensor, layer: str) -> None:
-    store.put_rows(param, tokens, rows, layer)
+def _add_rows(store: GradientStore, param: Param, rows: Tensor, tokens: Tensor, **options: Any) -> None:
+    store.add_rows(param, tokens, rows, **options)

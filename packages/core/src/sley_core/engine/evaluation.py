@@ -1,29 +1,39 @@
-"""Computes the metrics of an evaluation besides the loss: sums and counts of microbatches, summed over ranks with the loss.
+"""Evaluations: their feeds, the metrics besides the loss, and the best evaluation for `[evaluation] keep_best` and `patience`.
 
 output, batch ──metrics──> {name: (sum, count)} of a microbatch ──> of this rank ──one exchange──> sum / count
 """
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from sley_core.config import CrossEntropyConfig
+from sley_core.data.batches import sliced_info
+from sley_core.data.dataset import SOURCE, AnyDataset, DataContext, DataInfo, Dataset, is_stream
+from sley_core.data.factory import open_dataset
+from sley_core.engine.agreement import agree
 from sley_core.engine.call import tensors_in
-from sley_core.errors import RunError
+from sley_core.engine.positions import WholeSequences
+from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.factory import call_factory
 from sley_core.model.tensors import version_of
-from sley_core.plan.tables import BEST_MODES
+from sley_core.plan.tables import BEST_MODES, metric_of
 
 if TYPE_CHECKING:
-    from sley_core.config import CrossEntropyConfig
     from sley_core.data.dataset import Batch
     from sley_core.data.feed import Feed
-    from sley_core.engine.positions import WholeSequences
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchSplitter, StepBatch
+    from sley_core.plan.plan import EvaluationSet, Plan
+    from sley_core.plan.tables import BestTable
 
 Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
 
@@ -170,9 +180,168 @@ class EvaluationFeed:
         self.feed.close()
 
 
+def local_rows(global_size: int, parts: Parts) -> range:
+    """Returns this rank's rows of a global batch of `global_size` samples. All ranks of an `sp` group have the same rows."""
+    size = global_size // parts.topology.dp
+    start = parts.groups["dp"].coord * size
+    return range(start, start + size)
+
+
+def build_evaluation_feeds(
+    plan: Plan, parts: Parts, info: DataInfo, build_feed: Callable[..., Feed]
+) -> dict[str, EvaluationFeed]:
+    """Returns the feed of each evaluation set by name; the name of the held-out split is "". A collective if there are sets.
+
+    info: the declaration of the training data. build_feed: `build_feed(dataset, batch_size, shuffle=...)` returns the feed of
+    this rank's rows. Raises PlanError "evaluation-set" if the data of a set do not match it.
+    """
+    size, feeds = plan.batch.global_size, dict[str, EvaluationFeed]()
+    if plan.evaluation is not None and plan.evaluation.held_out:
+        feed = build_feed(open_dataset(plan.data, DataContext(plan.run.seed, "held_out")), size, shuffle=True)
+        feeds[""] = EvaluationFeed(feed, plan.evaluation.steps * size, size, feed.rows.start, info.fields)
+    info_by_set: dict[str, str] = {}
+    for name, evaluation_set in plan.evaluation_sets.items():
+        try:
+            dataset, num_samples = _open_set(name, evaluation_set, plan, parts, info)
+        except SleyError as error:
+            raise plan.add_places(error) from error.__cause__
+        info_by_set[f"samples of the set {name}:"] = str(num_samples)
+        if hasattr(dataset, "data_digest"):
+            info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
+        # With a fixed order of sums, the position of every microbatch must not depend on `dp`.
+        is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
+        batch_size = size if is_fixed else evaluation_batch_size(num_samples, size, unit)
+        feed = build_feed(dataset, batch_size, shuffle=evaluation_set.data.config.shuffle)
+        feeds[name] = EvaluationFeed(feed, num_samples, batch_size, feed.rows.start, dataset.info.fields)
+    if info_by_set:
+        agree(info_by_set, parts.groups["control"])  # over all ranks; blocks
+    return feeds
+
+
+def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts, info: DataInfo) -> tuple[AnyDataset, int]:
+    """Opens the data of a set; returns the dataset and the number of samples to evaluate."""
+    component, keys = evaluation_set.data, evaluation_set.keys
+    dataset = open_dataset(component, DataContext(plan.run.seed, "held_out" if keys.split == "held_out" else "train"))
+    path = component.path
+    fields, train_fields = (
+        {key: declared for key, declared in declaration.fields.items() if key != SOURCE} for declaration in (dataset.info, info)
+    )
+    if fields != train_fields:
+        message = f"the set `{name}` has the fields {sorted(fields)}, but [data] has {sorted(train_fields)}"
+        if fields.keys() == train_fields.keys():
+            message = f"the fields of the set `{name}` have other shapes or dtypes than those of [data]"
+        raise PlanError("evaluation-set", message, path=path, hint="use data with the same fields as [data]")
+    sliced_info(dataset.info, parts.topology.sp)  # may raise
+    max_samples = None if keys.steps is None else keys.steps * plan.batch.global_size
+    if is_stream(dataset):
+        if max_samples is None:
+            message, hint = f"the set `{name}` is a stream, which has no end", "set `steps`, the number of batches"
+            raise PlanError("evaluation-set", message, path=path, hint=hint)
+        return dataset, max_samples
+    count = len(cast("Dataset", dataset))
+    if problem := component.config.check_num_samples(count):
+        raise PlanError(problem.code, problem.message, path=(*path, problem.path[-1]), hint=problem.hint)
+    if not count:
+        raise PlanError(
+            "evaluation-set", f"the set `{name}` has no samples", path=path, hint="use other data, or remove the set"
+        )
+    return dataset, min(count, max_samples or sys.maxsize)
+
+
+def build_metrics(plan: Plan, parts: Parts, info: DataInfo, *, has_tokens: bool) -> Metrics:
+    """Returns the metrics of evaluations. has_tokens: whether the data are token ids.
+
+    Raises PlanError "keep-best" if there is no metric with the name in `keep_best`.
+    """
+    evaluation = plan.evaluation
+    if evaluation is None:
+        return Metrics()
+    custom_metric = whole_sequences = None
+    if evaluation.metric is not None:
+        custom_metric = _build_custom_metric(plan)
+        if parts.topology.sp > 1 and evaluation.metric.sequence == "whole":
+            whole_sequences = WholeSequences(sliced_info(info, parts.topology.sp).fields, parts.groups["sp"])
+    loss = plan.loss.config
+    loss_config = loss if has_tokens and isinstance(loss, CrossEntropyConfig) else None
+    metrics = Metrics(loss_config, custom_metric, whole_sequences)
+    names = ["loss", *metrics.names, *(["perplexity"] if metrics.has_perplexity else [])]
+    if evaluation.best is not None and custom_metric is None and metric_of(evaluation.best.metric) not in names:
+        message = f"an evaluation of this data and this loss has no metric `{evaluation.best.metric}`"
+        hint = f"use one of {', '.join(names)}; perplexity and accuracy need token ids and plain cross-entropy"
+        raise plan.add_places(PlanError("keep-best", message, path=("evaluation", "keep_best"), hint=hint))
+    return metrics
+
+
+def _build_custom_metric(plan: Plan) -> Metric:
+    """Calls the user's factory of `[evaluation] metric` and returns the resulting function."""
+    assert plan.evaluation is not None
+    assert plan.evaluation.metric is not None
+    table, path = plan.evaluation.metric, ("evaluation", "metric")
+    try:
+        metric = call_factory(table.factory, path, plan.folder, table.options, {})
+        if not callable(metric):
+            message = f"`{table.factory}` must return a function `(output, batch)`, but returns a {type(metric).__name__}"
+            raise PlanError("metric-result", message, path=(*path, "factory"))
+    except SleyError as error:
+        raise plan.add_places(error) from error.__cause__
+    return cast("Metric", metric)
+
+
 def evaluation_batch_size(num_samples: int, global_size: int, unit: int) -> int:
     """Returns the batch size, a multiple of `unit`, that splits `num_samples` into the fewest batches with the least padding.
     global_size: the largest allowed size, a multiple of `unit`.
     """
     num_batches = -(-num_samples // global_size)
     return -(-num_samples // (num_batches * unit)) * unit
+
+
+class Best:
+    """Tracks one metric of the evaluations, which is the same on all ranks. Checkpoints save the state.
+
+    patience: the number of consecutive evaluations without improvement that ends the run; None for no limit. value, step: the
+    best value and its step; None and 0 before the first. num_since: the number of evaluations since the best.
+    """
+
+    def __init__(self, table: BestTable, patience: int | None) -> None:
+        self.table = table
+        self.patience = patience
+        self.value: float | None = None
+        self.step = 0
+        self.num_since = 0
+
+    def add(self, step: int, row: Mapping[str, float]) -> bool:
+        """Adds the results of the evaluation after `step`; returns whether its value is finite and the best so far.
+
+        Raises RunError "keep-best" on all ranks if the results do not have the metric.
+        """
+        name = self.table.metric
+        if name not in row:
+            message = f"`keep_best` is `{name}`, but the evaluation has only {', '.join(row)}"
+            raise RunError("keep-best", message, path=("evaluation", "keep_best"), hint="use one of these metrics")
+        value = row[name]
+        is_better = self.value is None or (value > self.value if self.table.is_max else value < self.value)
+        if math.isfinite(value) and is_better:
+            self.value, self.step, self.num_since = value, step, 0
+            return True
+        self.num_since += 1
+        return False
+
+    @property
+    def stop_reason(self) -> str:
+        """The reason why the run ends, or "" as long as `patience` allows more steps."""
+        if self.patience is None or self.num_since < self.patience:
+            return ""
+        best = "" if self.value is None else f"; the best, {self.value:.6g}, is of step {self.step}"
+        return f"{self.table.metric} has not improved in {self.num_since} evaluation{'s' if self.num_since > 1 else ''}{best}"
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as JSON."""
+        metric = {"metric": self.table.metric, "is_max": self.table.is_max}
+        return {**metric, "value": self.value, "step": self.step, "num_since": self.num_since}
+
+    def restore(self, state: Mapping[str, Any]) -> str:
+        """Restores a result of `state`. Returns "", or a note for the user if the metric has changed."""
+        if (state["metric"], state["is_max"]) != (self.table.metric, self.table.is_max):
+            return f"`keep_best` was `{state['metric']}` in the checkpoint, so the best evaluation is not restored"
+        self.value, self.step, self.num_since = state["value"], int(state["step"]), int(state["num_since"])
+        return ""

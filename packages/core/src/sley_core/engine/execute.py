@@ -28,8 +28,7 @@ from sley_core.engine.call import LayerCaller, call_hooks
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.replicas import check_fields
 from sley_core.engine.step_state import MicroStep, Phase, StepState
-from sley_core.errors import RunError, note_origin
-from sley_core.generators import GENERATOR_LOCK
+from sley_core.errors import RunError
 from sley_core.model.tensors import version_of
 from sley_core.protocols import SplitLogits
 
@@ -98,33 +97,8 @@ class Executor:
         batch: this rank's microbatches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
         outputs: receives a copy of the model's output of each microbatch, on ranks with the loss.
         """
-        actions = select_actions(steps)
-        total = self._begin(batch, Phase.TRAIN, actions, outputs)
-        last_of_micro = {action.micro: action for action in actions}
-        last_of_chunk = {(action.chunk, action.micro): action for action in actions}
-        is_profiled = torch._C._autograd._profiler_enabled()
-        for step in steps:
-            state.step_progress.begin_entry(step)
-            if isinstance(step, Transfer):
-                self.crossing.transfer(step)
-                continue
-            if step.kind is Kind.CHUNK_DONE:
-                store.chunk_done(step.chunk)
-                continue
-            micro = state.micro_step(step, Phase.TRAIN)
-            state.enter(step)
-            with (
-                record_function(str(step)) if is_profiled else nullcontext(),
-                nullcontext() if self.weights is None else self.weights.wrap_action(step),
-            ):
-                self._run_action(step, micro, batch, weight, total)
-            state.leave(step)
-            if last_of_chunk[step.chunk, step.micro] == step:
-                del self._in_flight[step.chunk, step.micro]
-            if last_of_micro[step.micro] == step:
-                self._micros.pop(step.micro, None)
-        self.crossing.end()
-        self.left_in_flight = False
+        total = self._begin(batch, Phase.TRAIN, select_actions(steps), outputs)
+        self._run(steps, batch, state, total, weight, store)
         return total
 
     @torch.no_grad()
@@ -145,18 +119,47 @@ class Executor:
         self._tally, self._num_counted = tally, num_counted
         if tally is not None:
             tally.begin(total)
+        self._run(steps, batch, state, total, None, None)
+        return total
+
+    def _run(
+        self,
+        steps: Lowered,
+        batch: Sequence[Batch],
+        state: StepState,
+        total: Tensor,
+        weight: BatchWeight | None,
+        store: GradientStore | None,
+    ) -> None:
+        """Runs a list, and adds the losses to `total`. store: the gradient store; None for an evaluation."""
+        phase = Phase.EVALUATE if store is None else Phase.TRAIN
+        actions = select_actions(steps)
+        last_of_micro = {action.micro: action for action in actions}
+        last_of_chunk = {(action.chunk, action.micro): action for action in actions}
+        is_profiled = torch._C._autograd._profiler_enabled()
         for step in steps:
-            state.step_progress.begin_entry(f"{step} in the evaluation")
+            state.step_progress.begin_entry(f"{step} in the evaluation" if store is None else step)
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
-            micro = state.micro_step(step, Phase.EVALUATE)
-            with nullcontext() if self.weights is None else self.weights.wrap_action(step), self._expect_loss(None):
-                self._forward(micro, InFlight(), batch, total)
-            self._micros.pop(step.micro, None)
+            if step.kind is Kind.CHUNK_DONE:
+                assert store is not None, step
+                store.chunk_done(step.chunk)
+                continue
+            micro = state.micro_step(step, phase)
+            state.enter(step)
+            with (
+                record_function(str(step)) if is_profiled else nullcontext(),
+                nullcontext() if self.weights is None else self.weights.wrap_action(step),
+            ):
+                self._run_action(step, micro, batch, weight, total)
+            state.leave(step)
+            if last_of_chunk[step.chunk, step.micro] == step:
+                del self._in_flight[step.chunk, step.micro]
+            if last_of_micro[step.micro] == step:
+                self._micros.pop(step.micro, None)
         self.crossing.end()
         self.left_in_flight = False
-        return total
 
     def _begin(self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], outputs: dict[int, Any] | None) -> Tensor:
         """Discards a failed list, and announces `actions` to weights, policy and link. Returns zeros for the loss total."""
@@ -238,16 +241,10 @@ class Executor:
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
         """Counts the metrics of a microbatch before the loss, which may write in place."""
-        self.caller.acquire_generators("the metrics")
-        try:
+        with self.caller.hold_generators("the metrics", micro, tally.metrics.custom):
             output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
-        except Exception as error:
-            note_origin(error, f"the metrics on microbatch {micro.micro}", tally.metrics.custom)
-            raise
-        finally:
-            GENERATOR_LOCK.release()
 
     def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one microbatch, or of its full sequences. Calls the hooks `before_loss` and `after_loss`.
@@ -257,18 +254,12 @@ class Executor:
         call_hooks(self.hooks, "before_loss", micro, output)
         if self.whole is not None:
             output, fields = self.whole(output, fields, batch)
-        self.caller.acquire_generators("the loss")
-        try:
+        with self.caller.hold_generators("the loss", micro, self.loss):
             if self.whole is not None:
                 self.caller.seed_loss(micro)
             loss = self.loss.loss(output, fields)
             if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
                 self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
-        except Exception as error:
-            note_origin(error, f"the loss on microbatch {micro.micro}", self.loss)
-            raise
-        finally:
-            GENERATOR_LOCK.release()
         if self.position_check is not None:
             self.position_check.check(output, fields)
         call_hooks(self.hooks, "after_loss", micro, loss)

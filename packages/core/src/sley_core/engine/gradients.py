@@ -23,15 +23,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import Action
-from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator, mark_irregular
+from sley_core.comm.copies import free, grow
+from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
     GradientBuffer,
-    GradientMemory,
     NormGroup,
     Planner,
+    allocate_buffers,
     group_by_reduce_group,
 )
 from sley_core.engine.reduction import Reduction
@@ -69,13 +69,13 @@ class GradientStore:
         self.on_chunk_done: list[Callable[[int], None]] = []
         self.refusal: RunError | None = None
         self.num_layouts = 0
-        self._memory = GradientMemory(dtype, device)
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+        self._num_freed = 0
         self._accumulators: dict[Param, Accumulator] = {}
         self._order: list[Accumulator] = []
         self._loose: list[Accumulator] = []
         self._buffer_of: dict[Param, GradientBuffer] = {}
         self._parts: dict[Param, Tensor] = {}
-        self._completed_params: list[Param] = []
         self._products: set[Param] = set()
         self._next = 0
         self._are_freed = False
@@ -83,7 +83,6 @@ class GradientStore:
         self._is_closed = False
         self._has_memory = True
         self._has_learned_passes = False
-        self._tasks: dict[Accumulator, tuple[Action | None, int]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lay_out(planner)
 
@@ -97,11 +96,6 @@ class GradientStore:
     def params(self) -> list[Param]:
         """Returns the parameters with a gradient, in the order of their reports."""
         return [accumulator.param for accumulator in self._order]
-
-    @property
-    def completion_order(self) -> list[Param]:
-        """Returns the parameters in the order in which the first step completed them on this rank; [] before that step."""
-        return list(self._completed_params)
 
     def gradient(self, param: Param) -> Tensor:
         """Returns a view of the gradient of `param`, with the parameter's shape and the store's dtype. Raises RunError
@@ -179,9 +173,8 @@ class GradientStore:
         yield from ((accumulator.param.name, accumulator.view) for accumulator in self._order)
         yield from ((f"partial sum {number}", tensor) for number, tensor in enumerate(self.reduction.partial_sums()))
 
-    # Contributions of code outside autograd. Each `add` is a `put` that also counts the pass, and may report the parameter
-    # ready. After a `put`, autograd or a later `count_pass` may report it. `layer` is the layer that used the parameter. It is
-    # needed only if several layers hold the parameter and the order of sums is fixed.
+    # Contributions of code outside autograd. layer: the layer that used the parameter, needed if several layers hold it and
+    # the order of sums is fixed. counts_pass: whether to call `count_pass`; otherwise autograd or a later call reports `param`.
 
     def check_open(self, param: Param) -> None:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `param` belongs to the previous step."""
@@ -197,52 +190,39 @@ class GradientStore:
         """Counts a pass after a contribution of the running action to `param`, and may report it ready."""
         self._count_pass(self._accumulators[param])
 
-    def add(self, param: Param, gradient: Tensor) -> None:
+    def add(self, param: Param, gradient: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
         """Adds a contribution of the parameter's shape and any floating dtype."""
-        self.put(param, gradient)
-        self.count_pass(param)
+        accumulator = self._begin_contribution(param, layer)
+        accumulator.accumulate(gradient)
+        self._end_contribution(accumulator, counts_pass)
 
-    def add_product(self, param: Param, left: Tensor, right: Tensor) -> None:
+    def add_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
         """Adds left^T right, for left [n, out] and right [n, in] in the store's dtype, without allocating."""
-        self.put_product(param, left, right)
-        self.count_pass(param)
+        accumulator = self._begin_contribution(param, layer)
+        accumulator.accumulate_product(left, right)
+        self._end_contribution(accumulator, counts_pass)
 
-    def add_rows(self, param: Param, indices: Tensor, rows: Tensor) -> None:
+    def add_rows(self, param: Param, indices: Tensor, rows: Tensor, layer: str = "", *, counts_pass: bool = True) -> None:
         """Adds `rows` [n, width], of any floating dtype, at their `indices` [n] of an embedding table's gradient."""
-        self.put_rows(param, indices, rows)
-        self.count_pass(param)
+        accumulator = self._begin_contribution(param, layer)
+        accumulator.accumulate_rows(indices, rows)
+        self._end_contribution(accumulator, counts_pass)
 
     def add_microbatches(self, param: Param, gradients: Mapping[int, Tensor], layer: str) -> None:
         """Adds contributions by global microbatch number, for a fixed order of sums. Other ranks' microbatches are allowed."""
         for micro, gradient in gradients.items():
-            self.put(param, gradient, layer, micro)
+            accumulator = self._begin_contribution(param, layer, micro)
+            accumulator.accumulate(gradient)
+            accumulator.contributions += 1
         self.count_pass(param)
-
-    def put(self, param: Param, gradient: Tensor, layer: str = "", micro: int | None = None) -> None:
-        accumulator = self._prepare_accumulator(param, layer, micro)
-        accumulator.accumulate(gradient)
-        accumulator.contributions += 1
-
-    def put_product(self, param: Param, left: Tensor, right: Tensor, layer: str = "") -> None:
-        accumulator = self._prepare_accumulator(param, layer)
-        accumulator.accumulate_product(left, right)
-        accumulator.contributions += 1
-
-    def put_rows(self, param: Param, indices: Tensor, rows: Tensor, layer: str = "") -> None:
-        accumulator = self._prepare_accumulator(param, layer)
-        accumulator.accumulate_rows(indices, rows)
-        accumulator.contributions += 1
 
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
         """Replaces the buffers by the layout that `planner` returns. Discards all gradients, and a step in flight.
 
-        Nothing may write into the old buffers any more, since the new buffers reuse their memory. After `free`, the new buffers
-        have no memory until `build`.
+        After `free`, the new buffers have no memory until `build`.
         """
-        if not self._has_memory:
-            self._memory.build()
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])
@@ -250,7 +230,7 @@ class GradientStore:
         self._is_fixed = layout.is_fixed
         expected_passes = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
         self._clear_layout()
-        self.buffers = self._memory.buffers(layout)
+        self._memory, self.buffers = allocate_buffers(layout, self.dtype, self.device)
         views: dict[Param, Tensor | None] = dict.fromkeys(layout.loose)
         for buffer in self.buffers:
             self._buffer_of |= dict.fromkeys(buffer.params, buffer)
@@ -296,11 +276,12 @@ class GradientStore:
         for accumulator in self._order:
             accumulator.reset()
             accumulator.state = State.REPORTED  # a backward by hand is refused until the next step begins
-        self._memory.free()
+        self._num_freed = free(self._memory)
 
     def build(self) -> None:
         """Allocates zeroed memory for the gradients after `free`. `gradient` raises until a step has begun."""
-        self._memory.build()
+        grow(self._memory, self._num_freed)
+        self._memory.zero_()  # padding too, since norms include it
         self._has_memory = True
 
     def begin_step(self) -> None:
@@ -322,7 +303,6 @@ class GradientStore:
                     hint="set `freeze = true` in a group of [optimizer], or use a reducer such as `dp.bucketed`",
                 )
             else:
-                self._memory.discard()  # a reduction that a failed step began may still write into it
                 self.lay_out(self._planner)
         for buffer in self.buffers:
             buffer.is_whole = True
@@ -330,8 +310,6 @@ class GradientStore:
             self.watch()
         self._next = 0
         self.reduction.clear()
-        if not self._has_learned_passes:
-            self._completed_params = []
         for accumulator in self._order:
             accumulator.reset()
 
@@ -347,7 +325,9 @@ class GradientStore:
                 else:
                     are_all_complete = False
         if are_all_complete:
-            self._record_passes()
+            for accumulator in self._order:
+                accumulator.record_passes()
+            self._has_learned_passes = True
         self._report()
         if self._next == len(self._order):
             self.reduction.clear()
@@ -358,7 +338,6 @@ class GradientStore:
         """Removes hooks and gradients from the parameters, and frees the store's memory; no step may begin after it."""
         self._is_closed = True
         self._clear_layout()
-        self._memory.discard()
 
     def _check_not_freed(self) -> None:
         if self._are_freed:
@@ -369,21 +348,17 @@ class GradientStore:
                 "`run.memory.offload(...)`",
             )
 
-    def _prepare_accumulator(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
+    def _begin_contribution(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
         """Returns the accumulator of `param`, prepared for a contribution. Raises RunError `gradient-complete`."""
         accumulator = self._accumulators[param]
         accumulator.check_open(self.state)
         accumulator.begin_contribution(layer, micro)
         return accumulator
 
-    def _record_passes(self) -> None:
-        """Records the number and the backward of each gradient's passes, once all gradients are complete."""
-        for accumulator in self._order:
-            accumulator.record_passes()
-        if not self._has_learned_passes and self._tasks:
-            mark_irregular(self._tasks)
-            self._tasks.clear()
-        self._has_learned_passes = True
+    def _end_contribution(self, accumulator: Accumulator, counts_pass: bool) -> None:
+        accumulator.contributions += 1
+        if counts_pass:
+            self._count_pass(accumulator)
 
     def _accumulate_from_autograd(self, accumulator: Accumulator, parameter: Tensor) -> None:
         """Accumulates autograd's gradient. Autograd calls this post-accumulate hook once per backward and parameter.
@@ -400,8 +375,6 @@ class GradientStore:
         if gradient is not None:
             accumulator.check_open(self.state)
             accumulator.accumulate_grad()
-        if not self._has_learned_passes:
-            self._tasks[accumulator] = self.state.action, torch._C._current_graph_task_id()
         self._count_pass(accumulator)
 
     def _accumulate_assigned(self, accumulator: Accumulator) -> None:
@@ -429,8 +402,6 @@ class GradientStore:
         if not accumulator.watches_autograd or not self.state.is_last_of_list(accumulator.chunks):
             return
         accumulator.count_pass(is_first_step=not self._has_learned_passes)
-        if not self._has_learned_passes and accumulator.passes == 1:
-            self._completed_params.append(accumulator.param)
         if not accumulator.is_open and accumulator is self._order[self._next]:
             self._report()
 
@@ -451,4 +422,5 @@ class GradientStore:
             accumulator.parameter.grad = None
         self._hooks, self._accumulators, self._order, self._loose = [], {}, [], []
         self.buffers, self._buffer_of, self._parts = [], {}, {}
+        self._memory = torch.empty(0, dtype=self.dtype, device=self.device)
         self._next = 0

@@ -49,10 +49,6 @@ class Sums(Protocol):
     def discard(self) -> None:
         """Blocks until nothing writes into a buffer any more, and drops the state of a failed step."""
 
-    def trim(self) -> int:
-        """Frees memory between two steps that the next sums can allocate again; returns its bytes."""
-        return 0
-
 
 class Totals:
     """Computes the loss and the gradient norm of a step. Its construction may be a collective over all ranks. gradients, loss:

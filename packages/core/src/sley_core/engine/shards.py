@@ -159,15 +159,12 @@ SHARD_FUNCTIONS = {
 """Functions that are called on the shard: their result is the same for shard and full weight, or they set `requires_grad`."""
 
 LIKE_FUNCTIONS = {
-    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-    *(torch.rand_like, torch.randn_like, torch.randint_like),
-    *(T.new_empty, T.new_zeros, T.new_ones, T.new_full),
+    **dict.fromkeys((torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like), 0),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), 0),
+    **dict.fromkeys((T.new_empty, T.new_zeros, T.new_ones, T.new_full), 0),
+    **dict.fromkeys((T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as), 1),
 }
-"""Functions that create a tensor with the shape, dtype or device of their first argument."""
-
-AS_SECOND = {T.to, T.type_as, T.expand_as, T.view_as, T.reshape_as}
-"""Functions that use only the shape, dtype or device of their second argument."""
-
+"""Functions that use only the shape, dtype or device of one argument, and the index of that argument."""
 
 GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 """The accessors of `grad`. A shard has no gradient of its own: gradients are in the store."""
@@ -228,17 +225,10 @@ class StandIn(nn.Parameter):
         first = next(_stand_ins((args, kwargs)))
         if function in GRADIENT_FUNCTIONS and first.shard.grad is None and args[1:] in ((), (None,)):
             return None
-        like_args, other_args = (args[:1], args[1:]) if function in LIKE_FUNCTIONS else (args[1:], args[:1])
-        if function in LIKE_FUNCTIONS | AS_SECOND and not any(_stand_ins((other_args, kwargs))):
-            # For each stand-in, a tensor of its full shape, dtype and device, backed by one element.
-            replaced = [
-                arg.shard.new_empty(()).expand(arg.param.shape) if isinstance(arg, StandIn) else arg for arg in like_args
-            ]
-            return (
-                function(*replaced, *other_args, **kwargs)
-                if function in LIKE_FUNCTIONS
-                else function(*other_args, *replaced, **kwargs)
-            )
+        index = LIKE_FUNCTIONS.get(function, len(args))
+        if index < len(args) and args[index] is first and len(list(_stand_ins((args, kwargs)))) == 1:
+            like = first.shard.new_empty(()).expand(first.param.shape)  # backed by one element
+            return function(*args[:index], like, *args[index + 1 :], **kwargs)
         name = getattr(function, "__name__", str(function))  # of an attribute's getter: the attribute's
         raise first._read_error(getattr(function.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
 

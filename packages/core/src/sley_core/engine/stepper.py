@@ -24,7 +24,7 @@ from sley_core.engine.evaluation import Metrics, Tally, merge_metric_names
 from sley_core.engine.parts import StepEvents
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.step_state import StepState
-from sley_core.engine.totals import PendingTotals, Votes
+from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import RunError, run_closed_error
 from sley_core.model.attention import attention_kernel
 
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 NO_VOTES = Votes()
 NO_METRICS = Metrics()
-
-
-STARTING_STEPS = 2
-"""The number of first steps whose agreement is not deferred: handlers may communicate in `begin_step`, to agree on an order."""
 
 
 @dataclass(eq=False)
@@ -74,15 +70,15 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.state: StepState = self.store.state
-        self.agreement = Agreement(self.groups, self.store, self.compare)
-        self._num_begun = 0
+        self.agreement = Agreement(self.groups, self.store)
+        self._num_agreed = 0
         if self.handlers:
             self.store.on_ready.append(self._gradient_ready)
             self.store.on_chunk_done.append(self._chunk_done)
 
     def step(
         self, step: int, batch: StepBatch, *, votes: Votes = NO_VOTES, outputs: dict[int, Any] | None = None
-    ) -> PendingTotals:
+    ) -> StepTotals:
         """Trains on `batch`: forward, backward, reduction, update. All ranks call it, and it communicates. On CUDA it returns
         before the device is done; `read` of the result waits. After an exception the next call starts clean.
 
@@ -104,18 +100,18 @@ class Stepper:
                 skips.settle()
             # All ranks know the global weight, so one of them adds it.
             totals = self.update.step(step, loss, self.agreement.weight if self.groups["all"].coord == 0 else 0.0, votes)
-            pending = PendingTotals(totals, self.device)
+            totals.fetch()
             self.state.was_taken = self.update.was_taken
             if skips is not None:
-                skips.follow(pending)
+                skips.follow(totals)
                 if self.device.is_async and self.update.was_taken:  # the host does not know yet
-                    self.state.defer_was_taken(lambda: not pending.read().is_skippable)
+                    self.state.defer_was_taken(lambda: not totals.read().is_skippable)
             for event in self.events.after_update:
                 event()
             for handler in self.handlers:
                 handler.weights_updated(self.state)
             self.state.step_progress.begin_entry(BETWEEN)
-            return pending
+            return totals
 
     def _run(self, step: int, batch: StepBatch, outputs: dict[int, Any] | None) -> Tensor:
         """Runs all forwards and backwards of the step. Returns the sum of the loss over this rank's samples."""
@@ -128,17 +124,17 @@ class Stepper:
             event()
         for group in self.groups.values():
             group.log.clear()
-        is_comparison_due = self.compare is not None and self._num_begun > 0 and self._num_begun % replicas.COMPARE_EVERY == 0
-        if is_comparison_due:
-            self.agreement.on_agreed = self.compare
         self.agreement.begin(f"step {step + 1}", batch, self.store.refusal)
-        self._num_begun += 1
+        compare = self.compare if self._num_agreed % replicas.COMPARE_EVERY == 0 else None
         # The first action waits for no other rank, on any rank.
         can_defer_check = all(self.groups[axis].size == 1 for axis in ("model", "sp"))
-        if can_defer_check and self._num_begun > STARTING_STEPS and not is_comparison_due:
+        if can_defer_check and compare is None:
             self.state.after_first = self.agreement.check
         else:
             self.agreement.check()
+        self._num_agreed += 1
+        if compare is not None:
+            compare()
         for handler in self.handlers:
             handler.begin_step(self.state)
         if self.executor.sources is not None:

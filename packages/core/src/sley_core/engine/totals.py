@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sley_core.comm.device import Device
+from sley_core.comm.device import Device, Moment
 from sley_core.engine.agreement import Exchanges, exchange_mismatch_error
 from sley_core.errors import RunError
 
@@ -52,23 +52,40 @@ USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 """Totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepTotals:
     """The sums over all ranks at the end of a step.
 
-    values: float64 [6 or more] on the device, the same on all ranks: loss, gradient norm and weight of the global batch; the
-    numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same; in fp16 the number
-    of ranks with a non-finite gradient; the plugins' numbers; the terms of `SourceSums`. own_loss, own_exchanges: this rank's
-    share of the loss, a scalar, and its exchanges, for errors. loss_scale: the scale in fp16, else None.
+    values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
+    global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same;
+    in fp16 the number of ranks with a non-finite gradient; the plugins' numbers; the terms of `SourceSums`. own_loss,
+    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, for errors. loss_scale: the scale in fp16, else
+    None. end: the moment at which the step ends on the device, from `fetch` on.
     """
 
     values: Tensor
     own_loss: Tensor
     own_exchanges: Exchanges
+    device: Device
     loss_scale: float | None = None
+    end: Moment = field(default=0.0, init=False)
 
-    def read(self, device: Device) -> list[float]:
-        return device.read(self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))])
+    def host_values(self) -> list[float]:
+        return self.device.read(self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))])
+
+    def fetch(self) -> None:
+        """Starts to copy the values to the host. Called at the end of the step."""
+        self.values = self.device.fetch(self.values)
+        self.end = self.device.moment()
+
+    def read(self) -> StepResult:
+        """Waits for the copy of the values, but for no later work on the device, and returns them."""
+        self.device.wait_until(self.end)
+        loss, grad_norm, weight, stops, saves, differs, *extra = self.host_values()
+        scale = self.loss_scale
+        skipped, numbers = (False, extra) if scale is None else (extra[0] > 0, extra[1:])
+        mean = loss / weight if weight else 0.0
+        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)
 
     @property
     def allow_a_step(self) -> Tensor:
@@ -113,26 +130,6 @@ class StepResult:
     def is_skippable(self) -> bool:
         """Returns whether only a non-finite loss or gradient norm prevented the step, which `on_nan = "skip"` allows."""
         return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
-
-
-class PendingTotals:
-    """The totals of a step while they are copied to the host. ended: the moment at which the step ends on the device."""
-
-    def __init__(self, totals: StepTotals, device: Device) -> None:
-        self._device = device
-        self.own_loss = totals.own_loss
-        self.own_exchanges = totals.own_exchanges
-        self._totals = replace(totals, values=device.fetch(totals.values))
-        self.ended = device.moment()
-
-    def read(self) -> StepResult:
-        """Waits for the copy of the totals, but for no later work on the device, and returns them."""
-        self._device.wait_until(self.ended)
-        scale = self._totals.loss_scale
-        loss, grad_norm, weight, stops, saves, differs, *extra = self._totals.read(self._device)
-        skipped, numbers = (False, extra) if scale is None else (extra[0] > 0, extra[1:])
-        mean = loss / weight if weight else 0.0
-        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)
 
 
 LARGEST = 3.4028234663852886e38
@@ -185,14 +182,14 @@ class Skips:
         self.most = most
         self.num_skipped = 0
         self.num_in_a_row = 0
-        self._unread: PendingTotals | None = None
+        self._unread: StepTotals | None = None
 
-    def follow(self, totals: PendingTotals) -> None:
+    def follow(self, totals: StepTotals) -> None:
         """Records the totals of the last step. The step before must be settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals
 
-    def settle(self, totals: PendingTotals | None = None) -> None:
+    def settle(self, totals: StepTotals | None = None) -> None:
         """Waits for the last step's totals, and counts the step once. totals: if passed, other totals are not waited for."""
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
@@ -225,7 +222,7 @@ def build_refusal(
     parts: Parts,
     number: int,
     result: StepResult,
-    totals: PendingTotals,
+    totals: StepTotals,
     samples: Sequence[int],
     *,
     is_latest: bool,

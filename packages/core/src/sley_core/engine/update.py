@@ -113,7 +113,7 @@ class Update:
         gradients = list(self.store.norm_groups())
         totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
-            overflowed = totals.read(self.device)[len(USUAL)] > 0  # the same on every rank; waits for the device
+            overflowed = totals.host_values()[len(USUAL)] > 0  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
             if overflowed:
                 return totals
@@ -123,7 +123,7 @@ class Update:
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
         else:
-            host_totals = totals.read(self.device)
+            host_totals = totals.host_values()
             if not allow_a_step(host_totals):
                 return totals
             norm = host_totals[NORM]
@@ -236,9 +236,8 @@ class Update:
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
-        return StepTotals(
-            values, loss.sum(), collect_exchanges(self._exchanging), self.scale.value if self.scale is not None else None
-        )
+        scale = self.scale.value if self.scale is not None else None
+        return StepTotals(values, loss.sum(), collect_exchanges(self._exchanging), self.device, scale)
 
     def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
         """Multiplies every gradient by `factor`. Returns float64 [1]: 1 if a gradient of this rank is not finite, else 0."""
@@ -285,7 +284,7 @@ def states_of(update: Update) -> Iterator[ParamState]:
     step.
     """
     for stepped in update.masters.stepped:
-        if update.masters.has_master(stepped):
+        if stepped.master is not None:
             yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
     for stepped, average in list_averages(update.averages, update.masters.stepped):
         yield ParamState(stepped.name, stepped.elements, AVERAGE, average)

@@ -175,13 +175,15 @@ class WeightStore:
 HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stepped:
     """The tensor that the optimizer updates for one parameter. Its gradient is the store's `part`.
 
     parameter: the updated tensor. original: the working weight in the modules, which may be the same object. elements: the
     range that this rank updates, if other ranks update the rest; `parameter` has the shape of the range then. is_owned: whether
-    `parameter` is the full tensor of a split matrix that this rank owns.
+    `parameter` is the full tensor of a split matrix that this rank owns. master: the memory of a master weight; None if
+    `parameter` is the working weight or a view of it. working: the elements of the working weight that the master updates.
+    synced: the `state` when both were equal.
     """
 
     param: Param
@@ -189,40 +191,29 @@ class Stepped:
     original: nn.Parameter
     elements: ElementRange | None = None
     is_owned: bool = False
+    master: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.master is not None:
+            self.sync()
+
+    def sync(self) -> None:
+        """Records that the master equals the working weight, which may have moved."""
+        self.working = _view_elements(self.original.detach(), self.elements)
+        self.synced = self.state
 
     @property
     def name(self) -> str:
         return self.param.name
 
     @property
-    def working(self) -> Tensor:
-        """Returns a view of the elements of the working weight that belong to `parameter`, in the same shape."""
-        return _view_elements(self.original.detach(), self.elements)
+    def state(self) -> tuple[int, int, int]:
+        """Returns the version and the location of the working weight, which an offload does not change."""
+        return self.original._version, storage_id(self.original), int(self.original.storage_offset())
 
     @property
     def decays(self) -> bool:
         return self.param.decays
-
-
-@dataclass(eq=False)
-class _Master:
-    """Holds the master of `working`, a range of the elements of `parameter`. synced: the state when both were equal."""
-
-    master: Tensor
-    parameter: nn.Parameter
-    elements: ElementRange | None
-
-    def __post_init__(self) -> None:
-        self.sync()
-
-    def sync(self) -> None:
-        self.working = _view_elements(self.parameter.detach(), self.elements)
-        self.synced = self.state
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Returns the version and the location of the working weight, which an offload does not change."""
-        return self.parameter._version, storage_id(self.parameter), int(self.parameter.storage_offset())
 
 
 @dataclass(eq=False)
@@ -250,7 +241,7 @@ class Masters:
     def __post_init__(self) -> None:
         self._originals: list[tuple[Param, nn.Parameter]] = []
         self._flats: list[FlatBuffer] = []
-        self._masters: dict[int, _Master] = {}  # by the id of their parameters
+        self._masters: dict[Param, Stepped] = {}
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
         """Adds `params`, and narrows them to the working dtype if needed. Returns the tensors that the optimizer updates."""
@@ -264,11 +255,12 @@ class Masters:
             if elements is not None and not elements.numel:
                 continue
             if param in masters:
-                self._masters[id(parameter)] = _Master(masters[param], parameter, elements)
-                stepped = nn.Parameter(masters[param])
+                updated, master = nn.Parameter(masters[param]), masters[param]
+                self._masters[param] = Stepped(param, updated, parameter, elements, master=master)
+                added.append(self._masters[param])
             else:
-                stepped = parameter if elements is None else nn.Parameter(_view_elements(parameter.detach(), elements))
-            added.append(Stepped(param, stepped, parameter, elements))
+                updated = parameter if elements is None else nn.Parameter(_view_elements(parameter.detach(), elements))
+                added.append(Stepped(param, updated, parameter, elements))
         self.stepped += added
         if self.owners is not None:
             self.owners.add(params)
@@ -285,13 +277,8 @@ class Masters:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and value of each master weight."""
-        for stepped in self.stepped:
-            if self.has_master(stepped):
-                yield stepped.name, stepped.parameter
-
-    def has_master(self, stepped: Stepped) -> bool:
-        """Returns whether the stepped parameter is a master weight, not the working weight or a view of it."""
-        return id(stepped.original) in self._masters
+        for stepped in self._masters.values():
+            yield stepped.name, stepped.parameter
 
     def set_gradients(self) -> None:
         """Calls `follow`, and without a `home` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
@@ -329,9 +316,10 @@ class Masters:
         self._copy_back()
         if masters := list(self._masters.values()):
             if not (self.home is not None if are_sent is None else are_sent):
-                torch._foreach_copy_([master.working for master in masters], [master.master for master in masters])
-            for master in masters:
-                master.synced = master.state
+                values = [stepped.master for stepped in masters if stepped.master is not None]
+                torch._foreach_copy_([stepped.working for stepped in masters], values)
+            for stepped in masters:
+                stepped.synced = stepped.state
         for stepped in self.stepped:
             if stepped.parameter is not stepped.original:
                 stepped.parameter.grad = None
@@ -343,16 +331,12 @@ class Masters:
         for stepped in self.stepped:
             if stepped.parameter is stepped.original:
                 continue
-            master = self._masters.get(id(stepped.original))
-            if master is not None:
-                address = master.master.data_ptr()
-            else:
-                assert stepped.elements is not None, stepped.name
-                address = stepped.original.data_ptr() + stepped.elements.first * stepped.original.element_size()
-            if stepped.parameter.data_ptr() != address:
-                place = stepped.working if master is None else master.master
-                place.copy_(stepped.parameter.detach())
-                stepped.parameter.data = place
+            memory = stepped.master
+            if memory is None:
+                memory = _view_elements(stepped.original.detach(), stepped.elements)
+            if stepped.parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(stepped.parameter.detach())
+                stepped.parameter.data = memory
 
     @torch.no_grad()
     def set(self, param: Param, value: Tensor) -> None:
@@ -361,16 +345,16 @@ class Masters:
         parameter = param.parameter
         value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
-        master = self._masters.get(id(parameter))
-        if master is not None:
-            master.master.copy_(_view_elements(value, master.elements))
-            master.sync()
+        stepped = self._masters.get(param)
+        if stepped is not None and stepped.master is not None:
+            stepped.master.copy_(_view_elements(value, stepped.elements))
+            stepped.sync()
 
     @property
     def have_outside_writes(self) -> bool:
         """Returns whether a program has written weights since the last `follow`. Also works while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
-        return is_moved or any(master.synced != master.state for master in self._masters.values())
+        return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())
 
     def follow(self) -> None:
         """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
@@ -386,10 +370,11 @@ class Masters:
                 hint = "write into the parameter under torch.no_grad() (`parameter.copy_(value)`), or use `run.load_weights`"
                 raise RunError("weight-replaced", message, hint=hint)
         self.weights.restore_places()
-        for entry in self._masters.values():
-            if entry.synced != entry.state:
-                entry.sync()
-                master, working = entry.master, entry.working.to(entry.master.device)
+        for stepped in self._masters.values():
+            master = stepped.master
+            if master is not None and stepped.synced != stepped.state:
+                stepped.sync()
+                working = stepped.working.to(master.device)
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 

@@ -188,10 +188,10 @@ class DirectHead(LogitsHead):
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
         if (weight := self.params["weight"]) in self.store:
-            self.store.put_product(weight, gradient, inputs, layer=self.chunks.layer)
+            self.store.add_product(weight, gradient, inputs, self.chunks.layer, counts_pass=False)
         bias = self.params.get("bias")
         if bias is not None and bias in self.store:
-            self.store.put(bias, gradient.sum(0, dtype=self.store.dtype), layer=self.chunks.layer)
+            self.store.add(bias, gradient.sum(0, dtype=self.store.dtype), self.chunks.layer, counts_pass=False)
 
 
 def patch_head(parts: Parts) -> Callable[[], None]:

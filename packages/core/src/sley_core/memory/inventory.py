@@ -130,19 +130,10 @@ class HoldsTensors(Protocol):
 
 @runtime_checkable
 class Trimmable(Protocol):
-    """Frees memory on request and allocates it again when needed. A pool, handler or stage link may implement it."""
+    """Frees memory on request and allocates it again when needed. A pool or stage link may implement it."""
 
     def trim(self) -> int:
         """Frees unused memory and returns the number of freed bytes. Called between two steps."""
-        ...
-
-
-@runtime_checkable
-class HoldsMessages(Protocol):
-    """Reports the message buffers of a gradient handler, which its `trim` frees."""
-
-    def messages(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the name and tensor of each buffer that `trim` would free."""
         ...
 
 

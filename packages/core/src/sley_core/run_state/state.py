@@ -11,8 +11,8 @@ import torch
 
 from sley_core.attempt import use_copied_files
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.evaluation import Best
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause
-from sley_core.evaluation import Best
 from sley_core.files import PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.hugging_face import merged_weights

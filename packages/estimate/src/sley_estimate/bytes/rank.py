@@ -39,9 +39,8 @@ from train_cli.main import disable_gc
 from train_cli.meta_model import micro_batch
 
 STEPS = 3
-"""The first step creates the optimizer states, and buckets have their final order from the second step on. Both have as few
-microbatches as the schedule allows. The first step is repeated with more if its peak is the highest: new states may exist
-twice while more microbatches fill the pools.
+"""The first step creates the optimizer states. The first two have as few microbatches as the schedule allows. The first step is
+repeated with more if its peak is the highest: new states may exist twice while more microbatches fill the pools.
 """
 
 POOL_PARTS = ("pools", "messages")
