@@ -180,7 +180,7 @@ class Communicator(WeightCommunicator):
             all_params = {key: parts.registry[f"{name}.{key}"] for key, value in values.items() if value is not None}
             params = {attribute: param for attribute, param in all_params.items() if param.shard is not None}
             for param in params.values():
-                parts.store.expect_products(param)
+                param.has_products = True
             keys = {buffer_key(param) for param in params.values()}
             if len(params) < len(all_params) or len(keys) > 1 or not self._direct_params.issuperset(params.values()):
                 for param in params.values():

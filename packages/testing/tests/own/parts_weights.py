@@ -61,7 +61,7 @@ class Naive(WeightCommunicator):
             id(holder.module): param for param in parts.registry if param.shard is not None for holder in param.holders
         }
         for param in params_by_module.values():
-            parts.store.expect_products(param)
+            param.has_products = True
         for layer in parts.layers:
             for module in layer.module.modules():
                 if id(module) in params_by_module:

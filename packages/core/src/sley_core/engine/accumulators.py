@@ -36,22 +36,20 @@ class Accumulator:
     gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the
     parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in earlier
     steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
-    has_products: whether code adds weight gradients besides autograd. is_lent: whether `parameter.grad` is the view in this
-    step, so that autograd adds into the view.
+    is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view.
     """
 
     watches_autograd = True
     """Whether a hook accumulates each gradient of autograd."""
     rows: list[Tensor]
 
-    def __init__(self, param: Param, view: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
+    def __init__(self, param: Param, view: Tensor) -> None:
         self.param = param
         self.parameter = param.parameter
         self.chunks = param.chunks
         self.view = view
         self.dtype = view.dtype
-        self.expected_passes = expected_passes
-        self.has_products = has_products
+        self.expected_passes: int | None = 0
         self.reset()
 
     @property
@@ -119,7 +117,7 @@ class Accumulator:
             if self.is_lent:
                 self.contributions = 0
             self._accumulate_owned(_require_dense(gradient, self.param))
-            self.is_lent = not self.has_products and self.parameter.dtype == self.view.dtype
+            self.is_lent = not self.param.has_products and self.parameter.dtype == self.view.dtype
             self.parameter.grad = self.view if self.is_lent else None
         self.contributions += 1
 
@@ -172,10 +170,10 @@ class Accumulator:
 class LooseAccumulator(Accumulator):
     """Accumulates a gradient that no handler reduces, in autograd's own tensor or in a new one for each step."""
 
-    def __init__(self, param: Param, empty: Tensor, expected_passes: int | None = 0, *, has_products: bool = False) -> None:
+    def __init__(self, param: Param, empty: Tensor) -> None:
         """empty: a tensor of the store's dtype without elements."""
         self._empty = empty
-        super().__init__(param, empty, expected_passes, has_products=has_products)
+        super().__init__(param, empty)
 
     def reset(self) -> None:
         super().reset()

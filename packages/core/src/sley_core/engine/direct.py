@@ -259,14 +259,14 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
                 continue
             param = registry[f"{name}.weight"]
             sink = Handover(partial(add_gradient, param, layer=layer.name, counts_pass=False), queue, param)
-            store.expect_products(param)
+            param.has_products = True
             if isinstance(module, nn.Embedding):
                 forward: Callable[..., Tensor] = partial(embedding_forward, module, module.weight, sink)
             else:
                 bias_sink = None
                 if fixed_order and isinstance(module.bias, nn.Parameter):
                     bias = registry[f"{name}.bias"]
-                    store.expect_products(bias)
+                    bias.has_products = True
                     # As communicators of sharded biases do.
                     bias_sink = partial(_add_bias, store, bias, layer.name)
                 forward = partial(linear_forward, module, module.weight, sink, module.bias, bias_sink)

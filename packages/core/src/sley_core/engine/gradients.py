@@ -76,7 +76,6 @@ class GradientStore:
         self._loose: list[Accumulator] = []
         self._buffer_of: dict[Param, GradientBuffer] = {}
         self._parts: dict[Param, Tensor] = {}
-        self._products: set[Param] = set()
         self._next = 0
         self._are_freed = False
         self._is_watching = False
@@ -180,12 +179,6 @@ class GradientStore:
         """Raises RunError `gradient-complete` if no step runs and the gradient of `param` belongs to the previous step."""
         self._accumulators[param].check_open(self.state)
 
-    def expect_products(self, param: Param) -> None:
-        """Records that `param` gets contributions from `add_product` or the other `add` methods besides autograd."""
-        self._products.add(param)
-        if param in self._accumulators:
-            self._accumulators[param].has_products = True
-
     def count_pass(self, param: Param) -> None:
         """Counts a pass after a contribution of the running action to `param`, and may report it ready."""
         self._count_pass(self._accumulators[param])
@@ -231,17 +224,15 @@ class GradientStore:
         expected_passes = {param: accumulator.expected_passes for param, accumulator in self._accumulators.items()}
         self._clear_layout()
         self._memory, self.buffers = allocate_buffers(layout, self.dtype, self.device)
-        views: dict[Param, Tensor | None] = dict.fromkeys(layout.loose)
+        views = dict.fromkeys(layout.loose, torch.empty(0, dtype=self.dtype, device=self.device))
         for buffer in self.buffers:
             self._buffer_of |= dict.fromkeys(buffer.params, buffer)
             self._parts |= buffer.parts if buffer.shard else {}
             views |= zip(buffer.params, buffer.views, strict=True)
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
         for param in layout.order:
-            has_products = param in self._products
-            self._accumulators[param] = self.reduction.new_accumulator(
-                param, views[param], empty, expected_passes.get(param, 0), has_products=has_products
-            )
+            accumulator = self.reduction.new_accumulator(param, views[param], is_loose=param not in self._buffer_of)
+            accumulator.expected_passes = expected_passes.get(param, 0)
+            self._accumulators[param] = accumulator
         self._order = list(self._accumulators.values())
         self._loose = [self._accumulators[param] for param in layout.loose]
         self._trained = [(param.name, param.parameter, param.trainable) for param in self.registry]
@@ -259,10 +250,9 @@ class GradientStore:
         self._is_watching = True
         for number, accumulator in enumerate(self._order):
             param = accumulator.param
-            is_unused = not self.buffers and type(accumulator) is LooseAccumulator and not accumulator.has_products
+            is_unused = not self.buffers and type(accumulator) is LooseAccumulator and not param.has_products
             if is_unused and param.shard is None and accumulator.parameter.dtype == self.dtype:
-                unwatched = UnwatchedAccumulator(param, accumulator.view, accumulator.expected_passes)
-                self._order[number] = self._accumulators[param] = unwatched
+                self._order[number] = self._accumulators[param] = UnwatchedAccumulator(param, accumulator.view)
                 continue
             parameter = accumulator.parameter
             hook_function = partial(self._accumulate_from_autograd, accumulator)

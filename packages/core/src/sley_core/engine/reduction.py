@@ -107,17 +107,9 @@ class Reduction:
         """Returns the number of sums of each gradient that a rank passes to the reducer, besides those of microbatches."""
         return 1
 
-    def new_accumulator(
-        self, param: Param, view: Tensor | None, placeholder: Tensor, expected_passes: int | None, *, has_products: bool
-    ) -> Accumulator:
-        """Returns a new accumulator for `param`.
-
-        view: the parameter's part of a buffer; None without a reducer. placeholder: an empty tensor for a gradient without
-        memory. expected_passes, has_products: as in `Accumulator`.
-        """
-        if view is None:
-            return LooseAccumulator(param, placeholder, expected_passes, has_products=has_products)
-        return Accumulator(param, view, expected_passes, has_products=has_products)
+    def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
+        """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none."""
+        return LooseAccumulator(param, view) if is_loose else Accumulator(param, view)
 
     def partial_sums(self) -> Sequence[Tensor]:
         """Returns this step's tensors other than the gradients."""

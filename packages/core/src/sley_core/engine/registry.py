@@ -43,6 +43,7 @@ class Param:
     norms, biases and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard:
     this rank's shard; None if the parameter is not sharded. layers: this rank's layers that hold it, in model order. num_sums:
     the number of partial sums of its gradient until it is reduced: one for each of `layers` if their order is fixed.
+    has_products: whether code adds to its gradient by `GradientStore.add_product` or the like, besides autograd.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Param:
     index: int = 0
     layers: tuple[str, ...] = ()
     num_sums: int = 1
+    has_products: bool = False
 
     @property
     def parameter(self) -> nn.Parameter:

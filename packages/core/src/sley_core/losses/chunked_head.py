@@ -176,7 +176,7 @@ class DirectHead(LogitsHead):
         self.params = {name: parts.registry[f"{chunks.name}.{name}"] for name in names}
         self.patch = ForwardPatch(linear, self.forward)
         for param in self.params.values():
-            self.store.expect_products(param)
+            param.has_products = True
 
     def forward(self, input: Tensor) -> Any:
         """Returns `LazyLogits` if the loss follows, and logits otherwise or if parameters have hooks or were replaced."""

@@ -239,12 +239,8 @@ class CanonicalReduction(Reduction):
     def num_sums(self, param: Param) -> int:
         return len(param.layers)
 
-    def new_accumulator(
-        self, param: Param, view: Tensor | None, placeholder: Tensor, expected_passes: int | None, *, has_products: bool
-    ) -> Accumulator:
-        is_loose = view is None
-        home = placeholder if view is None else view
-        return CanonicalAccumulator(self, param, home, expected_passes, is_loose=is_loose, has_products=has_products)
+    def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
+        return CanonicalAccumulator(self, param, view, is_loose=is_loose)
 
     def partial_sums(self) -> Sequence[Tensor]:
         return self.sum_memory.created
@@ -288,20 +284,11 @@ class CanonicalAccumulator(Accumulator):
     gradient, so that each step allocates the view.
     """
 
-    def __init__(
-        self,
-        reduction: CanonicalReduction,
-        param: Param,
-        view: Tensor,
-        expected_passes: int | None,
-        *,
-        is_loose: bool,
-        has_products: bool,
-    ) -> None:
+    def __init__(self, reduction: CanonicalReduction, param: Param, view: Tensor, *, is_loose: bool) -> None:
         self.reduction = reduction
         self.is_loose = is_loose
         self._placeholder = view
-        super().__init__(param, view, expected_passes, has_products=has_products)
+        super().__init__(param, view)
 
     def reset(self) -> None:
         """Starts a step, and discards all partial sums."""
@@ -343,7 +330,7 @@ class CanonicalAccumulator(Accumulator):
             self._sum.add_(gradient)
 
     def accumulate_grad(self) -> None:
-        if self.has_products:
+        if self.param.has_products:
             raise RunError(
                 "canonical-autograd",
                 f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has "
