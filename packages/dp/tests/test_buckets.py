@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from datetime import timedelta
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.comm.groups import Groups, make_groups
-from sley_core.engine.buffers import group_by_reduce_group
 from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
-from sley_core.topology import GroupEntry
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import assert_equal_replicas, record, running
@@ -93,12 +86,10 @@ class CollectiveCounts:
     before_forward = after_forward = before_loss = after_loss = before_backward = ignore
 
 
-def step_collectives(tables, folder, num_steps, prepare=None):
+def step_collectives(tables, folder, num_steps):
     """Returns the collectives of each step, their number after each backward, and the buckets' groups and sizes."""
     results = []
     with running(tables, folder) as run:
-        if prepare is not None:
-            prepare(run)
         hook = CollectiveCounts()
         run.caller.hooks.append(hook)
         run.stepper.compare = None  # the first step compares first values, beside what is counted here
@@ -130,44 +121,6 @@ def test_one_reduction_per_bucket_and_step_in_the_last_backward(ranks, small, ow
             assert [str(call) for call in calls] == [BEFORE_STEP, *sums, AFTER_STEP]
             assert counts[:-1] == [1] * (num_micros - 1)
             assert counts[-1] == 1 + (len(buckets) if step else 0), "after the first step, within the backward"
-
-
-PAIRS = [GroupEntry("pair", "main", (0, 1)), GroupEntry("pair", "main", (2, 3))]
-
-
-def reduce_over_two_groups(run):
-    """Makes `layer1` reduce over pairs of ranks, `layer0` over single ranks, and the other layers over all four ranks."""
-    limit = timedelta(seconds=30)
-    pairs = make_groups(run.topology, run.world.rank, backend="gloo", timeout=limit, extra=PAIRS)
-    run.parts = replace(run.parts, groups=Groups({**run.groups, "pair": pairs["pair"]}))
-    run.groups = run.stepper.update.groups = run.store.reduction.groups = run.parts.groups
-    run.stepper.compare = None  # which knows of no pairs
-    for param in run.registry:
-        param.reduce_group = {"layer0": "sp", "layer1": "pair"}.get(param.name.partition(".")[0], "stage")
-    run.store.lay_out(group_by_reduce_group)
-    for handler in run.stepper.handlers:
-        handler.attach(run.parts)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("reduction", ["bf16", "same"])
-def test_two_reduce_groups_fill_separate_buckets(ranks, small, own, reduction):
-    """All ranks of a group use one order. Every parameter is summed over its group, unless that has only one rank."""
-    tables = small(FOUR_BUCKETS | {"reduction": reduction}, batch__global_size=8)
-    by_rank = ranks(4)(step_collectives, tables, own, 3, prepare=reduce_over_two_groups)
-    assert_equal_sequences(by_rank)
-    for results in by_rank:
-        calls, _, buckets = results[-1]
-        assert [group for group, _ in buckets] == ["stage", "stage", "pair"], "groups of one rank have no bucket"
-        sums = [call for call in calls if call.op in ("all_reduce", "all_to_all_single") and call.numel > 11]
-        assert [len(call.ranks) for call in sums] == [4, 2, 4], "layer2, then layer1, then the first layer"
-    whole = record(small(batch__global_size=8), 1, folder=own)
-    results = [rank.gradients[0] for rank in ranks(4)(record, tables, 1, folder=own, prepare=reduce_over_two_groups)]
-    tolerance = 2**-7 if reduction == "bf16" else 1e-6
-    for layer, parts in {"first": [0], "layer2": [0], "layer1": [0, 2], "layer0": [0, 1, 2, 3]}.items():
-        name = f"{layer}.weight"
-        total = torch.stack([results[rank][name] for rank in parts]).sum(0)
-        assert_close_gradients({name: whole.gradients[0][name]}, {name: total}, tolerance)
 
 
 def test_bf16_sums_use_two_collectives_per_bucket(ranks, small, own):

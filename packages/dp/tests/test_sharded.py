@@ -272,16 +272,14 @@ def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_pat
     assert saved[0].weights["a.nothing"].shape == (0, 3)
 
 
-def run_and_resume(tables, folder, path, steps):
+def run_and_resume(tables, folder, path):
     whole = stretch(tables, 4, folder=folder)
-    stretch(tables, steps, folder=folder, save=path)
-    return whole, stretch(tables, 4 - steps, folder=folder, load=path)
+    stretch(tables, 2, folder=folder, save=path)
+    return whole, stretch(tables, 2, folder=folder, load=path)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_three_ranks_resume_bit_for_bit(ranks, own, tmp_path, small, steps):
-    """Over sockets, with at least three ranks, a sum's order depends on the offset in a bucket, so it must be saved."""
+def test_three_ranks_resume_bit_for_bit(ranks, own, tmp_path, small):
+    """Over sockets, with at least three ranks, a sum's order depends on the offset in a bucket."""
     tables = small(parallel={"dp": 3, "cross_memory_attach": False}, model__factory="dp_parts:branches", batch__global_size=3)
-    by_rank = ranks(3, 120)(run_and_resume, tables, own, tmp_path / "saved", steps)
+    by_rank = ranks(3, 120)(run_and_resume, tables, own, tmp_path / "saved")
     assert_same_stretch([whole for whole, _ in by_rank], [resumed for _, resumed in by_rank])
