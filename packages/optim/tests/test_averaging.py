@@ -22,7 +22,7 @@ from averaging_runs import (
 )
 from torch import nn
 
-from sley_core.engine.averages import Averages
+from sley_core.engine.update import Averages
 from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict

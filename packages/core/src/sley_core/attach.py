@@ -19,7 +19,6 @@ from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
-from sley_core.engine.averages import AVERAGE, Averages, list_averages
 from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
@@ -33,7 +32,7 @@ from sley_core.engine.sources import SourceSums
 from sley_core.engine.step_batch import BatchSplitter
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
-from sley_core.engine.update import Update, named_tensors, optimizer_states
+from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import KeyPath, PlanError, format_path
 from sley_core.losses.chunked_head import patch_head

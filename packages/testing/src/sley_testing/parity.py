@@ -17,10 +17,9 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.averages import AVERAGE
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS
-from sley_core.engine.update import MASTER, states_of
+from sley_core.engine.update import AVERAGE, MASTER, states_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.topology import DEFAULT_CHANNEL
