@@ -91,12 +91,14 @@ class _NoUpdate:
 
 class Torch:
     """A module in the hand-written loop. kind: ddp, ddp-static, ddp-zero (its optimizer sharded), fsdp2, fsdp2-host (with its
-    CPUOffloadPolicy), fsdp2-compiled (with compiled layers) or none.
+    CPUOffloadPolicy) or none. With "-compiled" behind it, layers are compiled.
     """
 
     def __init__(self, tables: dict[str, Any], kind: str, micros: int, *, fused: bool | None = None) -> None:
         model, device = _layers(tables)
         self.kind = kind
+        for layer in list(model) if kind.endswith("-compiled") else ():
+            layer.compile()
         self.micros = micros
         # torch asserts where a static graph's very first backward runs under `no_sync`.
         self.syncs_always = kind == "ddp-static"
@@ -106,8 +108,6 @@ class Torch:
         elif kind.startswith("fsdp2"):
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if kind == "fsdp2-host" else OffloadPolicy()
-            for layer in list(model) if kind == "fsdp2-compiled" else ():
-                layer.compile()
             for layer in list(model)[1:-1]:
                 fully_shard(layer, mesh=mesh, offload_policy=policy)
             self.model = fully_shard(model, mesh=mesh, offload_policy=policy)

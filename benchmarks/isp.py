@@ -53,6 +53,7 @@ def contestants(tokens: int, micros: int = 1) -> dict[str, Callable[[], Any]]:
         "fsdp2, compiled": "fsdp2-compiled",
         "ddp": "ddp",
         "no communication": "none",
+        "no communication, compiled": "none-compiled",
     }
     found: dict[str, Callable[[], Any]] = {
         name: lambda kind=kind: Cleared(Torch(whole, kind, micros)) for name, kind in torchs.items()

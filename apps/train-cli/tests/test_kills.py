@@ -41,6 +41,7 @@ PLAN = small_plan(
     optimizer__clip_norm=0.5,
     precision={"compute": "fp64"},
     checkpoint={"every_steps": 1, "keep": 2},
+    averaging={"use": "optim.ema", "decay": 0.5},
 )
 OF_A_RANK = "ranks/"
 """How the names begin under which checkpoints have what parts of one rank keep."""

@@ -51,8 +51,9 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return {_TAG + "bytes": b64encode(value).decode()}
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        name, text = (str(value.dtype).removeprefix("torch."), b64encode(flat.view(torch.uint8).numpy().tobytes()).decode())
+        from sley_core.model.tensors import flat_bytes  # torch is loaded already
+
+        name, text = str(value.dtype).removeprefix("torch."), b64encode(flat_bytes(value.cpu()).numpy().data).decode()
         return {_TAG + "tensor": [name, list(value.shape), text]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith(_TAG) for key in value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import chain, combinations
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo
+from sley_core.data.walk import byte_view
 from sley_core.errors import PlanError
 from sley_core.generators import derive_seed, use_program_seed
+from sley_core.json_text import decode_value, encode_value
 from sley_core.model.layers import Model
+from sley_core.model.tensors import fingerprint, flat_bytes
 from sley_testing.plans import build_model_with_values
 
 
@@ -275,3 +279,19 @@ def test_every_part_its_type_and_its_place_count() -> None:
     seeds = [derive_seed(0, *parts) for parts in uses] + [derive_seed(1), derive_seed(1, "a")]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert not [pair for pair in combinations(seeds, 2) if pair[0] == pair[1]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_bytes_of_any_view_are_those_of_its_copy(seed: int) -> None:
+    """One element is contiguous with any stride, and a view of another dtype refuses that."""
+    draw = random.Random(seed)
+    value = torch.arange(60, dtype=draw.choice([torch.float64, torch.bfloat16, torch.int32])).reshape(3, 4, 5)
+    for dim in range(3):
+        chosen = range(draw.randint(0, 1), draw.randint(0, value.shape[dim]), draw.randint(1, 6))
+        value = value[(slice(None),) * dim + (slice(chosen.start, chosen.stop, chosen.step),)]
+    value = value.permute(draw.sample(range(3), 3))
+    copy = torch.empty(value.shape, dtype=value.dtype).copy_(value)
+    assert bytes(flat_bytes(value).numpy()) == bytes(copy.reshape(-1).view(torch.uint8).numpy())
+    assert torch.equal(fingerprint(value), fingerprint(copy))
+    assert torch.equal(decode_value(encode_value(value)), copy)
+    assert bytes(byte_view(value)) == bytes(byte_view(copy))

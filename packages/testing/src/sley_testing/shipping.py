@@ -72,11 +72,13 @@ class _ResultPickler(pickle.Pickler):
         """Pickles a plain host tensor as its bytes, dtype and shape."""
         import torch  # not needed by a process that only packs calls
 
+        from sley_core.model.tensors import flat_bytes
+
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
             return NotImplemented
         if value.requires_grad or vars(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
             return NotImplemented
-        data = bytearray(value.reshape(-1).view(torch.uint8).numpy().data) if value.numel() else bytearray()
+        data = bytearray(flat_bytes(value).numpy().data) if value.numel() else bytearray()
         return _tensor, (data, value.dtype, tuple(value.shape))
 
 

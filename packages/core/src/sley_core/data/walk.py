@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sley_core.data.dataset import Sample, Stream
 from sley_core.errors import PlanError, RunError, format_cause, note_origin
+from sley_core.model.tensors import flat_bytes
 
 
 def digest_of(samples: Iterable[Any]) -> str:
@@ -50,7 +51,7 @@ class SamplesDigest:
 
 def byte_view(value: Tensor) -> memoryview:
     """Returns the bytes of a tensor of any dtype and device. Does not copy a contiguous CPU tensor."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(value.cpu()).numpy().data
 
 
 def probe_digest(count: int, read: Callable[[int], Any]) -> str | None:

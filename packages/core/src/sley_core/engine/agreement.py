@@ -30,6 +30,7 @@ from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
 from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
+from sley_core.model.tensors import flat_bytes
 
 if TYPE_CHECKING:
     from sley_core.comm.groups import Groups
@@ -148,7 +149,7 @@ class Agreement:
         descriptions = tuple(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for name, value in values)
         number = checksum(descriptions)
         for _, value in values:
-            data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            data = flat_bytes(value)
             number = zlib.crc32(bytes(data[:_END_BYTES].numpy()) + bytes(data[-_END_BYTES:].numpy()), number)
         return dict.fromkeys(axes, (descriptions, number))
 

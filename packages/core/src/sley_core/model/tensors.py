@@ -50,14 +50,22 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
         return fingerprint(tensor.detach())
 
 
+def flat_bytes(value: Tensor) -> Tensor:
+    """Returns the bytes of `value`, uint8 [bytes], which share its memory if it is contiguous."""
+    flat = value.detach().contiguous().reshape(-1)
+    # One element is contiguous with any stride, but a view of another dtype needs the stride 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def fingerprint(value: Tensor) -> Tensor:
     """Returns a hash of the bytes and their positions, int64 [] on the device. Different values have equal hashes with a
     probability of about 2^-32.
     """
-    data = value.contiguous().reshape(-1).view(torch.uint8)
+    data = flat_bytes(value)
     num_word_bytes = data.numel() // 8 * 8
     word_data, tail = data[:num_word_bytes], data[num_word_bytes:].to(torch.int64)
-    words = word_data.clone().view(torch.int64) if data.data_ptr() % 8 else word_data.view(torch.int64)
+    is_aligned = not (data.data_ptr() % 8 or data.storage_offset() % 8)  # an empty tensor's pointer is 0
+    words = (word_data if is_aligned else word_data.clone()).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, words.numel(), CHUNK_WORDS):
         total += _weighted_sum(words[start : start + CHUNK_WORDS], start)
@@ -77,7 +85,7 @@ def _weighted_sum(words: Tensor, start: int) -> Tensor:
 
 def checksum(value: Tensor) -> int:
     """Returns the CRC-32 of the bytes of `value`."""
-    return crc32(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return crc32(flat_bytes(value.cpu()).numpy().data)
 
 
 def keeps_fp32(name: str, keep: Sequence[str]) -> bool:
