@@ -149,7 +149,7 @@ def test_invalid_placement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sley_wave.hanayo, "wave", lambda stages, chunks: Placement((0, 1, 2, 4) * 2))
     (problem,) = check_plan(plan_of(pp=4), 4)
     assert (problem.code, problem.path) == ("placement-wrong", ("pipeline", "use"))
-    assert "has no chunk on stage 3" in problem.message
+    assert "2 on stage 2, 2 on stage 4" in problem.message
 
 
 @pytest.mark.sample(1)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from sley_core.errors import PlanError
 
@@ -163,6 +163,9 @@ class StageChunk(NamedTuple):
     chunk: int
 
 
+MAX_SHOWN_STAGES = 4
+
+
 @dataclass(frozen=True)
 class Placement:
     """Assigns the positions of a model to stages; a stage numbers its chunks in model order.
@@ -175,20 +178,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         counts = Counter(self.route)
-        if not counts:
-            raise placement_error("is empty")
-        for stage in counts:
-            if type(stage) is not int or stage < 0:
-                raise placement_error(f"contains stage {stage!r}, but the stages must be 0, 1, 2, ...")
-        last = max(counts)
-        for stage in range(last + 1):
-            if not counts[stage]:
-                raise placement_error(f"has no chunk on stage {stage}, but has chunks on stage {last}")
-            if counts[stage] != counts[0]:
-                parts = f"{counts[stage]} of {len(self.route)} chunks on stage {stage}"
-                raise placement_error(
-                    f"places {parts}, but {counts[0]} on stage 0; every stage must have the same number of chunks"
-                )
+        if sorted(counts) != list(range(len(counts))) or len(set(counts.values())) != 1:
+            texts = ", ".join(f"{count} on stage {stage}" for stage, count in sorted(counts.items())[:MAX_SHOWN_STAGES])
+            raise placement_error(
+                f"must have equally many chunks on each of the stages 0, 1, 2, ..., but has {texts or 'none'}"
+            )
 
     @cached_property
     def stages(self) -> int:
@@ -300,31 +294,12 @@ class Schedule:
 
     def placement(self, stages: int) -> Placement:
         """Returns the placement for `stages`. Raises PlanError "placement-wrong" unless each stage holds `chunks` positions."""
-        placement: Any = self.place(stages, self.chunks)
-        if not isinstance(placement, Placement):
-            raise placement_error(f"must be a `Placement`, but is a `{type(placement).__name__}`")
+        placement = self.place(stages, self.chunks)
         if (placement.stages, placement.chunks) != (stages, self.chunks):
             actual = f"{placement.chunks} chunks on each of {placement.stages} stages"
             raise placement_error(f"has {actual}, but the plan has {self.chunks} on each of {stages}")
         return placement
 
     def lists(self, stages: int, micros: int) -> list[list[Action]]:
-        """Returns every stage's compute actions in a training step, for `lower`.
-
-        Raises PlanError "schedule-wrong" if the generator does not return a sequence of actions for each stage.
-        """
-        lists: Any = self.generate(stages, self.chunks, micros)
-        if not isinstance(lists, Sequence):
-            raise _generator_error(lists, "a list for each stage")
-        for steps in lists:
-            if not isinstance(steps, Sequence):
-                raise _generator_error(steps, "a list for a stage")
-            for step in steps:
-                if not isinstance(step, Action):
-                    raise _generator_error(step, "an action in a stage's list")
-        return [list(steps) for steps in lists]
-
-
-def _generator_error(value: object, expected: str) -> PlanError:
-    message = f"the schedule's generator must return {expected}, but returns a `{type(value).__name__}`"
-    return PlanError("schedule-wrong", message, path=("pipeline", "use"), hint="return a value of type `list[list[Action]]`")
+        """Returns every stage's compute actions in a training step, for `lower`."""
+        return [list(actions) for actions in self.generate(stages, self.chunks, micros)]
