@@ -74,8 +74,8 @@ def replace(plan: Path, old: str, new: str) -> None:
 EDITS = {
     "syntax error": ("steps = 4", "steps = = 4", "syntax", "= 4"),
     "unknown key of a record": ("hidden =", "hiden = 3\nhidden =", "unknown-key", "hiden"),
-    "stages without a schedule": ("dp = 2", "dp = 2\npp = 2", "pipeline-missing", "pp = 2"),
-    "data file empty": ("corpus.txt", "empty.txt", "data-empty", "files = "),
+    "stages without a schedule": ("dp = 2", "dp = 2\npp = 2", "pipeline-missing", "2"),
+    "data file empty": ("corpus.txt", "empty.txt", "data-empty", '"empty.txt"'),
 }
 """The old and new text of the plan, the code, and the text at the caret."""
 
@@ -90,8 +90,8 @@ def test_a_wrong_plan(plan: Path, folder: Path, refused: Refused, name: str) -> 
 
 
 def test_errors_name_the_option(plan: Path, refused: Refused) -> None:
-    refused(plan, "layout", "dp = 2", "--nproc", "3")
-    refused(plan, "layout", "dp = 2", "--world", "3", command="check")
+    refused(plan, "layout", "2", "--nproc", "3")
+    refused(plan, "layout", "2", "--world", "3", command="check")
     refused(plan, "unknown-key", "--set #2", "--set", "run.seed=3", "--set", "run.sed=3")
 
 
@@ -106,16 +106,16 @@ def with_handlers(plan: Path, *names: str) -> Path:
 
 def test_a_missing_plugin(plan: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     text = plan.read_text("utf-8")
-    refused(with_handlers(plan, "nobody.knows"), "plugin-unknown", 'use = "nobody.knows"', exit_code=PLUGIN)
+    refused(with_handlers(plan, "nobody.knows"), "plugin-unknown", '"nobody.knows"', exit_code=PLUGIN)
     plan.write_text(text, "utf-8")
     without_dp = {name: plugin for name, plugin in find_plugins().items() if name != "dp"}
     monkeypatch.setattr("sley_core.plan.loader.find_plugins", lambda: without_dp)
-    refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", 'use = "dp.bucketed"', exit_code=PLUGIN)
+    refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", '"dp.bucketed"', exit_code=PLUGIN)
 
 
 def test_a_plugin_that_cannot_be_imported(plan: Path, install: Install, refused: Refused) -> None:
     install("sley-odd", "odd", "raise RuntimeError('not today')")
-    refused(with_handlers(plan, "odd.sum"), "plugin-import", 'use = "odd.sum"', exit_code=PLUGIN)
+    refused(with_handlers(plan, "odd.sum"), "plugin-import", '"odd.sum"', exit_code=PLUGIN)
 
 
 # -- the user's code, and the run's folder -----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def layers():
 @pytest.mark.parametrize(
     ("source", "code", "at"),
     [
-        ("import nothing_of_this_name", "factory-import", 'factory = "own:layers"'),
+        ("import nothing_of_this_name", "factory-import", '"own:layers"'),
         ("def layers(): return 42", "model-factory", "[model]"),
         (HELD, "model-init", "[model]"),
     ],
@@ -160,8 +160,8 @@ def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
     (folder / "second.toml").write_text(text.replace("core.adamw", "nobody.knows"), "utf-8")
     result = cli("check", "first.toml", plan, "second.toml")
     first, second, count = result.err.splitlines()
-    assert first.startswith("first.toml:5:1: error[out-of-range]")
-    assert second.startswith("second.toml:25:1: error[plugin-unknown]")
+    assert first.startswith("first.toml:5:9: error[out-of-range]")
+    assert second.startswith("second.toml:25:7: error[plugin-unknown]")
     assert (count, result.code) == ("found 2 errors", 4)
     result = cli("check", plan, plan)
     assert (result.code, result.err) == (0, "2 plans are fine; no model was built (use --model)\n")

@@ -93,7 +93,7 @@ def test_a_run_is_replaced_only_with_overwrite(cli: Cli, plan: Path, folder: Pat
     before = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8")
     result = cli(*arguments)
     assert result.code == 3
-    assert "plan.toml:4:1: error[run-folder]" in result.err
+    assert "plan.toml:4:8: error[run-folder]" in result.err
     assert "--overwrite" in result.err
     assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8") == before
     assert cli(*arguments, "--overwrite").code == 0
@@ -171,7 +171,7 @@ def test_an_invalid_plan_under_torchrun_is_one_error(start: Start, plan: Path, f
     result = start("run", "plan.toml", torchrun=()).finish()
     assert result.code != 0
     # torchrun shows it once more, as the report of the first rank that failed.
-    errors = [line for line in result.err.splitlines() if line.startswith("plan.toml:5:1: error[wrong-type]: `run.steps`")]
+    errors = [line for line in result.err.splitlines() if line.startswith("plan.toml:5:9: error[wrong-type]: `run.steps`")]
     assert len(errors) == 1
     assert not (folder / "runs").exists()
 

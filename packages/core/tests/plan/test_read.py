@@ -1,7 +1,8 @@
-"""A plan's text: what cannot be read has its code and place, every key is located, and `--set` changes values."""
+"""A plan's text: what cannot be read has its code and place, every key and value is located, and `--set` changes values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from datetime import date
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sley_core.errors import EXIT_PLAN_INVALID, Diagnostic, KeyPath, PlanError
-from sley_core.plan.document import apply_override, key_paths, locate_keys, read_file
+from sley_core.plan.document import TextSpan, apply_override, index_keys, read_file
 from sley_core.plan.load import plan_from_text
 
 
@@ -80,7 +81,7 @@ def test_a_mark_at_the_start_and_windows_line_ends_do_no_harm(tmp_path: Path) ->
     document = read_file(write(tmp_path, b"\xef\xbb\xbf[run]\r\nname = 'x'\r\n"))
     assert document.tables == {"run": {"name": "x"}}
     place, line = document.place(("run", "name"))
-    assert (place.line, place.column, place.length) == (2, 1, 10)
+    assert (place.line, place.column, place.length) == (2, 8, 3)
     assert line == "name = 'x'"
 
 
@@ -117,24 +118,52 @@ here = """a\\
 '''
 
 
-def paths_of(text: str) -> set[KeyPath]:
-    return set(key_paths(tomli.loads(text), ()))
+def paths_of(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key), inner
+        yield from paths_of(inner, (*path, key))
+
+
+def text_at(lines: list[str], span: TextSpan) -> str:
+    line = lines[span.line - 1]
+    assert span.column - 1 + span.length <= max(1, len(line)), (span, line)
+    return line[span.column - 1 : span.column - 1 + span.length]
+
+
+def check_places(text: str) -> None:
+    """Every key is located at text that spells it, and its value at text that spells the value."""
+    spans = index_keys(text)
+    lines = text.split("\n")
+    known = dict(paths_of(tomli.loads(text)))
+    assert known.keys() == spans.keys()
+    for path, value in known.items():
+        spelled = text_at(lines, spans[path].key)
+        if isinstance(path[-1], str):
+            assert tomli.loads(f"{spelled} = 0") == {path[-1]: 0}, path
+        else:
+            assert spelled.strip(), path
+        spelled = text_at(lines, spans[path].value)
+        # The span of a string of several lines ends with its first one.
+        if not isinstance(value, dict | list) and not spelled.startswith(('"""', "'''")):
+            assert repr(tomli.loads(f"value = {spelled}")["value"]) == repr(value), path
 
 
 def test_a_nasty_document() -> None:
-    spans = locate_keys(NASTY.split("\n"))
-    assert spans.keys() == paths_of(NASTY)
-    assert spans["quoted.key",] == (4, 1, 18)
-    assert spans["dotted", "inner part", "last"].line == spans["dotted", "inner part", "last", 2, "b c", "d"].line == 10
-    assert spans["table",] == spans["table", "sub table"] == (13, 1, 36)
-    assert spans["list", 0, "inner", "key"].line == 20
-    assert spans["list", 1, "again", 1, "here"].line == 26
-    assert spans["list", 1, "again", 1, "3", "14"].line == 28
+    check_places(NASTY)
+    spans = index_keys(NASTY)
+    assert spans["quoted.key",].key == (4, 1, 12)
+    assert spans["dotted", "inner part", "last"].key == (10, 25, 4)
+    assert spans["dotted", "inner part", "last", 2, "b c", "d"].value == (11, 21, 3)
+    assert spans["table",].key == (13, 3, 5)
+    assert spans["table", "sub table"].value == (13, 1, 23)
+    assert spans["list", 1, "again", 1, "here"].key == (26, 1, 4)
+    assert spans["list", 1, "again", 1, "3", "14"].key == (28, 3, 2)
 
 
 HEADERS = ["", "", "[t{}]\n", "[ t{} . 'a.b' ] # [x]\n", '\n\t[t{}.""]\n', "[[list]]\n", "[[list.again]]\n", "[u.v{}]\n"]
 KEYS = ["k{}", '"k {}"', "'[t{}]'", 'k{} . "b c"', '"\\u00e9{}"."="', "a.'\"'.k{}", "1.{}"]
-SCALARS = ["1", "-0.5e3", "1979-05-27", "07:32:00.5", '"x = 1 # no"', "'a\\'", '"]"', '"é\\"\\\\"']
+SCALARS = ["1", "-0.5e3", "inf", "nan", "false", "1979-05-27", "07:32:00.5", '"x = 1 # no"', "'a\\'", '"]"', '"é\\"\\\\"']
 TEXTS = ["'''\n[[header]]\nkey = 1\n'''", '"""a\\\n  b \\""" c"""""', '"""#"""', "''''x'''''"]
 VALUES = st.recursive(
     st.sampled_from([*SCALARS, *TEXTS]),
@@ -151,17 +180,9 @@ LINES = st.lists(st.tuples(st.sampled_from(HEADERS), st.sampled_from(KEYS), VALU
 @settings(max_examples=50, deadline=None)
 @given(LINES)
 def test_any_document(lines: list[tuple[str, str, str]]) -> None:
-    """The keys that a header and its pair add are located at these, whatever the names and values contain."""
-    text, ranges, known = "[[list]]\n", dict[KeyPath, range](), paths_of("[[list]]\n")
-    for number, (header, key, value) in enumerate(lines):
-        first = f"{header.format(number)}{key.format(number)} = "
-        start = text.count("\n") + 1
-        text += f"{first}{value}\n"
-        ranges |= dict.fromkeys(paths_of(text) - known, range(start, start + first.count("\n") + 1))
-        known |= ranges.keys()
-    spans = locate_keys(text.split("\n"))
-    assert spans.keys() == known
-    assert all(spans[path].line in ranges[path] for path in ranges)
+    """Of any headers, keys and values, spelled in every way that TOML has."""
+    rows = [f"{header.format(at)}{key.format(at)} = {value}\n" for at, (header, key, value) in enumerate(lines)]
+    check_places("[[list]]\n" + "".join(rows))
 
 
 # -- overrides ---------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
     plan = plan_from_text(text + "[loss]\nfactory = 'no_such_module_here:loss'\n")
     with pytest.raises(PlanError) as caught:
         plan.loss.build()
-    assert str(caught.value).startswith("plan.toml:29:1: error[factory-import]: ")
+    assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
 
 
 def test_the_pool_is_loaded_written_and_read_again(make: Make) -> None:

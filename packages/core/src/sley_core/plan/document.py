@@ -6,12 +6,11 @@ Later code works on the data, and asks the document for the place of a key path 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
@@ -37,19 +36,16 @@ class Override:
 class Document:
     """A plan's tables with the places of their keys.
 
-    file: the file name for messages. lines: the text; empty for tables that a program built.
+    file: the file name for messages. lines, spans: the text and the positions of its keys; empty for tables that a program
+    built.
     """
 
     file: str
     folder: Path | None
     tables: dict[str, Any]
     lines: tuple[str, ...] = ()
+    spans: Mapping[KeyPath, KeySpan] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
-
-    @cached_property
-    def spans(self) -> dict[KeyPath, TextSpan]:
-        """The position of every key in the text."""
-        return locate_keys(self.lines)
 
     def origin(self, path: KeyPath) -> Place | None:
         """Returns the place of the value at `path`, or None if the document does not contain the path."""
@@ -59,22 +55,25 @@ class Document:
             return override.place
         if not self.lines:
             return Place(self.file)
-        return Place(self.file, *self.spans[path]) if path in self.spans else None
+        return Place(self.file, *self.spans[path].key) if path in self.spans else None
 
-    def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
-        """Returns a diagnostic with the place of `path`, or of the closest enclosing table."""
-        place, line = self.place(path)
+    def diagnostic(
+        self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
+    ) -> Diagnostic:
+        """Returns a diagnostic with the place of the key or value at `path`, or of the closest enclosing table."""
+        place, line = self.place(path, at)
         hint = make_printable(hint) if hint else None
         return Diagnostic(code, make_printable(message), path=path, place=place, source_line=line, hint=hint)
 
-    def place(self, path: KeyPath) -> tuple[Place, str | None]:
+    def place(self, path: KeyPath, at: Literal["key", "value"] = "value") -> tuple[Place, str | None]:
         """Returns the place of `path`, or of the closest enclosing table, and the text of the line."""
         for length in range(len(path), 0, -1):
             prefix = path[:length]
             if override := self._find_override(prefix):
                 return override.place, make_printable(override.text)
             if prefix in self.spans:
-                place = Place(self.file, *self.spans[prefix])
+                key_span = self.spans[prefix]
+                place = Place(self.file, *(key_span.key if at == "key" and length == len(path) else key_span.value))
                 return place, printable_line(self.lines[place.line - 1])
         return Place(self.file), None
 
@@ -147,48 +146,149 @@ class TextSpan(NamedTuple):
     length: int
 
 
-def locate_keys(lines: Sequence[str]) -> dict[KeyPath, TextSpan]:
-    """Returns the first line of the statement, `[table]` or `key = value`, that sets each key, table and array item.
+class KeySpan(NamedTuple):
+    """The positions of a key and its value in the text. Table headers and array items have two equal positions."""
 
-    lines: those of a valid TOML document. tomli does not report positions, so the statements are parsed one by one: a statement
-    ends with the first line at which it is valid.
+    key: TextSpan
+    value: TextSpan
+
+
+def index_keys(text: str) -> dict[KeyPath, KeySpan]:
+    """Returns the positions of every key, table and array item in the valid TOML `text`, with line ends "\\n".
+
+    An implicit table (`a` in `[a.b]`) has the position of its name in the first such header or key. tomli does not report
+    positions. It has validated the text, so the scanner only distinguishes keys, headers and values.
     """
-    spans: dict[KeyPath, TextSpan] = {}
-    array_lengths: Counter[KeyPath] = Counter()  # the number of `[[key]]` headers so far
-    table: KeyPath = ()
-    start = 0
-    for end in range(len(lines)):
-        try:
-            statement: Any = tomli.loads("\n".join(lines[start : end + 1]))
-        except tomli.TOMLDecodeError:
-            continue  # a value that goes on in the next line
-        text = lines[start].strip()
-        span = TextSpan(start + 1, lines[start].find(text) + 1, len(text))
-        start = end + 1
-        if not text.startswith("["):
-            for path in key_paths(statement, table):
-                spans.setdefault(path, span)
-            continue
-        table = ()
-        while statement:
-            ((name, statement),) = statement.items()
-            table = (*table, name)
-            spans.setdefault(table, span)
-            if isinstance(statement, list):
-                array_lengths[table] += 1
-                statement = statement[0]
-            if table in array_lengths:
-                table = (*table, array_lengths[table] - 1)
-        spans[table] = span
-    return spans
+    scanner = _Scanner(text)
+    scanner.scan_document()
+    return scanner.spans
 
 
-def key_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yields the path of every key and array item in `value`, which is at `path`."""
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from key_paths(inner, (*path, key))
+_BLANK = re.compile(r"[ \t]*")
+_GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")
+_BARE = re.compile(r"[^\s=.\[\]{}\"'#,]+")
+_SCALAR = re.compile(r"[^,\]}#\n]+")
+_STRING = re.compile(
+    r'"""(?:[^\\"]|\\[\s\S]|"{1,2}(?!"))*"{3,5}'
+    r"|'''[\s\S]*?'{3,5}"
+    r'|"(?:[^\\"\n]|\\.)*"'
+    r"|'[^'\n]*'"
+)
+
+
+class _Scanner:
+    """Scans a TOML text and collects the positions of its keys in `spans`. offset: the index of the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.offset = 0
+        self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
+        self.spans: dict[KeyPath, KeySpan] = {}
+        self.array_lengths: dict[KeyPath, int] = {}  # the number of `[[key]]` headers so far
+
+    def scan_document(self) -> None:
+        table: KeyPath = ()
+        while self.skip(_GAP):
+            if self.text[self.offset] == "[":
+                table = self.scan_header()
+            else:
+                self.scan_pair(table)
+
+    def scan_header(self) -> KeyPath:
+        """Scans a table header; returns the path of its table, with the item's index for `[[key]]`."""
+        start = self.offset
+        is_array = self.text.startswith("[[", start)
+        self.offset += 2 if is_array else 1
+        parts = self.scan_key()
+        self.offset += 2 if is_array else 1
+        header_span = self.line_span(start, self.offset)
+        path: KeyPath = ()
+        for name, span in parts[:-1]:
+            path = (*path, name)
+            self.spans.setdefault(path, KeySpan(span, span))
+            if path in self.array_lengths:
+                path = (*path, self.array_lengths[path] - 1)
+        name, span = parts[-1]
+        path = (*path, name)
+        if is_array:
+            self.spans.setdefault(path, KeySpan(span, header_span))
+            index = self.array_lengths.get(path, 0)
+            self.array_lengths[path] = index + 1
+            path = (*path, index)
+        self.spans[path] = KeySpan(span, header_span)
+        return path
+
+    def scan_pair(self, table: KeyPath) -> None:
+        """Scans `key = value` in the table at `table` and records the positions."""
+        path = table
+        parts = self.scan_key()
+        for name, span in parts:
+            path = (*path, name)
+            self.spans.setdefault(path, KeySpan(span, span))
+        self.offset += 1  # the equals sign
+        self.skip(_BLANK)
+        self.spans[path] = KeySpan(parts[-1][1], self.scan_value(path))
+
+    def scan_key(self) -> list[tuple[str, TextSpan]]:
+        """Scans a dotted key and returns its parts."""
+        parts = []
+        while True:
+            self.skip(_BLANK)
+            start = self.offset
+            is_quoted = self.text[start] in "\"'"
+            self.skip(_STRING if is_quoted else _BARE)
+            text = self.text[start : self.offset]
+            name = tomli.loads(f"key = {text}")["key"] if is_quoted else text
+            parts.append((name, self.line_span(start, self.offset)))
+            self.skip(_BLANK)
+            if self.text[self.offset] != ".":
+                return parts
+            self.offset += 1
+
+    def scan_value(self, path: KeyPath) -> TextSpan:
+        """Scans the value at `path`, including its items, and returns its position."""
+        start = self.offset
+        match self.text[start]:
+            case "[":
+                self.scan_array(path)
+            case "{":
+                self.scan_inline_table(path)
+            case '"' | "'":
+                self.skip(_STRING)
+            case _:
+                scalar = _SCALAR.match(self.text, start)
+                assert scalar, f"no value at {self.line_span(start, start)}"
+                self.offset = start + len(scalar.group().rstrip())
+        return self.line_span(start, self.offset)
+
+    def scan_array(self, path: KeyPath) -> None:
+        self.offset += 1
+        index = 0
+        while self.skip(_GAP) and self.text[self.offset] != "]":
+            span = self.scan_value((*path, index))
+            self.spans[*path, index] = KeySpan(span, span)
+            index += 1
+        self.offset += 1
+
+    def scan_inline_table(self, path: KeyPath) -> None:
+        self.offset += 1
+        while self.skip(_GAP) and self.text[self.offset] != "}":
+            self.scan_pair(path)
+        self.offset += 1
+
+    def skip(self, pattern: re.Pattern[str]) -> bool:
+        """Skips a match of `pattern` at the current offset; returns whether any text remains."""
+        match = pattern.match(self.text, self.offset)
+        if match:
+            self.offset = match.end()
+        return self.offset < len(self.text)
+
+    def line_span(self, start: int, end: int) -> TextSpan:
+        """Returns the span of the characters from `start` to `end`, limited to the first line."""
+        line = bisect_right(self.line_starts, start)
+        newline = self.text.find("\n", start, end)
+        stop = end if newline < 0 else newline
+        return TextSpan(line, start - self.line_starts[line - 1] + 1, max(1, stop - start))
 
 
 def printable_line(line: str) -> str:
@@ -232,7 +332,7 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
-        tables = tomli.loads(text)
+        tables, spans = tomli.loads(text), index_keys(text)
     except tomli.TOMLDecodeError as error:
         # The position may be after the end of the document.
         line = min(error.lineno, len(lines))
@@ -247,7 +347,7 @@ def _parse(text: str, file: str, folder: Path | None) -> Document:
     except (RecursionError, ValueError) as error:
         # Python rejects deep nesting, numbers with thousands of digits, and invalid dates.
         raise PlanError("syntax", f"this is not TOML: {_lower_first(str(error))}", place=Place(file)) from None
-    return Document(file, folder and folder.absolute(), tables, lines)
+    return Document(file, folder and folder.absolute(), tables, lines, spans)
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
@@ -282,11 +382,10 @@ def _decode(content: bytes, name: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        before = content[: error.start]
-        line = before.count(b"\n") + 1
-        column = len(before.rpartition(b"\n")[2].decode()) + 1
+        lines = content[: error.start].decode().split("\n")
         message = f"`{name}` is not UTF-8: invalid byte 0x{content[error.start]:02x}"
-        raise PlanError("plan-not-utf8", message, place=Place(name, line, column), hint="save the file as UTF-8") from None
+        place = Place(name, len(lines), len(lines[-1]) + 1)
+        raise PlanError("plan-not-utf8", message, place=place, hint="save the file as UTF-8") from None
 
 
 def _suggest_plans(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -172,7 +172,7 @@ class _Resolver:
             spec = replace(DATA, key=format_path(path))
             if not _NAME.fullmatch(name):
                 message = f"the name of a set must have only letters, digits, `_` and `-`, but is `{name}`"
-                self._add_problem("wrong-name", message, path, "use a name that begins with a letter")
+                self._add_problem("wrong-name", message, path, "use a name that begins with a letter", at="key")
                 continue
             set_keys = {key: value for key, value in table.items() if key in SetTable.model_fields}
             keys = self._validate(SetTable, set_keys, path, spec.header)
@@ -195,7 +195,7 @@ class _Resolver:
         for key in sorted(config.model_fields_set):
             if getattr(config, key) != getattr(whole, key):
                 message = f"`{key}` holds out samples, but the set `{name}` is evaluated on all samples"
-                self._add_problem("set-held-out", message, (*data.path, key), hint)
+                self._add_problem("set-held-out", message, (*data.path, key), hint, at="key")
         return replace(data, config=whole)
 
     def check_top_level(self) -> None:
@@ -210,7 +210,7 @@ class _Resolver:
             if isinstance(value, dict | list):
                 names = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
                 hint = suggestion(key, names, f"its tables are {', '.join(names)}")
-                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint)
+                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
                 continue
             # Prefer the only table that contains the key, or whose model has it, to a similar spelling.
             owners = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
@@ -236,7 +236,7 @@ class _Resolver:
             return None
         if "use" in table and "factory" in table and spec.factory:
             message = f"{spec.header} has both `use` and `factory`"
-            self._add_problem("use-and-factory", message, (*path, "factory"), "remove one of them")
+            self._add_problem("use-and-factory", message, (*path, "factory"), "remove one of them", at="key")
             return None
         if "factory" in table and spec.factory:
             config = self._validate(spec.factory, {**_select_shared(shared, spec.factory), **table}, path, spec.header)
@@ -247,7 +247,7 @@ class _Resolver:
             message = f"{spec.header} does not support `factory`: {component_type} must come from a plugin"
             hint = f"set `use`, or install your own plugin with {component_type} (docs/write-a-plugin.md)"
             records = f"; {text}" if (text := self._suggest_record(spec)) else ""
-            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{records}")
+            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{records}", at="key")
             return None
         if "use" not in table:
             if default is None:
@@ -354,8 +354,10 @@ class _Resolver:
         for problem in error.diagnostics:
             self._add_problem(problem.code, prefix + problem.message, path, problem.hint)
 
-    def _add_problem(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> None:
-        self.problems.append(self.document.diagnostic(code, message, path, hint))
+    def _add_problem(
+        self, code: str, message: str, path: KeyPath, hint: str | None = None, *, at: Literal["key", "value"] = "value"
+    ) -> None:
+        self.problems.append(self.document.diagnostic(code, message, path, hint, at))
 
 
 def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
@@ -406,7 +408,7 @@ def unknown_key_diagnostic(
     choices = sorted(keys)
     key_list = f"its keys are {', '.join(f'`{name}`' for name in choices)}" if choices else "it has no keys"
     message = f"`{key}` is not a key of {owner}"
-    return document.diagnostic("unknown-key", message, path, hint or suggestion(key, choices, key_list))
+    return document.diagnostic("unknown-key", message, path, hint or suggestion(key, choices, key_list), at="key")
 
 
 def _diagnostic(
@@ -432,7 +434,7 @@ def _diagnostic(
     if is_missing and not isinstance(key_path[-1], int):
         message = f"{owner} needs `{format_path(key_path)}`, {_describe_field(model, key_path)}"
         hint = fields[key_path[-1]].description if key_path[-1] in fields else None
-        return document.diagnostic("missing-key", message, path, hint)
+        return document.diagnostic("missing-key", message, path, hint, at="key")
     if is_missing:  # an item of an array
         path, key_path = path[:-1], key_path[:-1]
     elif custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
