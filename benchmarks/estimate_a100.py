@@ -172,8 +172,8 @@ NOISE = 0.04
 
 
 def machine_of(logs: np.ndarray) -> MachineFile:
-    """Returns the machine file with the constants e^logs."""
-    half, small, wide, memory, launch, link, latency, step = (float(value) for value in np.exp(logs))
+    """Returns the machine file with the constants e^logs, of which the last, the seconds outside operators, is not part."""
+    half, small, wide, memory, launch, link, latency, _ = (float(value) for value in np.exp(logs))
     return machine_from_dict(
         {
             "format": 1,
@@ -182,7 +182,6 @@ def machine_of(logs: np.ndarray) -> MachineFile:
                 "kind": "cuda",
                 "memory_bandwidth": memory,
                 "launch_s": launch,
-                "step_s": step,
                 "matmul": {"fp16": {"flops_per_s": half, "half_flops": small}, "fp32": {"flops_per_s": wide}},
             },
             "links": {"ranks_per_host": 8, "same_host": {"latency_s": latency, "bandwidth": link}},
@@ -190,8 +189,9 @@ def machine_of(logs: np.ndarray) -> MachineFile:
     )
 
 
-def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
-    """Returns the estimator of a row's seconds on `machine`."""
+def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
+    """Returns the estimator of a row's seconds on the machine with the constants e^logs."""
+    machine, step_s = machine_of(logs), float(np.exp(logs[-1]))
 
     @cache
     def seconds(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerSeconds, ...]:
@@ -216,7 +216,7 @@ def predictor(machine: MachineFile) -> Callable[[GPTRow], float]:
         behind = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
             summed = Exchange(stage, "sum", (stage,), *cost)
-            update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + machine.device.step_s
+            update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + step_s
             behind[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
         return plain_step(lists_of(row.pp, row.micros), loop(row.pp), parts, between, behind).seconds
 
@@ -238,7 +238,7 @@ def fit(rows: Sequence[GPTRow]) -> np.ndarray:
     taken = np.log([row.seconds for row in rows])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        predict = predictor(machine_of(logs))
+        predict = predictor(logs)
         return np.concatenate([(np.log([predict(row) for row in rows]) - taken) / NOISE, (logs - start) / spreads])
 
     logs, damping = start, 1e-2
@@ -264,7 +264,7 @@ def fit(rows: Sequence[GPTRow]) -> np.ndarray:
 
 def errors(rows: Sequence[GPTRow], logs: np.ndarray) -> np.ndarray:
     """Returns the relative error of each row's prediction."""
-    predict = predictor(machine_of(logs))
+    predict = predictor(logs)
     return np.array([predict(row) / row.seconds - 1 for row in rows])
 
 

@@ -23,9 +23,9 @@ from protocol import parser
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.calibrate.layers import measure_machine
+from sley_estimate.calibrate.links import measure_machine
 from sley_estimate.machine import MachineFile
-from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.estimate import estimate_plan
 from sley_testing.ranks import Ranks
 
 RANKS = 2
@@ -137,7 +137,7 @@ def main() -> None:
         for layout, row in rows:
             if layout.measured_by not in machines:
                 (machines[layout.measured_by], *_) = ranks(measured, layout)
-            step = estimate_seconds(plan_from_dict(layout.tables()), RANKS, machines[layout.measured_by]).step
+            step = estimate_plan(plan_from_dict(layout.tables()), RANKS, machines[layout.measured_by]).step
             row.estimated.append(step.seconds)
             row.real.append(max(ranks(taken, layout, chosen.steps)))
         for layout, row in rows:

@@ -1,7 +1,7 @@
 """How long a search takes: a Llama on 1,024 ranks, in seconds of the clock and of all its processes.
 
 The plan: 1,024 samples of 4,096 tokens a step in bf16, hosts of eight with one network card of 22 GB/s, 80 GiB. All axes are
-searched, and the best layouts take their own steps, on as many cores as there are, within the command's own budget.
+searched, and the best layouts take their own steps, on as many cores as there are.
 
 Target: 180 s on two cores.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.machine import machine_from_dict
-from sley_estimate.search.find import BUDGET_S, rank_layouts, search_layouts
+from sley_estimate.search.find import rank_layouts, search_layouts
 from sley_estimate.search.layouts import Layouts, list_choices
 from train_cli.environment import num_cores
 
@@ -85,7 +85,6 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--world", type=int, default=1024, help="ranks (default 1024)")
     options.add_argument("--rough", action="store_true", help="without steps: the formula alone")
-    options.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in which layouts begin their steps")
     given = options.parse_args()
     for model, device in product(MODELS, DEVICES):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,9 +93,9 @@ def main() -> None:
             space = Layouts(plan, given.world, list_choices(plan))
             machine = machine_of(device)
             if given.rough:
-                found, _ = rank_layouts(space, machine, 80 * GIB, 1)
+                found, _ = rank_layouts(space, machine, 80 * GIB)
             else:
-                found = search_layouts(space, machine, memory=80 * GIB, cores=num_cores(), budget_s=given.budget)
+                found = search_layouts(space, machine, memory=80 * GIB, cores=num_cores())
             clock_s, used = time.perf_counter() - began, cpu_s() - used
         print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
         print(f"  {found.num_layouts:,} layouts, {found.too_large:,} too large, {found.num_exact} by their own steps")

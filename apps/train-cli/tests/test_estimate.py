@@ -90,7 +90,7 @@ def test_it_finds_what_only_a_step_shows(cli: Cli, own_model: Callable[..., Path
     assert "in layer `1` (Linear) in microbatch 0" in result.err
 
 
-@pytest.mark.parametrize("text", ["100", "0KiB", "KiB", "-1KiB", "1kib", "1 PiB"])
+@pytest.mark.parametrize("text", ["KiB", "-1KiB", "much"])
 def test_what_is_no_size_is_told_the_units(text: str) -> None:
     with pytest.raises(UsageError, match="KiB") as raised:
         parse_size(text)

@@ -21,10 +21,10 @@ from sley_core.engine.direct import WeightQueue
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
-from sley_estimate.calibrate.layers import measure_machine
+from sley_estimate.calibrate.links import measure_machine
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
-from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.estimate import estimate_plan
 from sley_testing.runs import running
 from train_cli.meta_model import meta_micro_batch
 
@@ -165,7 +165,7 @@ def estimate_and_run(
     """Returns the estimated and the real seconds of a layout's step, from new processes."""
     plan, size = tables(shares, layout), layout[0] * layout[1]
     resolved = plan_from_dict(plan)
-    estimated = estimate_seconds(resolved, size, machine_of(resolved, shares, layout)).step.seconds
+    estimated = estimate_plan(resolved, size, machine_of(resolved, shares, layout)).step.seconds
     real = max(ranks(size, timeout_s=170)(shortest_step_s, plan, steps))
     print(*layout, f"estimated {estimated:.3f} s, took {real:.3f} s, {estimated / real - 1:+.1%}", flush=True)
     return estimated, real

@@ -16,12 +16,12 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.bytes.stages import build_first_draft
-from sley_estimate.calibrate.layers import measure_layers
+from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.commands.estimate import seconds_lines
 from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
-from sley_estimate.step.estimate import estimate_seconds, record_stages
+from sley_estimate.step.estimate import estimate_plan, record_stages
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
@@ -52,7 +52,7 @@ STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch":
 
 def test_waits_are_described_with_exchange_and_peer() -> None:
     plan, machine = plan_of(**STAGES | TIES), make_machine(SLOW)
-    estimate = estimate_seconds(plan, 2, machine)
+    estimate = estimate_plan(plan, 2, machine)
     _, first, last, sources, *_ = seconds_lines(estimate, machine)
     assert "ms waiting for gradients from stage 1" in first
     assert "ms waiting for sums of gradients" in first
@@ -78,14 +78,15 @@ RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer"
 )
 def test_slow_link_causes_waits(changes: dict[str, Any], exchange: str) -> None:
     plan = plan_of(**changes)
-    fast, slow = (estimate_seconds(plan, 2, make_machine(link)).step for link in (FAST, SLOW))
+    fast, slow = (estimate_plan(plan, 2, make_machine(link)).step for link in (FAST, SLOW))
     assert slow.seconds > 1.2 * fast.seconds
     assert slow.exposed_s(0)[exchange] > fast.exposed_s(0).get(exchange, 0.0)
 
 
 def test_prefetched_gather_starts_before_previous_layer() -> None:
     plan = plan_of(**SHARDS)
-    step = record_stages(plan, 2, build_first_draft(plan, 2)).ranks[0].step
+    _, records = record_stages(plan, 2, build_first_draft(plan, 2))
+    step = records.ranks[0].step
     events = next(events for action, events in step.actions if action.kind is Kind.FORWARD)
     gathers = [index for index, event in enumerate(events) if isinstance(event, BeginEvent) and event.kind == "gather"]
     waits = [index for index, event in enumerate(events) if isinstance(event, WaitEvent)]
@@ -124,7 +125,7 @@ def test_layers_of_slices_are_scaled_from_full_sequences() -> None:
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     times = ("forward", "backward", "input_gradient", "weight_gradient")
     scaled = [[{**table, **dict.fromkeys(times, seconds)} for table in tables] for seconds in (0.5, 1.0)]
-    estimates = [estimate_seconds(plan, 2, make_machine(layers=tables)) for tables in scaled]
+    estimates = [estimate_plan(plan, 2, make_machine(layers=tables)) for tables in scaled]
     assert [layer.source for layer in estimates[0].layers] == ["in proportion"] * 4
     assert estimates[1].step.computing_s[0] == pytest.approx(2 * estimates[0].step.computing_s[0], rel=1e-3)
     assert estimates[0].step.updating_s == pytest.approx(estimates[1].step.updating_s)
@@ -144,7 +145,7 @@ def test_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str
     plan = plan_of(**{**tables, **several, "parallel": sizes})
     one_host, two_hosts = (make_machine(per_host=number) for number in (6, 4))
     last = sizes.get("pp", 1) - 1
-    slow, fast = (estimate_seconds(plan, 6, machine).step.exposed_s(last)[exchange] for machine in (two_hosts, one_host))
+    slow, fast = (estimate_plan(plan, 6, machine).step.exposed_s(last)[exchange] for machine in (two_hosts, one_host))
     assert slow > 10 * fast
 
 
@@ -156,7 +157,7 @@ FP32 = {"precision": {"compute": "fp32"}}
 
 
 def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
-    return estimate_seconds(plan, size, machine_from_dict(machine)).step.seconds
+    return estimate_plan(plan, size, machine_from_dict(machine)).step.seconds
 
 
 @pytest.mark.sample(1)
@@ -168,7 +169,7 @@ def test_update_moves_all_parameters(dp: int, reduced: dict[str, Any]) -> None:
     parameters = {p for layer in build_first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
     at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
-    step = estimate_seconds(plan, 2 * dp, machine_from_dict(at_once)).step
+    step = estimate_plan(plan, 2 * dp, machine_from_dict(at_once)).step
     assert sum(step.updating_s) == pytest.approx(moved_bytes / MACHINE["device"]["memory_bandwidth"], rel=0.05)
 
 
@@ -185,12 +186,10 @@ def test_representative_stages_give_equal_seconds(schedule: str, handler: str) -
         gradient_handlers=[{"use": handler, "bucket_mb": 0.02}],
     )
     slow = changed(MACHINE, links={"ranks_per_host": 8, "same_host": LINK | {"bandwidth": 1e7}})
-    with patch.object(estimate, "take_steps", wraps=estimate.take_steps) as spy:
+    with patch.object(estimate, "run_stages", wraps=estimate.run_stages) as spy:
         represented_s = seconds(plan, 8, slow)
     assert len(spy.call_args.args[2]) < 4, "some stages do equal work"
-    with patch.object(
-        estimate, "representative_stages", lambda plan, topology, draft: [(stage,) for stage in range(topology.pp)]
-    ):
+    with patch.object(estimate, "representative_stages", lambda plan, topology, draft: range(topology.pp)):
         assert represented_s == pytest.approx(seconds(plan, 8, slow), rel=1e-9)
 
 
@@ -212,8 +211,8 @@ def estimated_copies(folder: Path, changes: Tables, *, device: str) -> dict[str,
     """Returns the bytes that a recorded step copies in each direction."""
     num_bytes = {"to_host": 0, "to_device": 0}
     plan = plan_from_dict(changed(COPIED, **changes, run__device=device), folder)
-    (recorded,) = record_stages(plan, 1, build_first_draft(plan, 1)).ranks
-    for event in recorded.step.events:
+    _, records = record_stages(plan, 1, build_first_draft(plan, 1))
+    for event in records.ranks[0].step.events:
         if isinstance(event, BeginEvent) and event.axis == HOST:
             num_bytes[event.kind] += event.num_bytes
     return num_bytes

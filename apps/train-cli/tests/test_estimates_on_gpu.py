@@ -23,11 +23,11 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import STEPS, rank_bytes
+from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import measure_device, measure_host, measure_host_bandwidth
 from sley_estimate.calibrate.engine import mean_step_s, measure_engine
-from sley_estimate.calibrate.layers import measure_layers
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
-from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.estimate import estimate_plan
 from sley_testing.live_bytes import Figure, note
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -196,7 +196,7 @@ def compare(name: str, plan: Plan, machine_tables: dict[str, Any], num_steps: in
             states = dict(run.memory.bytes)
         for _ in range(num_rounds):
             machine = measure_layers_and_host(world.device, plan, machine_tables)
-            seconds.append(estimate_seconds(plan, 1, machine).step.seconds)
+            seconds.append(estimate_plan(plan, 1, machine).step.seconds)
             real_seconds.append(mean_step_s(run, num_steps))
     num_bytes = estimated.peak - estimated.batch
     return Comparison(name, num_bytes, peak[0], dict(estimated.states), states, seconds, real_seconds)

@@ -28,7 +28,7 @@ from sley_estimate.layers.variants import COPY, add_copies, layer_keys, scale_wo
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
-from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine, timed_layers
 from sley_testing.plans import changed, loader_of, small_plan
 from train_cli.meta_model import meta_micro_batch
@@ -243,7 +243,7 @@ def test_unusable_optimizer_is_reported() -> None:
     matmul = {"fp32": {"flops_per_s": 1e12}}
     table = {"name": "it", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-3, "matmul": matmul}
     with pytest.raises(PlanError, match="LBFGS"):
-        estimate_seconds(plan, 1, machine_from_dict({"format": 1, "device": table}))
+        estimate_plan(plan, 1, machine_from_dict({"format": 1, "device": table}))
 
 
 WEIGHT = 1000
@@ -290,7 +290,7 @@ def plan_of(micro_size: int = 2, policy: str = "core.keep") -> Plan:
 def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = build_meta_model(plan, dataset.info)
-    return price_layers(plan, model, meta_micro_batch(plan, dataset), machine)
+    return price_layers(plan, model, dataset, machine)
 
 
 def measured(plan: Plan, times: float, **keys: Any) -> MachineFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +17,10 @@ from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, Sch
 from sley_core.table import Table
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
-from sley_estimate.search.find import ExactEstimate, estimate_plan, order_by_variety, search_layouts
+from sley_estimate.search.find import order_by_variety, search_layouts
 from sley_estimate.search.layouts import Choice, Layout, Layouts, list_choices
 from sley_estimate.search.roofline import Roofline, RooflineEstimate
+from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine
 from sley_testing.plans import loader_of, small_plan
 
@@ -143,7 +145,6 @@ def test_layouts_are_valid_plans_with_other_tables_unchanged():
 
 
 MACHINE = machine_from_dict(small_machine())
-FITS = ExactEstimate(1.0, 1, frozenset())
 
 
 def space_of(plan: Plan, world: int = 2) -> Layouts:
@@ -151,46 +152,27 @@ def space_of(plan: Plan, world: int = 2) -> Layouts:
 
 
 def test_more_layouts_are_verified_until_enough_fit() -> None:
-    space = space_of(plan_of())
+    """The fifth layout is the first to fit, so the second round of three is the last."""
     verified_plans = []
 
-    def some_fit(plan: Plan, *_: Any) -> ExactEstimate | None:
+    def estimate(plan: Plan, *_: Any, **__: Any) -> Any:
         verified_plans.append(plan)
-        return FITS if len(verified_plans) > 4 else None
+        peak = 1 << (10 if len(verified_plans) > 4 else 50)
+        return SimpleNamespace(step=SimpleNamespace(seconds=1.0), layers=[], memory=[SimpleNamespace(peak=peak)])
 
     progress: list[tuple[int, int]] = []
-    with (
-        patch.object(finding, "NUM_EXACT", 3),
-        patch.object(finding, "can_fork", lambda: False),
-        patch.object(finding, "estimate_plan", some_fit),
-    ):
+    with patch.object(finding, "NUM_EXACT", 3), patch.object(finding, "estimate_plan", estimate):
         result = search_layouts(
-            space, MACHINE, memory=1 << 40, top=1, report_progress=lambda done, total: progress.append((done, total))
+            space_of(plan_of()),
+            MACHINE,
+            memory=1 << 40,
+            top=1,
+            report_progress=lambda done, total: progress.append((done, total)),
         )
     assert result.dropped == 4
     assert len(result.fastest) == 1
-    assert result.num_exact == len(verified_plans) == 5
-    assert progress[:3] == [(1, 3), (2, 3), (3, 3)]
-
-
-def test_budget_ends_verification_once_a_layout_fits() -> None:
-    """Verifies two layouts with any budget, and a third, which is the first to fit."""
-    verified_plans = []
-
-    def third_fits(plan: Plan, *_: Any) -> ExactEstimate | None:
-        verified_plans.append(plan)
-        return FITS if len(verified_plans) == 3 else None
-
-    with (
-        patch.object(finding, "MIN_EXACT", 2),
-        patch.object(finding, "NUM_EXACT", 5),
-        patch.object(finding, "can_fork", lambda: False),
-        patch.object(finding, "estimate_plan", third_fits),
-    ):
-        result = search_layouts(space_of(plan_of(), 4), MACHINE, memory=1 << 40, top=2, budget_s=0.0)
-    assert result.num_exact == len(verified_plans) == 3
-    assert result.not_begun >= 2
-    assert len(result.fastest) == 1
+    assert result.num_exact == len(verified_plans) == 6
+    assert progress[:4] == [(1, 3), (2, 3), (3, 3), (4, 6)]
 
 
 def test_nearly_equal_layouts_come_last() -> None:
@@ -223,5 +205,4 @@ def test_formula_is_close_to_verified_seconds() -> None:
         if layout.activations.copies:
             continue
         exact = estimate_plan(layout.apply(plan, 1), 1, roofline.machine)
-        assert exact is not None
-        assert roofline.estimate(layout).seconds == pytest.approx(exact.seconds, rel=0.1), layout
+        assert roofline.estimate(layout).seconds == pytest.approx(exact.step.seconds, rel=0.1), layout

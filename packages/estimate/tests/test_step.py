@@ -29,11 +29,10 @@ from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, me
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.machine import EngineTable, LinksTable, MachineFile, machine_from_dict
-from sley_estimate.step.estimate import estimate_seconds
+from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.step.links import (
     NOTHING,
     Cost,
-    all_groups,
     collective_cost,
     concurrent_groups,
     copy_cost,
@@ -179,7 +178,7 @@ def load_machine_with_ranks(plan: Plan, host: float) -> MachineFile:
 def test_a_step_has_the_host_of_its_layers_and_of_its_engine(host: float) -> None:
     plan = plan_of()
     machine, num_micros = load_machine_with_ranks(plan, host), plan.num_micros(plan.topology(1))
-    found = estimate_seconds(plan, 1, machine)
+    found = estimate_plan(plan, 1, machine)
     num_parameters = len({id(one) for layer in build_first_draft(plan, 1).model.layers for one in layer.module.parameters()})
     engine_s = EngineTable(**ENGINE).seconds(num_parameters, num_micros)
     layers_s = sum(one.seconds.forward + one.seconds.backward for one in found.layers) * num_micros
@@ -203,7 +202,7 @@ def test_an_update_for_which_the_host_waits_is_waited_for(changes: dict[str, Any
     slow, fast = (
         machine_from_dict(small_machine(engine=ENGINE | {"parameter_s": value}, device__matmul=matmul)) for value in (1e-3, 0.0)
     )
-    one, other = (estimate_seconds(plan, 1, machine).step.devices_s for machine in (slow, fast))
+    one, other = (estimate_plan(plan, 1, machine).step.devices_s for machine in (slow, fast))
     num_parameters = len({id(one) for layer in build_first_draft(plan, 1).model.layers for one in layer.module.parameters()})
     assert one - other == pytest.approx(num_parameters * 1e-3 if is_waited_for else 0.0, abs=1e-9)
 
@@ -428,17 +427,14 @@ def test_of_groups_that_lie_on_hosts_in_different_ways_the_slowest_counts() -> N
     )  # hosts of ranks 0-3, 4-7, 8-11; the first group lies on one host, the second crosses
     first, crossing = range(3), range(3, 6)
     assert topology.ranks_of("sp", 3) == tuple(crossing)
-    groups = concurrent_groups(topology, "sp", first, links())
+    groups = concurrent_groups(topology, "sp", 4, tuple(first))
     assert slowest_cost("swap", MB, groups, links()) == collective_cost("swap", MB, crossing, links())
-    assert slowest_cost(
-        "sum", MB, concurrent_groups(topology, "sp", first, links(per_host=3)), links(per_host=3)
-    ) == collective_cost("sum", MB, first, links(per_host=3))
-    assert [len(all_groups(topology, "sp", links(per_host=each))) for each in (3, 4, 12)] == [1, 2, 1]
+    assert [len(concurrent_groups(topology, "sp", per_host)) for per_host in (3, 4, 12)] == [1, 2, 1]
 
 
 def test_ties_of_all_ranks_of_a_stage_are_priced() -> None:
     topology = Topology.from_sizes(6, pp=2)  # rank 0 and 3 share a host of four, 1 and 4 do not
-    groups = concurrent_groups(topology, "tie[a]", (0, 3), links())
+    groups = concurrent_groups(topology, "tie[a]", 4, (0, 3))
     assert slowest_cost("sum", MB, groups, links()) == collective_cost("sum", MB, (1, 4), links())
 
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from sley_core.errors import PlanError
 from sley_core.plan.document import Document, read_file, read_tables, sort_by_place, to_plain_data
 from sley_core.plan.load import validation_diagnostics
 from sley_core.table import Array, Table, ValueDescription
-from sley_core.words import describe_value
 
 MACHINE_FORMAT = 1
 Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), ValueDescription("bytes per second, from 1e3 to 1e15")]
@@ -65,9 +64,6 @@ class DeviceTable(Table):
     launch_s: Annotated[float, Field(ge=0, le=0.1), ValueDescription("seconds, from 0 to 0.1")]
     """Seconds of the host to launch one operator."""
 
-    step_s: Annotated[float, Field(ge=0, le=60), ValueDescription("seconds, from 0 to 60")] = 0.0
-    """Seconds of a step outside its operators and exchanges."""
-
     matmul: MatmulsTable
     """The rates of products by dtype."""
 
@@ -84,8 +80,8 @@ class ExchangeTable(Table):
 
     overlap: Annotated[float, Field(ge=0, le=1), ValueDescription("a share, from 0 to 1")] = 1.0
     """The share of an exchange that overlaps with computing. A waiting rank works for the remainder: for all of it if ranks
-    read
-    each other's memory, and for a part if message threads need the computing cores."""
+    read each other's memory, and for a part if message threads need the computing cores.
+    """
 
 
 class LinkTable(ExchangeTable):
@@ -220,20 +216,6 @@ class MachineFile(Table):
     layers: Array[LayerTable] = ()
     """The timed layers. Other layers are counted from their operators, in proportion to variants listed here."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> MachineFile:
-        if self.device.kind == "cpu" and (self.engine or any(layer.host_forward for layer in self.layers)):
-            raise ValueError("a CPU runs ahead of no device, so it has no `[engine]`, and its layers no `host_forward`")
-        return self
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> MachineFile:
-        keys = [layer.key for layer in self.layers]
-        duplicates = sorted({key for key in keys if keys.count(key) > 1})
-        if duplicates:
-            raise ValueError(f"the layer {duplicates[0]} is listed twice")
-        return self
-
 
 CALIBRATE_HINT = "use `train-cli calibrate --out machine.toml` to write one"
 
@@ -241,9 +223,8 @@ CALIBRATE_HINT = "use `train-cli calibrate --out machine.toml` to write one"
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
-    Raises PlanError with the line of the fault: "machine-missing" and similar codes for a file that cannot be read as TOML,
-    "machine-format" for another format, and the code of the fault for a key ("missing-key", "unknown-key", "out-of-range",
-    "wrong-type", "wrong-value").
+    Raises PlanError with the line of the fault: "machine-missing" and similar codes for a file that cannot be read as TOML, and
+    the code of the fault for a key ("missing-key", "unknown-key", "out-of-range", "wrong-type", "wrong-value").
     """
     try:
         document = read_file(path)
@@ -261,7 +242,7 @@ def load_machine(path: str | Path) -> MachineFile:
 
 
 def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
-    """Returns the machine that plain data describes. Raises the errors of `load_machine` for a wrong format or key."""
+    """Returns the machine that plain data describes. Raises the errors of `load_machine` for a wrong key."""
     return _validate_machine(read_tables(tables))
 
 
@@ -271,15 +252,8 @@ def machine_text(machine: MachineFile) -> str:
 
 
 def _validate_machine(document: Document) -> MachineFile:
-    tables = document.tables
-    version = tables.get("format")
-    if version != MACHINE_FORMAT or isinstance(version, bool):
-        message = "this is not a machine file: `format` is missing"
-        if "format" in tables:
-            message = f"`format` is {describe_value(version)}, but this version reads machine files of format {MACHINE_FORMAT}"
-        raise PlanError.from_diagnostics([document.diagnostic("machine-format", message, ("format",), CALIBRATE_HINT)])
     try:
-        return MachineFile.model_validate(tables)
+        return MachineFile.model_validate(document.tables)
     except ValidationError as error:
-        problems = validation_diagnostics(error, MachineFile, tables, (), document, "the machine file")
+        problems = validation_diagnostics(error, MachineFile, document.tables, (), document, "the machine file")
         raise PlanError.from_diagnostics(sort_by_place(problems)) from None

@@ -18,8 +18,10 @@ from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
-from sley_estimate.calibrate import device, layers, links
-from sley_estimate.layers.prices import LayerSeconds, price_layers
+from sley_estimate.calibrate import bench, device, links
+from sley_estimate.layers.prices import LayerSeconds
+from sley_estimate.layers.trace import layer_works
+from sley_estimate.layers.variants import layer_keys
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.links import Cost
@@ -51,11 +53,14 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
+    fields = meta_micro_batch(plan, dataset)
+    keys = layer_keys(plan, model, plan.activations.build([layer.name for layer in model.layers]), fields)
     tables = {}
-    for layer in price_layers(plan, model, meta_micro_batch(plan, dataset), machine) or ():
-        seconds = {name: times * value for name, value in asdict(layer.seconds).items()}
+    for layer, key, work in zip(model.layers, keys, layer_works(plan, model, fields, keys), strict=True):
+        counted = LayerSeconds.from_operators(work, machine.device)
+        seconds = {name: times * value for name, value in asdict(counted).items()}
         hosts = {f"host_{name}": host * value for name, value in seconds.items() if not name.startswith("host_")}
-        tables[layer.key] = {"key": layer.key, "name": layer.name, "output_bytes": layer.output_bytes, **seconds, **hosts}
+        tables[key] = {"key": key, "name": layer.name, "output_bytes": work.output_bytes, **seconds, **hosts}
     return [*tables.values()]
 
 
@@ -72,7 +77,7 @@ def short_calibration() -> Iterator[None]:
             (links, "LARGE_BYTES", 1 << 18),
             (links, "EDGE", 64),
             (links, "REPETITIONS", 3),
-            (layers, "REPETITIONS", 3),
+            (bench, "NUM_CALIBRATION_CALLS", 3),
         ):
             patches.enter_context(patch.object(module, name, value))
         yield

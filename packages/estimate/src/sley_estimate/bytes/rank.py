@@ -62,8 +62,7 @@ class RankBytes:
 
     states: bytes by part between two steps. batch: the bytes of samples on the device. peak: the peak bytes, reached at
     `position`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later
-    one. num_micro_batches: the number of simulated microbatches. num_plan_micro_batches: the number of microbatches in the
-    plan; simulating all of them would not change the peak.
+    one.
     """
 
     rank: int
@@ -74,8 +73,6 @@ class RankBytes:
     position: StepPosition
     alive: Mapping[str, int]
     curve: Sequence[tuple[str, int]]
-    num_micro_batches: int
-    num_plan_micro_batches: int
 
 
 def rank_bytes(
@@ -158,8 +155,6 @@ def _run_steps(
             position=position,
             alive=dict(alive.most_common()),
             curve=[(entry, num_bytes + batch_bytes) for entry, num_bytes in ledger.curve(position.step or STEPS)],
-            num_micro_batches=num_last,
-            num_plan_micro_batches=num_plan_micro_batches,
         )
         return result, num_first == num_last
 

@@ -1,29 +1,28 @@
-"""Estimates the memory and the work of the stages of a run, from one rank per distinct stage, in parallel processes if useful.
+"""Estimates the memory and the work of the stages of a run, from the first rank of each, in parallel processes if useful.
 
-plan ──draft──> distinct stages ──fork──> first rank of a stage: bytes, and its recorded step
-                                ──fork──> the next stage, with the cached results of operations
+plan ──draft──> stages ──fork──> first rank of a stage: bytes, and its recorded step
 
-All ranks of a stage need equal memory.
+All ranks of a stage need equal memory, and stages with equal work have one recorded step.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
-from itertools import accumulate, islice
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar, cast
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 
 from sley_core.actions.action import Action, Kind, Step
 from sley_core.assemble import Draft, build_draft, weight_dtypes
 from sley_core.comm.world import World
-from sley_core.engine.stage import Lists, Stage
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
@@ -33,14 +32,14 @@ from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPosition
-from sley_estimate.bytes.rank import RankBytes, min_equivalent_micro_batches, min_schedulable_micro_batches, rank_bytes
+from sley_estimate.bytes.rank import RankBytes, min_equivalent_micro_batches, rank_bytes
 from sley_estimate.layers.variants import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from train_cli.meta_model import meta_micro_batch
 
 T = TypeVar("T")
 
-MAX_UNFORKED_RANKS = 2  # up to this number, ranks run in this process, since a fork does not pay off
+MAX_UNFORKED_STAGES = 2  # up to this number, stages run in this process, since a fork does not pay off
 
 
 def build_first_draft(plan: Plan, size: int) -> Draft:
@@ -57,92 +56,39 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
     """Returns the bytes of the first rank of each stage, the largest of its stage. Raises the errors of `build_first_draft` and
     `rank_bytes`.
     """
-    return [memory for memory, _ in estimate_stages(plan, size, cores, build_first_draft(plan, size), records=False)]
+    draft, stages = build_first_draft(plan, size), range(plan.topology(size).pp)
+    return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
 
 
-def estimate_stages(
-    plan: Plan, size: int, cores: int, draft: Draft, *, records: bool
-) -> list[tuple[RankBytes, RankRecord | None]]:
-    """Returns the bytes of the first rank of each stage. With `records` also returns the recorded step of the first stage with
-    equal work.
-    """
-    topology = plan.topology(size)
-    keys = stage_memory_keys(plan, topology, draft)
-    first_stages = sorted({keys.index(key) for key in keys})
-    first_results = dict(zip(first_stages, take_steps(plan, size, first_stages, cores, draft, records=records), strict=True))
-    stages = ((number, *first_results[keys.index(key)]) for number, key in enumerate(keys))
-    return [(_relabel_stage(memory, draft.stage.for_stage(number), topology), record) for number, memory, record in stages]
-
-
-def take_steps(
+def run_stages(
     plan: Plan,
     size: int,
     stages: Sequence[int],
-    cores: int,
     draft: Draft,
+    cores: int,
     *,
-    records: bool,
+    records: bool = False,
     result_cache: OpResultCache | None = None,
-    max_bytes: int | None = None,
 ) -> list[tuple[RankBytes, RankRecord | None]]:
     """Runs the steps of the first rank of each of `stages`. Returns their bytes, and with `records` their recorded steps, in
     order.
 
-    cores: the number of parallel processes. Processes are forked if there are more than `MAX_UNFORKED_RANKS` cores and stages.
-    draft: is not consumed. result_cache: new results are added. max_bytes: in this process, stops after a stage that needs more
-    bytes. Raises the errors of `rank_bytes` and `run_forked`.
+    draft: is not consumed. cores: the number of parallel processes; up to `MAX_UNFORKED_STAGES` stages run in this process.
+    Raises the errors of `rank_bytes` and `run_calls`.
     """
-    ranks = [stage * plan.topology(size).ranks_per_stage for stage in stages]
+    ranks_per_stage = plan.topology(size).ranks_per_stage
     result_cache = result_cache or OpResultCache()
 
-    def estimate_rank(rank: int, rank_draft: Draft) -> tuple[RankBytes, RankRecord | None, OpResultCache]:
+    def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord | None]:
         recording = Recording() if records else None
-        memory = rank_bytes(plan, rank, size, result_cache, rank_draft, recording)
-        return memory, recording.record if recording else None, result_cache
+        stage_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
+        stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, lists=draft.stage.lists))
+        memory = rank_bytes(plan, stage * ranks_per_stage, size, result_cache, stage_draft, recording)
+        return memory, recording.record if recording else None
 
-    if min(len(ranks), cores + 1) <= MAX_UNFORKED_RANKS or not can_fork():
-        result = []
-        for rank in ranks:
-            rank_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
-            result.append(
-                estimate_rank(rank, replace(rank_draft, stage=replace(rank_draft.stage, lists=draft.stage.lists)))[:2]
-            )
-            if max_bytes is not None and result[-1][0].peak > max_bytes:
-                break
-        return result
-    by_number: dict[int, tuple[RankBytes, RankRecord | None]] = {}
-    calls = [partial(estimate_rank, rank, draft) for rank in ranks]
-    for number, (memory, record, rank_cache) in run_forked(calls, cores):
-        result_cache.merge(rank_cache)
-        by_number[number] = memory, record
-    return [by_number[number] for number in range(len(ranks))]
-
-
-def _relabel_stage(memory: RankBytes, stage: Stage, topology: Topology) -> RankBytes:
-    """Returns the bytes of a rank as those of `stage`, which needs equal memory. Only numbers and names change."""
-    number, estimated_stage = stage.lists.stage, stage.for_stage(memory.stage)
-    layers = {estimated.name: relabeled.name for estimated, relabeled in zip(estimated_stage.layers, stage.layers, strict=True)}
-    lists = (estimated_stage.lists.training(memory.num_micro_batches), stage.lists.training(memory.num_micro_batches))
-    entries = {str(estimated): str(relabeled) for estimated, relabeled in zip(*lists, strict=True)}
-    step, entry, layer = memory.position
-    return replace(
-        memory,
-        stage=number,
-        rank=number * topology.ranks_per_stage,
-        position=StepPosition(step, entries.get(entry, entry), layers.get(layer, layer)),
-        curve=[(entries.get(entry, entry), num_bytes) for entry, num_bytes in memory.curve],
-    )
-
-
-def stage_memory_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns one key per stage; stages with equal keys need equal memory. Raises the errors of `stage_work_keys`."""
-    lists, num_plan_micro_batches = draft.stage.lists, plan.num_micros(topology)
-    work_keys = stage_work_keys(plan, topology, draft)
-    return (
-        [(work_key, _list_key(lists.for_stage(number), num_plan_micro_batches)) for number, work_key in enumerate(work_keys)]
-        if topology.pp > 1
-        else work_keys
-    )
+    calls = [partial(estimate_stage, stage) for stage in stages]
+    by_index = dict(run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1))
+    return [by_index[index] for index in range(len(calls))]
 
 
 def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
@@ -171,25 +117,17 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
     return stage_keys
 
 
-def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[tuple[int, ...]]:
-    """Returns, for every stage, the stages whose recorded steps give its seconds, nearest first. Raises the errors of
-    `stage_work_keys`.
-
-    Among stages with equal work, the representative has the most pending forwards and so the most bytes. With sharded weights
-    there is a second representative with the fewest pending forwards: a prefetched gather depends on the next action, and these
-    two have nearly all pairs of actions.
+def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
+    """Returns, for every stage, the stage whose recorded step gives its seconds: of the stages with equal work, the one with
+    the most pending forwards and so the most bytes. Raises the errors of `stage_work_keys`.
     """
-    lists = draft.stage.lists
-    work_keys, num_micro_batches = (
-        stage_work_keys(plan, topology, draft),
-        min_equivalent_micro_batches(lists, plan.num_micros(topology)),
-    )
+    lists, keys = draft.stage.lists, stage_work_keys(plan, topology, draft)
+    num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
     pending_forwards = [max_pending_forwards(steps) for steps in lists.of_all_stages(num_micro_batches)]
-    by_key: dict[Hashable, tuple[int, ...]] = {}
-    for number in sorted(range(topology.pp), key=lambda stage: (-pending_forwards[stage], stage)):
-        representatives = by_key.get(work_keys[number], ())
-        by_key[work_keys[number]] = (*representatives[:1], number) if plan.parallel.wp > 1 else representatives or (number,)
-    return [tuple(sorted(by_key[key], key=lambda stage: abs(stage - number))) for number, key in enumerate(work_keys)]
+    by_key: dict[Hashable, int] = {}
+    for stage in sorted(range(topology.pp), key=lambda stage: -pending_forwards[stage]):
+        by_key.setdefault(keys[stage], stage)
+    return [by_key[key] for key in keys]
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
@@ -198,18 +136,6 @@ def max_pending_forwards(steps: Sequence[Step]) -> int:
     """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
-
-
-def _list_key(lists: Lists, num_plan_micro_batches: int) -> Hashable:
-    """Returns the action lists of the steps that estimate this stage. A transfer's peer is relative to the stage."""
-    counts = {
-        min_schedulable_micro_batches(lists, num_plan_micro_batches),
-        min_equivalent_micro_batches(lists, num_plan_micro_batches),
-    }
-    return tuple(
-        tuple(step if isinstance(step, Action) else step._replace(peer=step.peer - lists.stage) for step in steps)
-        for steps in map(lists.training, sorted(counts))
-    )
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
@@ -242,73 +168,53 @@ def can_fork() -> bool:
     if "fork" not in multiprocessing.get_all_start_methods():
         return False
     try:
-        return all(is_done for _, is_done in run_forked([_run_backward], 1))
+        return all(is_done for _, is_done in _run_forked([_run_backward], 1))
     except (RuntimeError, RunError):
         return False
-
-
-@cache
-def _import_fake_tensors() -> None:
-    """Runs an operation on fake tensors. The first operation imports much of torch, which every forked process would repeat."""
-    with FakeTensors(Ledger(lambda: StepPosition(0, "", ""))):
-        torch.empty(2).add_(1)
-
-
-def run_forked(calls: Iterable[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
-    """Yields the number of each call and its result on completion. Each call runs in a forked process, `num_processes` at a
-    time, and is read from `calls` when its process starts.
-
-    Results are pickled. Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is
-    done. On an error the remaining processes are killed.
-    """
-    _import_fake_tensors()
-    context = multiprocessing.get_context("fork")
-    remaining = enumerate(calls)
-    running: dict[Any, tuple[int, Any]] = {}
-    try:
-        while True:
-            for number, call in islice(remaining, num_processes - len(running)):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_run_call, args=(call, sender), daemon=True)
-                process.start()
-                sender.close()
-                running[receiver] = number, process
-            if not running:
-                return
-            for connection in wait(list(running)):
-                assert isinstance(connection, Connection), connection
-                number, process = running[connection]
-                try:
-                    is_done, result = cast("tuple[bool, Any]", connection.recv())
-                except EOFError:
-                    process.join()
-                    message = f"a process that simulated the steps of a stage exited with code {process.exitcode}"
-                    raise RunError(
-                        "estimate-ended",
-                        message,
-                        hint="use a machine with more memory if the code is -9, since the system then killed the process",
-                    ) from None
-                process.join()
-                if not is_done:
-                    raise result
-                del running[connection]
-                yield number, result
-    finally:
-        for _, process in running.values():
-            process.kill()
-            process.join()
-
-
-def _run_call(call: Callable[[], Any], sender: Connection) -> None:
-    """Runs the call in a forked process with one thread, and sends (True, result) or (False, exception)."""
-    gc.freeze()  # otherwise the collector would copy inherited pages
-    torch.set_num_threads(1)  # OpenMP's threads are not inherited
-    try:
-        sender.send((True, call()))
-    except Exception as error:
-        sender.send((False, error))
 
 
 def _run_backward() -> bool:
     torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     return True
+
+
+def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    """Yields the index of each call and its pickled result on completion. Calls run in `num_processes` forked processes, or in
+    this process if `num_processes` is 1 or forked processes could not run a backward.
+
+    Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
+    """
+    if num_processes == 1 or not can_fork():
+        return ((index, call()) for index, call in enumerate(calls))
+    return _run_forked(calls, num_processes)
+
+
+def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    with FakeTensors(Ledger(lambda: StepPosition(0, "", ""))):
+        torch.empty(2).add_(1)  # imports much of torch, which every forked process would repeat
+    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start_worker, (calls,))
+    try:
+        indices = {pool.submit(_run_call, index): index for index in range(len(calls))}
+        for future in as_completed(indices):
+            yield indices[future], future.result()
+    except BrokenProcessPool:
+        message = "a process that simulated the steps of a stage ended unexpectedly"
+        hint = "use a machine with more memory, since the system ends processes if there is too little"
+        raise RunError("estimate-ended", message, hint=hint) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_calls: Sequence[Callable[[], Any]] = ()
+"""The calls of a forked process, which cannot be pickled."""
+
+
+def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:
+    global _calls
+    _calls = calls
+    gc.freeze()  # otherwise the collector would copy inherited pages
+    torch.set_num_threads(1)  # OpenMP's threads are not inherited
+
+
+def _run_call(index: int) -> Any:
+    return _calls[index]()

@@ -12,15 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_core.comm.device import Device
 from sley_core.comm.progress import first_line
 from sley_core.comm.transport import gather_values
@@ -47,14 +48,15 @@ from sley_estimate.layers.trace import (
     run_backward,
     start_call,
 )
+from sley_estimate.layers.variants import apply_variant, layer_keys
+from sley_estimate.search.layouts import list_choices
+from train_cli.meta_model import meta_micro_batch
 
-REPETITIONS = 5
-"""Default number of timed calls of a layer, after one warm-up call. The median counts: disturbances affect runs too."""
-
+NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of a layer for a partition, and for a machine file
 NUM_HOST_CALLS = 3  # calls on an idle device that show the necessary lead of the host
 
 HOST_S = 0.03
-"""Seconds per repetition for timing the host, since other work can slow it by a third within a tenth of a second."""
+"""Seconds per timed call for timing the host, since other work can slow it by a third within a tenth of a second."""
 
 HOST_BOUND_SHARE = 0.5
 """Share of the device's seconds above which the host is timed in rows. Wider layers, of which few fit, are timed singly."""
@@ -72,38 +74,31 @@ class Half(NamedTuple):
 
 
 Halves = tuple[Half, Half]
-T = TypeVar("T")
 
 
 class LayerBench:
-    """Times the layers of `model`, a copy on meta, on one microbatch of the plan's data.
+    """Times the layers of `model`, a copy on meta, on one microbatch of the plan's data. Gradients are accumulated as in a run.
 
-    dtype: the dtype of the working weights. gradients: the dtype of accumulated gradients; None skips the accumulation.
+    dtype: the dtype of the working weights. num_calls: the number of timed calls of a layer, after one warm-up call. The median
+    counts: disturbances affect runs too.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        device: Device,
-        model: Model,
-        dataset: AnyDataset,
-        dtype: torch.dtype,
-        gradients: torch.dtype | None = None,
-        repetitions: int = REPETITIONS,
+        self, plan: Plan, device: Device, model: Model, dataset: AnyDataset, dtype: torch.dtype, num_calls: int = NUM_CALLS
     ) -> None:
         self.plan = plan
         self.device = device
         self.model = model
-        self.dtype = dtype
-        self.gradients = gradients
-        self.repetitions = repetitions
-        self._is_direct = gradients == dtype and plan.precision.accumulation == "direct"
+        self.num_calls = num_calls
+        self._dtype = dtype
+        self._gradients = DTYPES[plan.precision.gradients]
+        self._is_direct = self._gradients == self._dtype and plan.precision.accumulation == "direct"
         self._caller = LayerCaller(device, plan.run.seed, plan.activations.build([layer.name for layer in model.layers]))
         self._fields, self._loss = self._load_micro_batch(dataset), plan.loss.build()
         self._lead = Lead(device)
         self._empty_s = time_empty_backward(device) if device.is_async else 0.0
         self._host = HostModel(model)
-        self._gradients: GradientAccumulators | None = None
+        self._drops_gradients = False
 
     def time(self, layer: Layer, value: Value | None, *, split: bool = False) -> tuple[LayerSeconds, Value]:
         """Returns the median seconds of `layer` and its output, which is the input of the next layer. The host's seconds
@@ -120,10 +115,10 @@ class LayerBench:
             for name, tensor in named(recurse=False, remove_duplicate=False)
         ]
         device, fp32_patterns = self.device.torch_device, self.plan.precision.keep
-        self._host.load_values({layer.name}, dtype=self.dtype, device=device, keep=fp32_patterns)
+        self._host.load_values({layer.name}, dtype=self._dtype, device=device, keep=fp32_patterns)
         queue, outputs = WeightQueue(), list[Any]()
         with self._accumulate_gradients(layer):
-            products = partial(queue_weight_gradients, layer.module, queue, self.gradients or self.dtype)
+            products = partial(queue_weight_gradients, layer.module, queue, self._gradients)
             with products() if self._is_direct else nullcontext():
                 whole_halves = self._median_halves(
                     lambda host_s: self._time_layer(layer, value, outputs, host_s), lambda: self._time_rows(layer, value, None)
@@ -152,32 +147,37 @@ class LayerBench:
         call(no_lead)  # loads kernels and allocates memory
         if self.device.is_async:
             launch_s = _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])
-        calls = [call(launch_s) for _ in range(self.repetitions)]
+        calls = [call(launch_s) for _ in range(self.num_calls)]
         device_s = [median(halves[index].device_s for halves in calls) for index in (0, 1)]
         host_s = (0.0, 0.0)
         if self.device.is_async:
             is_host_bound = any(host > HOST_BOUND_SHARE * device for host, device in zip(launch_s, device_s, strict=True))
-            with self._gradients.drop_gradients() if self._gradients else nullcontext():
-                until_s = time.perf_counter() + HOST_S * self.repetitions
-                rows = [time_rows() if is_host_bound else _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])]
-                while is_host_bound and time.perf_counter() < until_s:
-                    rows.append(time_rows())
-                host_s = median(first for first, _ in rows), median(second for _, second in rows)
+            self._drops_gradients = True
+            until_s = time.perf_counter() + HOST_S * self.num_calls
+            rows = [time_rows() if is_host_bound else _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])]
+            while is_host_bound and time.perf_counter() < until_s:
+                rows.append(time_rows())
+            self._drops_gradients = False
+            host_s = median(first for first, _ in rows), median(second for _, second in rows)
         return Half(device_s[0], host_s[0]), Half(device_s[1], host_s[1])
 
     @contextmanager
     def _accumulate_gradients(self, layer: Layer) -> Iterator[None]:
-        """Accumulates gradients in memory allocated for the layer, as the store of a run does, unless `gradients` is None."""
-        if self.gradients is not None:
-            trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-            self._gradients = GradientAccumulators(trained, self.gradients)
-        try:
+        """Adds the gradients of the layer to memory allocated for it within the block, as the store of a run does."""
+
+        def add_gradient(accumulated: Tensor, parameter: Tensor) -> None:
+            """Adds and removes a gradient. There is none while its product waits in the queue."""
+            if parameter.grad is not None and not self._drops_gradients:
+                accumulated.add_(parameter.grad)
+            parameter.grad = None
+
+        with ExitStack() as hooks:
+            for parameter in layer.module.parameters():
+                if parameter.requires_grad:
+                    accumulated = torch.zeros_like(parameter, dtype=self._gradients)
+                    hook = parameter.register_post_accumulate_grad_hook(partial(add_gradient, accumulated))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            if self._gradients is not None:
-                self._gradients.close()
-                self._gradients = None
-        layer.module.zero_grad(set_to_none=True)
 
     def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
         """Returns the first microbatch of the run on the device, sliced for the first rank of `sp`."""
@@ -203,7 +203,6 @@ class LayerBench:
         forward_s, forward_device_s = self._time_work(forward, host_s[0])
         gradients = output_gradients(in_flight, outputs[-1])
         backward_s, backward_device_s = self._time_work(lambda: run_backward(in_flight, gradients), host_s[1])
-        self._clear_gradients(layer)
         return Half(forward_device_s(), forward_s), Half(backward_device_s(), max(0.0, backward_s - self._empty_s))
 
     def _time_split(self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
@@ -217,7 +216,6 @@ class LayerBench:
 
         first_s, first_device_s = self._time_work(first_half, host_s[0])
         second_s, second_device_s = self._time_work(lambda: queue.run((0, 0)), host_s[1])
-        self._clear_gradients(layer)
         return Half(first_device_s(), max(0.0, first_s - self._empty_s)), Half(second_device_s(), second_s)
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
@@ -249,14 +247,9 @@ class LayerBench:
             if queue is not None:
                 queue.run((0, number))
         times.append(time.perf_counter())
-        self._clear_gradients(layer)
         forward_s, _, backward_s, products_s = ((end - start) / ROW_LENGTH for start, end in pairwise(times))
         backward_s = max(0.0, backward_s - self._empty_s)
         return (forward_s, backward_s) if queue is None else (backward_s, products_s)
-
-    def _clear_gradients(self, layer: Layer) -> None:
-        if self.gradients is None:
-            layer.module.zero_grad(set_to_none=True)
 
     def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
         output = self._caller(layer, args, named, MICRO_STEP)
@@ -285,100 +278,56 @@ def time_empty_backward(device: Device) -> float:
     return median(seconds[1:])
 
 
-class GradientAccumulators:
-    """Accumulates the gradients of `trained` in new memory of `dtype`: by autograd, or by a hook if the dtypes differ."""
-
-    def __init__(self, trained: Sequence[Parameter], dtype: torch.dtype) -> None:
-        self._direct = [(parameter, torch.zeros_like(parameter)) for parameter in trained if parameter.dtype == dtype]
-        self._are_dropped = False
-        self._hooks = ExitStack()
-        for parameter in trained:
-            if parameter.dtype != dtype:
-                _register_hook(self._hooks, parameter, partial(self._add_gradient, torch.zeros_like(parameter, dtype=dtype)))
-        self._restore_gradients()
-
-    def close(self) -> None:
-        """Removes hooks and gradients."""
-        self._hooks.close()
-        for parameter, _ in self._direct:
-            parameter.grad = None
-
-    @contextmanager
-    def drop_gradients(self) -> Iterator[None]:
-        """Drops gradients within the block as soon as autograd hands them over."""
-        with ExitStack() as hooks:
-            for parameter, _ in self._direct:
-                parameter.grad = None
-                _register_hook(hooks, parameter, lambda summed: setattr(summed, "grad", None))
-            self._are_dropped = True
-            try:
-                yield
-            finally:
-                self._are_dropped = False
-                self._restore_gradients()
-
-    def _restore_gradients(self) -> None:
-        for parameter, accumulated in self._direct:
-            parameter.grad = accumulated
-
-    def _add_gradient(self, accumulated: Tensor, parameter: Tensor) -> None:
-        """Adds the gradient unless gradients are dropped. There is no gradient while its product waits in the queue."""
-        if parameter.grad is not None and not self._are_dropped:
-            accumulated.add_(parameter.grad)
-        parameter.grad = None
-
-
-def _register_hook(hooks: ExitStack, parameter: Parameter, function: Callable[[Tensor], None]) -> None:
-    hook = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-    hooks.callback(hook.remove)
-
-
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
     """Returns the forward and backward seconds of each layer, equal on every rank, as the `timer` of a partitioner's record.
 
     A blocking collective of `world`: the first rank times each layer on one microbatch of the plan's data, so that all ranks
     cut the model identically. build_model: makes the model on meta; only the first rank calls it. dtype: the dtype of the
-    working weights.
+    working weights. Raises RunError `start-failed` on the other ranks if the first rank fails.
     """
-
-    def measure() -> list[float]:
-        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        seconds = []
-        value: Value | None = None
-        with world.device.preserve_random_state():
-            bench = LayerBench(plan, world.device, build_model(dataset.info), dataset, dtype)
-            for layer in bench.model.layers:
-                times, value = bench.time(layer, value)
-                seconds.append(round(times.total_s, DIGITS))
-        return seconds
-
-    return measure() if world.size == 1 else call_on_ranks(world, measure, "time the layers", only_first=True)
-
-
-def call_on_ranks(world: World, function: Callable[[], T], description: str, *, only_first: bool = False) -> T:
-    """Calls `function` on every rank and returns its result on that rank. A blocking collective over the default group.
-
-    only_first: calls it on rank 0 only and returns its result, which must be valid JSON, on all ranks. description: the text of
-    the action in errors. Raises the errors of `function` on that rank, and RunError `start-failed` on the others.
-    """
-    value: Any = None
-    fault = ""
+    seconds: list[float] = []
     failure: Exception | None = None
-    if world.rank == 0 or not only_first:
+    if world.rank == 0:
         try:
-            value = function()
+            dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+            value: Value | None = None
+            with world.device.preserve_random_state():
+                bench = LayerBench(plan, world.device, build_model(dataset.info), dataset, dtype)
+                for layer in bench.model.layers:
+                    times, value = bench.time(layer, value)
+                    seconds.append(round(times.total_s, DIGITS))
         except Exception as error:
-            failure, fault = error, f"{type(error).__name__}: {first_line(error)}"
-    # All ranks call this once, before any rank creates a group.
-    try:
-        replies = gather_values([fault, value if only_first else None])
-    except RuntimeError as error:  # late or failed ranks must not hide this rank's error
-        message = f"rank {world.rank} received nothing from a rank that had to {description}: {first_line(error)}"
-        raise failure or RunError("start-failed", message) from error
+            failure = error
+    fault = f"{type(failure).__name__}: {first_line(failure)}" if failure else ""
+    if world.size > 1:
+        fault, seconds = gather_values([fault, seconds])[0]
     if failure is not None:
         raise failure
-    for rank, (rank_fault, _) in enumerate(replies):
-        if rank_fault:
-            raise RunError("start-failed", f"rank {rank} could not {description}: {rank_fault}")
-    result: T = replies[0][1] if only_first else value
-    return result
+    if fault:
+        raise RunError("start-failed", f"rank 0 could not time the layers: {fault}")
+    return seconds
+
+
+def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
+    """Times each distinct layer of the plan's model on one microbatch of its data with whole sequences. Returns the
+    `[[layers]]` tables. Raises the errors of the plan's data and layers.
+    """
+    variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
+    plan = apply_variant(plan, sp=1)
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    model = build_meta_model(plan, dataset.info)
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, meta_micro_batch(plan, dataset))
+    tables: dict[str, dict[str, Any]] = {}
+    outputs: dict[str, Value] = {}
+    value: Value | None = None
+    with device.preserve_random_state():
+        bench = LayerBench(plan, device, model, dataset, weight_dtypes(plan)[0], NUM_CALIBRATION_CALLS)
+        for layer, key in zip(model.layers, keys, strict=True):
+            if key not in tables:
+                times, outputs[key] = bench.time(layer, value, split=True)
+                seconds = {name: value for name, value in asdict(times).items() if value or not name.startswith("host_")}
+                output_bytes = sum(leaf.num_bytes for leaf in outputs[key][0].leaves)
+                tables[key] = {"key": key, "name": layer.name, "output_bytes": output_bytes, **seconds, **variant}
+            value = outputs[key]
+    return list(tables.values())

@@ -1,4 +1,4 @@
-"""Measures exchanges between ranks of this host with the transports of a run, and their overlap with computing."""
+"""Measures a machine, and the exchanges between its ranks with the transports of a run, also while they compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from sley_core.comm.group import Group
 from sley_core.comm.groups import Groups
 from sley_core.comm.transport import Work
 from sley_core.comm.world import World
+from sley_core.plan.plan import Plan
+from sley_core.process import keep_freed_memory
 from sley_core.topology import GATHER, REDUCE, Topology
+from sley_estimate.calibrate.bench import measure_layers
+from sley_estimate.calibrate.device import measure_device, measure_host
+from sley_estimate.calibrate.engine import measure_engine
+from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: few show the latency, many the bandwidth
 
@@ -28,6 +34,28 @@ WORK_S = 2e-3  # seconds of work before an exchange, about half of a layer
 Begin = Callable[[], Callable[[], object]]  # starts an exchange, and returns a function that waits for it
 
 
+def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
+    """Returns the machine on rank 0 of `world`, and None on other ranks. It is a collective of several ranks, which also
+    measures links.
+
+    Rank 0 measures the device and its layers. On CPUs, where ranks share memory and caches, all ranks measure at the same time,
+    and the process keeps freed memory from then on unless the plan disables that. plan: the plan whose layers are timed.
+    """
+    is_cpu = world.device.type == "cpu"
+    if is_cpu and (plan is None or plan.run.keep_freed_memory):
+        keep_freed_memory()
+    tables: dict[str, Any] = {"format": MACHINE_FORMAT}
+    if world.size > 1:
+        tables["links"] = measure_links(world, timeout_s)
+    if world.rank == 0 or is_cpu:
+        tables |= {"device": measure_device(world.device), "host": measure_host(world.device)}
+        if world.device.is_async:
+            tables["engine"] = measure_engine(world.device, plan)
+        if plan is not None:
+            tables["layers"] = measure_layers(plan, world.device)
+    return machine_from_dict(tables) if world.rank == 0 else None
+
+
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     """Returns the table `[links]`, equal on all ranks: latency, bandwidth and overlap of each kind of exchange. The link itself
     has the figures of the slowest kind. A collective of two or more ranks on one host. timeout_s: the time limit of every wait.
@@ -36,22 +64,17 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
     slice_groups = world.groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
     stage_groups = world.groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
-    timer, messages = LinkTimer(shard_groups, world), LinkTimer(stage_groups, world)
-    exchanges = {}
-    for collective, exchange in collective_factories(
-        shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world
-    ).items():
+    timer, exchanges = LinkTimer(shard_groups, world), {}
+    collectives = collective_factories(shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world)
+    for collective, exchange in collectives.items():
         small_s, large_s = (timer.seconds_after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
         exchanges[collective] = {
             **fit_link(small_s, large_s, collective, size),
             "overlap": timer.overlap(exchange(LARGE_BYTES)),
         }
-    small_s, large_s = (
-        messages.seconds(_message_round_trip(stage_groups["pp"], world, num_bytes)) / 2
-        for num_bytes in (SMALL_BYTES, LARGE_BYTES)
-    )
-    begin_messages = _messages_both_directions(stage_groups["pp"], world, LARGE_BYTES)
-    exchanges["send"] = {**fit_link(small_s, large_s, "send", size), "overlap": messages.overlap(begin_messages)}
+    messages = [_messages_both_directions(stage_groups["pp"], world, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES)]
+    small_s, large_s = map(timer.exchange_s, messages)
+    exchanges["send"] = {**fit_link(small_s, large_s, "send", size), "overlap": timer.overlap(messages[1])}
     slowest = max(exchanges.values(), key=lambda exchange: exchange["latency_s"] + LARGE_BYTES / exchange["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **exchanges}}
 
@@ -107,21 +130,6 @@ def collective_factories(stage: Group, shards: Group, slices: Group, world: Worl
     return {"sum": begin_sum, "gather": begin_gather, "reduce": begin_reduce, "swap": begin_swap}
 
 
-def _message_round_trip(group: Group, world: World, num_bytes: int) -> Callable[[], None]:
-    """Returns a function that sends a message from the first stage to the second and back, and waits."""
-    value = torch.ones(num_bytes // 4, device=world.device.torch_device)
-
-    def ping_pong() -> None:
-        if group.coord == 0:
-            group.send(value, "up", 1, label="a message to time").wait()
-            group.receive(value, "down", 1, label="a message to time").wait()
-        elif group.coord == 1:
-            group.receive(value, "up", 0, label="a message to time").wait()
-            group.send(value, "down", 0, label="a message to time").wait()
-
-    return ping_pong
-
-
 def _messages_both_directions(group: Group, world: World, num_bytes: int) -> Begin:
     """Returns a function that starts messages between the first two stages in both directions at the same time."""
     sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
@@ -161,6 +169,9 @@ class LinkTimer:
         # All ranks call this after the same work.
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
+    def exchange_s(self, begin: Begin) -> float:
+        return self.seconds(lambda: begin()())
+
     def seconds_after_work(self, begin: Begin) -> float:
         """Returns the seconds that an exchange adds to preceding work, which desynchronizes the ranks. At least the seconds of
         the exchange.
@@ -171,8 +182,7 @@ class LinkTimer:
             work()
             begin()()
 
-        exchange_s = self.seconds(lambda: begin()())
-        return max(exchange_s, self.seconds(work_and_exchange) - self.seconds(work))
+        return max(self.exchange_s(begin), self.seconds(work_and_exchange) - self.seconds(work))
 
     def overlap(self, begin: Begin) -> float:
         """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length.
@@ -181,7 +191,7 @@ class LinkTimer:
         """
         if self.device.type != "cpu":
             return 1.0
-        exchange_s = self.seconds(lambda: begin()())
+        exchange_s = self.exchange_s(begin)
         work = self._make_work(exchange_s)
 
         def work_and_exchange() -> None:

@@ -60,7 +60,7 @@ def calibrate(
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
     """Measures in this process, the only rank or one of a local launch. Rank 0 writes the file. Returns the exit code."""
     from sley_core.comm.world import World
-    from sley_estimate.calibrate.layers import measure_machine
+    from sley_estimate.calibrate.links import measure_machine
 
     try:
         resolved = load_plan(Path(plan), overrides) if plan else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from sley_core.actions.action import Delivery, in_words
 from sley_core.errors import SleyError, UsageError
@@ -41,22 +42,8 @@ if TYPE_CHECKING:
     from sley_estimate.machine import MachineFile
     from sley_estimate.step.estimate import PlanEstimate
 
-GIB = 1 << 30
 UNCOMPILED = "the layers are estimated as if they were not compiled"
 COUNTED = "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
-
-UNITS = {
-    "TiB": 1 << 40,
-    "GiB": GIB,
-    "MiB": 1 << 20,
-    "KiB": 1 << 10,
-    "TB": 10**12,
-    "GB": 10**9,
-    "MB": 10**6,
-    "KB": 10**3,
-    "B": 1,
-}
-"""Bytes of the units of a size. `B` is last, since all units end with it."""
 
 SOURCES: dict[Source, str] = {
     "measured": "measured on this machine",
@@ -100,16 +87,16 @@ def estimate(
     requested_size = world_size(world, nodes, per_node)
     size = resolved.world_size(None) if requested_size is None else requested_size
     machine_file = None if machine is None else load_machine_with_ranks(machine, per_node)
-    stages, seconds = bytes_and_seconds(resolved, size, machine_file)
+    stages, estimate = _estimate_stages(resolved, size, machine_file)
     if limit is None and machine_file is not None:
         limit = machine_file.device.memory
     if form is OutputFormat.json:
         data = {"world": size, "memory": limit, "stages": [asdict(stage) for stage in stages]}
-        typer.echo(json.dumps(data | ({} if seconds is None else {"seconds": seconds_data(seconds)}), indent=2))
+        typer.echo(json.dumps(data | ({} if estimate is None else {"seconds": seconds_data(estimate)}), indent=2))
     else:
         typer.echo("\n".join(memory_lines(stages, size, limit)))
-        if seconds is not None and machine_file is not None:
-            typer.echo("\n".join(seconds_lines(seconds, machine_file)))
+        if estimate is not None and machine_file is not None:
+            typer.echo("\n".join(seconds_lines(estimate, machine_file)))
         if resolved.model.config.compile:
             typer.echo(UNCOMPILED)
     if limit is not None and max(stage.peak for stage in stages) > limit:
@@ -125,32 +112,27 @@ def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
     return machine.model_copy(update={"links": links})
 
 
-def bytes_and_seconds(
-    plan: Plan, size: int, machine: MachineFile | None = None
-) -> tuple[Sequence[RankBytes], PlanEstimate | None]:
-    """Returns the bytes of each stage and the seconds of a step on `machine`. Raises SleyError with its location."""
+def _estimate_stages(plan: Plan, size: int, machine: MachineFile | None) -> tuple[Sequence[RankBytes], PlanEstimate | None]:
+    """Returns the bytes of each stage and the estimate on `machine`. Raises SleyError with its location in the plan."""
     from sley_estimate.bytes.stages import stage_bytes
-    from sley_estimate.step.estimate import estimate_bytes_and_seconds
+    from sley_estimate.step.estimate import estimate_plan
 
     try:
         if machine is None:
-            return stage_bytes(plan, size, cores=num_cores()), None
-        return estimate_bytes_and_seconds(plan, size, machine, num_cores())
+            return stage_bytes(plan, size, num_cores()), None
+        estimate = estimate_plan(plan, size, machine, num_cores(), all_stages=True)
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
+    return estimate.memory, estimate
 
 
 def parse_size(text: str) -> int:
     """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for other texts."""
-    for unit, factor in UNITS.items():
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
-            return int(float(number) * factor)
-    raise UsageError(
-        "memory-size",
-        f"`--memory {text}` is not a size",
-        hint="use 80GiB, or another number with TiB, MiB, KiB, TB, GB, MB, KB or B",
-    )
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        hint = "use 80GiB, or another number with TiB, MiB, KiB, TB, GB, MB, KB or B"
+        raise UsageError("memory-size", f"`--memory {text}` is not a size", hint=hint) from None
 
 
 def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None) -> Iterator[str]:
@@ -176,7 +158,7 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
 
 def format_bytes(count: int) -> str:
     """Returns `count` bytes as text in a suitable unit."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
@@ -184,20 +166,20 @@ def format_bytes(count: int) -> str:
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
     """Yields a drawing of a step of `plan` and the work of each stage. Raises SleyError with its location in the plan."""
-    from sley_estimate.step.estimate import estimate_seconds
+    from sley_estimate.step.estimate import estimate_plan
 
     try:
-        seconds = estimate_seconds(plan, size, machine, num_cores())
+        estimate = estimate_plan(plan, size, machine, num_cores())
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
     yield f"# {plan.pipeline.name if plan.pipeline else 'no pipeline'} on {size} x {machine.device.name}, estimated"
-    yield draw_text(seconds.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
-    yield from seconds_lines(seconds, machine)
+    yield draw_text(estimate.step.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    yield from seconds_lines(estimate, machine)
 
 
-def seconds_lines(seconds: PlanEstimate, machine: MachineFile) -> Iterator[str]:
+def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]:
     """Yields the report lines on the seconds of a step, the work of each stage, and the source of the layer seconds."""
-    step = seconds.step
+    step = estimate.step
     host_wait_s = step.seconds - step.devices_s
     yield f"a step takes {step.seconds:.4g} s" + (
         f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
@@ -218,28 +200,29 @@ def seconds_lines(seconds: PlanEstimate, machine: MachineFile) -> Iterator[str]:
         idle = f"idle {step.timeline.idle_share(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"
-    yield f"  {_describe_sources(seconds)} ({machine.device.name})"
+    yield f"  {_describe_sources(estimate)} ({machine.device.name})"
 
 
-def _describe_sources(seconds: PlanEstimate) -> str:
-    if not seconds.layers:
-        return "slices of sequences are computed from their operators"
-    counts = Counter(layer.source for layer in seconds.layers)
+def _describe_sources(estimate: PlanEstimate) -> str:
+    counts = Counter(layer.source for layer in estimate.layers)
     texts = [(counts[source], text) for source, text in SOURCES.items() if counts[source]]
     if len(texts) == 1:
-        count = len(seconds.layers)
+        count = len(estimate.layers)
         return f"all {count} layers were {texts[0][1]}" if count > 1 else f"its layer was {texts[0][1]}"
-    return f"of {len(seconds.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
+    return f"of {len(estimate.layers)} layers, {', '.join(f'{count} were {text}' for count, text in texts)}"
 
 
-def seconds_data(seconds: PlanEstimate) -> dict[str, Any]:
+def seconds_data(estimate: PlanEstimate) -> dict[str, Any]:
     """Returns the estimated seconds as JSON data."""
-    step = seconds.step
+    step = estimate.step
     return {
         "step": step.seconds,
         "stages": [
             {"computes": computing_s, "idle": step.timeline.idle_share(stage), "waits": step.exposed_s(stage), "host": host_s}
             for stage, (computing_s, host_s) in enumerate(zip(step.computing_s, step.host_s, strict=True))
         ],
-        "layers": [{"name": layer.name, "source": layer.source, **asdict(layer.seconds)} for layer in seconds.layers],
+        "layers": [
+            {"name": layer.name, "source": layer.source, **(asdict(layer.seconds) if layer.seconds else {})}
+            for layer in estimate.layers
+        ],
     }

@@ -86,8 +86,6 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
     """Yields the report lines on the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
     too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
-    if result.not_begun:
-        yield f"  {result.not_begun:,} more were not verified, since this took too long: use `--keep` to consider fewer layouts"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refused.most_common())
     yield from (f"  excluded: {name}" for name in skipped)
     if result.dropped:
@@ -98,8 +96,8 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
             hint = next((f" (hint: {hint})" for hint in hints if hint), "")
             yield f"no layout of this plan is possible in this world, for the reasons above{hint}"
         else:
-            num_bytes, smallest = format_bytes(int(result.smallest.estimate.num_bytes)), result.smallest.layout
-            yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {smallest}"
+            num_bytes = format_bytes(int(result.min_bytes))
+            yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {result.smallest}"
         return
     yield "fastest (verified by estimate)"
     for layout, estimate in result.fastest:

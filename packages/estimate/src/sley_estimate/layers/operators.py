@@ -280,8 +280,7 @@ class FusedKernels(TorchFunctionMode):
         """Returns the input after dropout. It is not one kernel outside training, in place, or if p is 0 or 1."""
         if not training or inplace or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
-        dropped: Tensor = _Dropout.apply(self.record, input)  # type: ignore[no-untyped-call]
-        return dropped
+        return torch.native_dropout(input, p, True)[0]
 
     def backward(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         """Runs torch's backward from gradient edges. Tensors would also disable this mode during recomputation."""
@@ -318,23 +317,6 @@ class _RMSNorm(torch.autograd.Function):
         results = [gradients[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs]
         ctx.record(Operator("rms_norm", 2 * _total_bytes(*results) + _total_bytes(*gradients)))
         return None, results[0], results[1] if len(results) > 1 else None
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, record: RecordOperator, input: Tensor) -> Tensor:
-        ctx.record = record
-        mask, dropped = torch.empty_like(input, dtype=torch.bool), torch.empty_like(input)
-        ctx.save_for_backward(mask)
-        record(Operator("dropout", _total_bytes(input, mask, dropped)))
-        return dropped
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        (mask,) = ctx.saved_tensors  # an offload policy reloads it here
-        result = torch.empty_like(gradients[0])
-        ctx.record(Operator("dropout", _total_bytes(gradients[0], mask, result)))
-        return None, result
 
 
 class _Attention(torch.autograd.Function):

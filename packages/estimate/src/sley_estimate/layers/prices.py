@@ -10,24 +10,20 @@ order of policies and sizes would depend on the measured one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import product
 from typing import Literal
 
-from torch import Tensor
-
 from sley_core.actions.action import Kind
-from sley_core.data.dataset import DataContext
-from sley_core.data.factory import open_dataset
+from sley_core.data.dataset import AnyDataset
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Model
 from sley_core.plan.plan import Plan
 from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.trace import layer_works
-from sley_estimate.layers.variants import LayerVariants, Variant, layer_keys
+from sley_estimate.layers.variants import LayerVariants, Variant
 from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
 from sley_estimate.search.layouts import Choices, list_choices
 
@@ -187,17 +183,20 @@ class ScaledLayers:
         self.policies = choices.policies
         self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
 
-    def price(self, variant: Variant, works: Sequence[LayerWork]) -> list[tuple[LayerSeconds, Source]]:
+    def price(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 
-        works: the work of each layer in this variant; equal layers share one object. Raises PlanError "machine-matmul".
+        Raises the errors of `LayerVariants.works` unless all layers were measured, and PlanError "machine-matmul".
         """
-        is_measured = bool(self._measured_seconds) and variant.sp == 1
-        keys = self.variants.keys(variant) if is_measured else [""] * len(works)
+        measured_seconds = self._measured_seconds
+        keys = self.variants.keys(variant) if measured_seconds and variant.sp == 1 else [""] * len(self.variants.model.layers)
+        if measured_seconds.keys() >= set(keys):
+            return [(measured_seconds[key], "measured") for key in keys]
         priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
         result = []
+        works = self.variants.works(variant)
         for index, (work, key, measured) in enumerate(zip(works, keys, self._measured_variants, strict=True)):
-            price_key = id(work), key, measured
+            price_key = id(work), key, measured  # equal layers share one object
             if price_key not in priced:
                 priced[price_key] = self._price_layer(index, work, key, measured)
             result.append(priced[price_key])
@@ -234,51 +233,22 @@ class ScaledLayers:
 
 @dataclass(frozen=True)
 class PricedLayer:
-    """The seconds of a layer, their source, and the bytes of its output. key: the key shared by equal layers."""
+    """The seconds of a layer without exchanges of slices, and their source; None if its recorded operators are priced."""
 
     name: str
-    key: str
-    seconds: LayerSeconds
-    output_bytes: int
+    seconds: LayerSeconds | None
     source: Source
 
 
-def price_layers(plan: Plan, model: Model, fields: Mapping[str, Tensor], machine: MachineFile) -> list[PricedLayer] | None:
-    """Returns every layer of `model`, on meta, in order, with its seconds without exchanges of slices. Returns None for a plan
-    with slices if no layer was measured or a layer cannot be counted: its recorded operators are priced instead.
-
-    fields: a microbatch on meta, or its first slice. Raises PlanError "estimate-layer" for a layer that was not measured and
-    cannot be counted, and PlanError "machine-matmul".
-    """
-    policy = plan.activations.build([layer.name for layer in model.layers])
-    keys = layer_keys(plan, model, policy, fields)
-    tables = {table.key: table for table in machine.layers}
-    is_sliced = plan.parallel.sp > 1
-    if not is_sliced and tables.keys() >= set(keys):
-        return [
-            PricedLayer(layer.name, key, LayerSeconds.from_table(tables[key]), tables[key].output_bytes, "measured")
-            for layer, key in zip(model.layers, keys, strict=True)
-        ]
-    if is_sliced and not machine.layers:
-        return None
-    works = [] if is_sliced else layer_works(plan, model, fields, keys)
-    if not machine.layers:
-        seconds = (LayerSeconds.from_operators(work, machine.device, with_host=machine.engine is not None) for work in works)
-        priced: list[tuple[LayerSeconds, Source]] = [(layer_seconds, "counted") for layer_seconds in seconds]
-    else:
+def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile) -> list[PricedLayer]:
+    """Returns every layer of `model`, on meta, with its seconds if they follow from the measured layers of `machine`."""
+    priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
+    if machine.layers:
         choices = list_choices(plan)
-        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        scaled = ScaledLayers(LayerVariants(plan, model, dataset), machine, choices)
-        variant = Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp)
-        if is_sliced:
-            try:
-                works = scaled.variants.works(variant)
-            except SleyError:
-                return None
-        priced = scaled.price(variant, works)
-        if is_sliced and all(source == "counted" for _, source in priced):
-            return None
+        with suppress(SleyError):  # some layer cannot be counted
+            scaled = ScaledLayers(LayerVariants(plan, model, dataset), machine, choices)
+            priced = scaled.price(Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp))
     return [
-        PricedLayer(layer.name, key, seconds, work.output_bytes, source)
-        for layer, key, work, (seconds, source) in zip(model.layers, keys, works, priced, strict=True)
+        PricedLayer(layer.name, None, "counted") if pair is None or pair[1] == "counted" else PricedLayer(layer.name, *pair)
+        for layer, pair in zip(model.layers, priced, strict=True)
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -172,12 +172,8 @@ class LayerVariants:
         self.model = model
         self.dataset = dataset
         self._names = [layer.name for layer in model.layers]
-        self._plans: dict[str, tuple[Plan, ActivationPolicy] | SleyError] = {}
-        self._layer_keys: dict[str, LayerKeys | SleyError] = {}
-        self._batches: dict[int, Mapping[str, Tensor] | SleyError] = {}
         self._traced: Traced = {}
-        self._works: dict[tuple[str, int], list[LayerWork] | SleyError] = {}
-        self._scaled_works: dict[tuple[int, float, bool], LayerWork | SleyError] = {}
+        self._cached: dict[Hashable, Any] = {}
 
     def policy(self, policy: Choice) -> ActivationPolicy:
         """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
@@ -190,12 +186,12 @@ class LayerVariants:
             plan, policy = self._plan(variant.policy)
             return LayerKeys(plan, self.model, policy)
 
-        fields: Mapping[str, Tensor] = memoize(
-            self._batches,
-            variant.micro_size,
-            lambda: meta_micro_batch(apply_variant(self.plan, micro_size=variant.micro_size, sp=1), self.dataset),
-        )
-        return memoize(self._layer_keys, str(variant.policy), make_keys).keys(fields)
+        def make_fields() -> Mapping[str, Tensor]:
+            return meta_micro_batch(apply_variant(self.plan, micro_size=variant.micro_size, sp=1), self.dataset)
+
+        fields: Mapping[str, Tensor] = memoize(self._cached, ("fields", variant.micro_size), make_fields)
+        layer_keys: LayerKeys = memoize(self._cached, ("keys", str(variant.policy)), make_keys)
+        return layer_keys.keys(fields)
 
     def works(self, variant: Variant) -> list[LayerWork]:
         """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make
@@ -208,7 +204,7 @@ class LayerVariants:
 
         pairs = zip(self._trace_works(variant.policy, 1), self._trace_works(variant.policy, 2), strict=True)
         return [
-            memoize(self._scaled_works, (id(single), variant.samples, variant.sp > 1), partial(scale, single, double))
+            memoize(self._cached, (id(single), variant.samples, variant.sp > 1), partial(scale, single, double))
             for single, double in pairs
         ]
 
@@ -222,7 +218,8 @@ class LayerVariants:
             fields = meta_micro_batch(apply_variant(plan, micro_size=micro_size), self.dataset)
             return layer_works(plan, self.model, fields, keys, self._traced)
 
-        return memoize(self._works, (str(policy), micro_size), trace)
+        works: list[LayerWork] = memoize(self._cached, ("works", str(policy), micro_size), trace)
+        return works
 
     def _plan(self, policy: Choice) -> tuple[Plan, ActivationPolicy]:
         """Returns the plan under a policy with whole sequences, and the built policy."""
@@ -231,7 +228,8 @@ class LayerVariants:
             plan = apply_variant(self.plan, policy=policy, sp=1)
             return plan, plan.activations.build(self._names)
 
-        return memoize(self._plans, str(policy), build)
+        built: tuple[Plan, ActivationPolicy] = memoize(self._cached, ("plan", str(policy)), build)
+        return built
 
 
 def apply_variant(plan: Plan, *, policy: Choice | None = None, micro_size: int | None = None, sp: int | None = None) -> Plan:

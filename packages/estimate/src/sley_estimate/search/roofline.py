@@ -7,12 +7,11 @@
     bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
 
 A reducer sums all gradients of a stage once. A weight communicator gathers a layer before forward and backward and reduces its
-gradients. An attention exchanges its inputs and outputs. Ties and padding are ignored.
+gradients. An attention exchanges its inputs and outputs. All weights count as sharded. Ties and padding are ignored.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
@@ -42,9 +42,8 @@ from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Choices, Layout
 from sley_estimate.step.estimate import count_states, update_bytes_per_element
 from sley_estimate.step.links import (
-    NOTHING,
-    all_groups,
     collective_cost,
+    concurrent_groups,
     copy_cost,
     host_operators_s,
     slowest_cost,
@@ -111,6 +110,7 @@ class Roofline:
         self._gradient = DTYPES[plan.precision.gradients].itemsize
         self._num_states = count_states(plan)
         self._update_s, self._state_bytes = self._update_costs()
+        self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
         self._cached: dict[Hashable, Any] = {}
 
     def _memoize(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -131,7 +131,7 @@ class Roofline:
         exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
         stages = num_micro_batches * (forward + backward) + exposed + update
         bubble = split.bubble * float((forward + backward).mean())
-        end_s = (sum(self._totals_cost) if layout.pp > 1 else 0.0) + self.machine.device.step_s
+        end_s = self._totals_s if layout.pp > 1 else 0.0
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
@@ -174,15 +174,11 @@ class Roofline:
             works = self._variants.works(variant)
             rows = []
             copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
-            priced = self._scaled.price(variant, works)
+            priced = self._scaled.price(variant)
             for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
                 # A backward needs at least the gradient of the layer's output.
-                forward, backward, saved, backward_bytes = (
-                    seconds.forward,
-                    seconds.backward,
-                    work.saved_bytes,
-                    work.output_bytes,
-                )
+                forward, backward = seconds.forward, seconds.backward
+                saved, backward_bytes = work.saved_bytes, work.output_bytes
                 if layout.sp > 1:
                     swaps_s, recompute_s = self._swaps_s(work.forward, layout.sp), self._swaps_s(work.recompute, layout.sp)
                     forward, backward = forward + swaps_s, backward + swaps_s + recompute_s
@@ -203,35 +199,41 @@ class Roofline:
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
         """Returns the seconds of the exchanges of the inputs and the output of each attention."""
         sizes = [operator.num_bytes for operator in operators if operator.name == ATTENTION]
-        groups = all_groups(Topology(self.world, sp=sp), "sp", self.machine.links) if sizes else []
+        groups = concurrent_groups(Topology(self.world, sp=sp), "sp", self.machine.links.ranks_per_host) if sizes else []
         return sum(2 * sum(slowest_cost("swap", num_bytes // 2, groups, self.machine.links)) for num_bytes in sizes)
 
     def _shard_exchanges(self, layout: Layout) -> tuple[Floats, Floats]:
         """Returns the seconds of each layer's gather and reduction, [2, layers] each: the overlapped and the exposed part."""
+        weights = layout.weights
+        if weights is None:
+            none = np.zeros((2, len(self._num_trained)))
+            return none, none
 
         def exchanges() -> tuple[Floats, Floats]:
-            counts, topology = self._sharded_numel(layout), Topology(self.world, wp=layout.wp)
-            weights, gathered = layout.weights, float(self._working)
-            if weights is not None and isinstance(weights.record, WeightCommunicatorRecord):
+            gathered = float(self._working)
+            if isinstance(weights.record, WeightCommunicatorRecord):
                 gathered = weights.record.gathered_bytes(weights.config, self._working)
-            collectives: tuple[tuple[Collective, float], ...] = ("gather", gathered), ("reduce", self._gradient)
-            gather, reduce = (
-                np.array([self._exchange(collective, count * size, topology, "wp") for count in counts]).T
-                for collective, size in collectives
+            topology = Topology(self.world, wp=layout.wp)
+            return (
+                self._exchange("gather", self._num_trained * gathered, topology, "wp"),
+                self._exchange("reduce", self._num_trained * self._gradient, topology, "wp"),
             )
-            return gather, reduce
 
-        return self._memoize(("shards", layout.wp, id(layout.weights)), exchanges)
+        return self._memoize(("shards", layout.wp, id(weights)), exchanges)
 
-    def _exchange(self, collective: Collective, num_bytes: float, topology: Topology, axis: str) -> tuple[float, float]:
-        """Returns the seconds of an exchange in the slowest group of the axis: the overlapped and the exposed part."""
+    def _exchange(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
+        """Returns the seconds of exchanges of `sizes` bytes in the slowest group of the axis, [2, sizes]: the overlapped and
+        the exposed part.
+        """
+        links = self.machine.links
 
-        def seconds() -> tuple[float, float]:
-            links = self.machine.links
-            cost = slowest_cost(collective, int(num_bytes), all_groups(topology, axis, links), links) if num_bytes else NOTHING
+        def seconds(num_bytes: int) -> tuple[float, float]:
+            cost = slowest_cost(collective, num_bytes, concurrent_groups(topology, axis, links.ranks_per_host), links)
             return cost.latency_s + cost.work_s, cost.member_work_s
 
-        return self._memoize(("exchange", collective, num_bytes, topology, axis), seconds)
+        key = "exchange", collective, topology, axis
+        costs = [self._memoize((*key, num_bytes), partial(seconds, num_bytes)) for num_bytes in map(int, sizes)]
+        return np.array(costs).T
 
     def _stage_costs(self, layout: Layout, split: StageSplit) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Returns the costs of a step, [stages]: overlapped sums, overlapped gathers, their exposed part, the update, and the
@@ -241,30 +243,21 @@ class Roofline:
         is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
 
         def stages() -> tuple[Floats, Floats, Floats, Floats, Floats]:
-            sharded = split.by_stage(self._sharded_numel(layout))
-            topology, ranks = Topology(self.world, layout.pp, wp=wp), self.world // layout.pp
-            unsharded, shards = split.by_stage(self._num_trained) - sharded, sharded / wp
-            owned = shards / (ranks // wp) + unsharded / ranks if is_shared else shards + unsharded
-
-            def exchanged(collective: Collective, itemsize: int) -> Floats:
-                costs = [
-                    [self._exchange(collective, count * itemsize, topology, axis) for count in counts]
-                    for axis, counts in (("wdp", shards), ("stage", unsharded))
-                ]
-                return np.asarray(np.array(costs).sum(axis=0).T)
-
-            sums = exchanged("reduce" if is_shared else "sum", self._gradient)
-            gathers = exchanged("gather", self._working) if is_shared else np.zeros_like(sums)
-            held_bytes = (shards + unsharded) * (self._working + self._gradient) + owned * self._state_bytes
+            topology = Topology(self.world, layout.pp, wp=wp)
+            shards = split.by_stage(self._num_trained) / wp
+            owned = shards / topology.wdp if is_shared else shards
+            sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient, topology, "wdp")
+            gathers = np.zeros_like(sums)
+            if is_shared:
+                gathers = self._exchange("gather", shards * self._working, topology, "wdp")
+            held_bytes = shards * (self._working + self._gradient) + owned * self._state_bytes
             if wp > 1:  # the computing layer and the next one are gathered at the same time
-                sharded_numel = self._sharded_numel(layout)
-                largest = np.maximum.reduceat(sharded_numel + np.append(sharded_numel[1:], 0), split.starts)[
-                    split.positions
-                ].max(axis=0)
+                two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
+                largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
                 held_bytes = held_bytes + largest * (self._working + self._gradient)
             return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
-        return self._memoize(("stages", id(split), wp, id(layout.weights), is_shared), stages)
+        return self._memoize(("stages", id(split), wp, is_shared), stages)
 
     def _update_costs(self) -> tuple[float, float]:
         """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies of
@@ -293,11 +286,7 @@ class Roofline:
         return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
 
     @cached_property
-    def _totals_cost(self) -> tuple[float, ...]:
-        return collective_cost("sum", TOTALS_BYTES, range(self.world), self.machine.links)
-
-    @cached_property
-    def _trained(self) -> list[list[Any]]:
+    def _trained(self) -> list[list[nn.Parameter]]:
         """Returns the trained parameters of each layer, without those of an earlier layer."""
         known_ids: set[int] = set()
         trained = []
@@ -309,31 +298,6 @@ class Roofline:
     @cached_property
     def _num_trained(self) -> Floats:
         return np.array([float(sum(param.numel() for param in parameters)) for parameters in self._trained])
-
-    def _sharded_numel(self, layout: Layout) -> Floats:
-        """Returns the number of each layer's trained elements that the weight communicator shards. The communicator is built
-        for two ranks.
-        """
-        if layout.weights is None:
-            return np.zeros(len(self._num_trained))
-
-        def sharded() -> Floats:
-            pair = layout._replace(pp=1, sp=1, wp=2, micro_size=1, schedule=None, reducer=None, attention=None)
-            plan = pair.apply(self.plan, 2)
-            assert plan.weights is not None, layout
-            communicator = plan.weights.build()
-            communicator.prepare(self.model.layers)
-            owners_by_id: dict[int, list[Any]] = defaultdict(list)
-            for layer in self.model.layers:
-                for module in layer.module.modules():
-                    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                        owners_by_id[id(parameter)].append((module, name))
-            sharded_ids = {key for key, owners in owners_by_id.items() if communicator.shard_dim(owners) is not None}
-            return np.array(
-                [float(sum(param.numel() for param in trained if id(param) in sharded_ids)) for trained in self._trained]
-            )
-
-        return self._memoize(("sharded", id(layout.weights)), sharded)
 
     def _split_stages(self, layout: Layout) -> StageSplit:
         """Returns the stages of a layout. Layouts with equal schedule and number of stages share one object."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -29,34 +27,16 @@ from sley_core.optim.shared import set_training_mode, skips_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
+from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.rank import RankBytes
-from sley_estimate.bytes.stages import build_first_draft, estimate_stages, representative_stages, take_steps
+from sley_estimate.bytes.stages import build_first_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, operators_s, price_layers
 from sley_estimate.layers.variants import memoize
 from sley_estimate.machine import MachineFile
-from sley_estimate.step.links import (
-    Cost,
-    Ranks,
-    concurrent_groups,
-    copy_cost,
-    host_operators_s,
-    slowest_cost,
-    slowest_message_cost,
-)
-from sley_estimate.step.record import (
-    HOST,
-    BeginEvent,
-    ComputeEvent,
-    Events,
-    Queue,
-    RankRecord,
-    RecordedStep,
-    WaitEvent,
-    expand_step,
-)
+from sley_estimate.step.links import Cost, concurrent_groups, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
+from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
-from train_cli.meta_model import meta_micro_batch
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 
@@ -93,7 +73,7 @@ class _OperatorSeconds(NamedTuple):
 def simulate_records(
     records: Records, num_micro_batches: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
 ) -> StepTime:
-    """Returns the simulated step of `num_micros` microbatches.
+    """Returns the simulated step of `num_micro_batches` microbatches.
 
     measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
     update. Raises PlanError "machine-matmul", "machine-links" or "machine-host" for a missing part of the machine file, and
@@ -116,7 +96,6 @@ class _Pricing:
         self.num_micro_batches = num_micro_batches
         self.waits = waits
         self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
-        self._groups: dict[tuple[str, int], list[Ranks] | SleyError] = {}
         self._measured = measured
         self._with_host = {
             stage_and_chunk for stage_and_chunk, layers in measured.items() if any(layer.host_forward for layer in layers)
@@ -129,19 +108,15 @@ class _Pricing:
         """
         record = self.records[stage]
         computing = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
-        step = expand_step(record.step, computing, record.more_steps)
-        awaited, numbers = _awaited_exchanges(step), count()
-        exchanges: dict[Queue, list[Exchange | None]] = defaultdict(list)
+        step = expand_step(record.step, computing)
+        exchanges: dict[Queue, list[Exchange]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
-        def begin(event: BeginEvent) -> Iterator[Begin]:
-            """Begins an exchange that this step waits for, unless the next step waits for it as `carried`."""
-            number, exchange = next(numbers), None
-            if number in awaited:
-                previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
-                exchange = self._exchange(event, number, stage, counts, previous)
-                yield Begin(exchange)
+        def begin(event: BeginEvent) -> Begin:
+            previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
+            exchange = self._exchange(event, stage, counts, previous)
             exchanges[event.queue].append(exchange)
+            return Begin(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
             scale = Scale() if action is None else self._scale(events, stage, action)
@@ -152,14 +127,11 @@ class _Pricing:
                     seconds, host_s = self._computed_s(event.operators, stage, action, scale)
                     yield Compute(seconds, action, host_s)
                 elif isinstance(event, WaitEvent):
-                    exchange = exchanges[event.exchange.queue][-event.exchange.distance]
-                    assert exchange is not None, event
-                    yield Await(exchange.key)
+                    yield Await(exchanges[event.exchange.queue][-event.exchange.distance].key)
                 else:
-                    yield from begin(event)
+                    yield begin(event)
 
-        for carried_event in step.carried:
-            yield from begin(carried_event)
+        yield from map(begin, step.carried)
         yield from instructions(step.opening, None)
         recorded = iter(step.actions)
         for entry in entries:
@@ -174,7 +146,7 @@ class _Pricing:
                 yield from instructions(events, action)
         yield from instructions(step.closing, None)
         waited_s = self._engine_s(stage, 0) if self.waits else 0.0
-        yield Compute(self.machine.device.step_s + waited_s, None, self._engine_s(stage, self.num_micro_batches))
+        yield Compute(waited_s, None, self._engine_s(stage, self.num_micro_batches))
 
     def _engine_s(self, stage: int, num_micro_batches: int) -> float:
         engine = self.machine.engine
@@ -221,13 +193,11 @@ class _Pricing:
 
         return memoize(self._prices, id(operators), price)
 
-    def _exchange(
-        self, event: BeginEvent, number: int, stage: int, counts: Counter[str], previous: Exchange | None
-    ) -> Exchange:
+    def _exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
         """Returns the exchange of `event`, or its copy if the axis is HOST.
 
-        number: the event's index on its stage. counts: the exchanges so far by axis, updated here. previous: the exchange that
-        must end first. The key of an exchange over several stages is the axis and its count, which is equal on all members.
+        counts: the exchanges so far by axis, updated here. previous: the exchange that must end first. The key of an exchange
+        over several stages is the axis and its count, which is equal on all members.
         """
         record = self.records[stage]
         is_copy = event.axis == HOST
@@ -236,16 +206,13 @@ class _Pricing:
             return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[event.axis]}))
 
         members = (stage,) if is_copy else memoize(self._members, (event.axis, stage), stages)
-        key: Hashable = ("exchange", stage, number)
-        if len(members) > 1:
-            key = event.axis, counts[event.axis]
-            counts[event.axis] += 1
+        key: Hashable = event.axis, counts[event.axis], stage if len(members) == 1 else None
+        counts[event.axis] += 1
         links = self.machine.links
         if event.kind == "to_host" or event.kind == "to_device":
             cost = copy_cost(event.kind, event.num_bytes, self.machine)
         else:
-            list_groups = partial(concurrent_groups, record.topology, event.axis, record.groups[event.axis], links)
-            groups: list[Ranks] = memoize(self._groups, (event.axis, stage), list_groups)
+            groups = concurrent_groups(record.topology, event.axis, links.ranks_per_host, record.groups[event.axis])
             cost = slowest_cost(event.kind, event.num_bytes, groups, links)
         directions: tuple[str, ...] = (event.kind,) if is_copy else ("sends", "receives")
         return Exchange(
@@ -261,18 +228,6 @@ class _Pricing:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
         first = self.records[0]
         return slowest_message_cost(first.messages[position], ends, first.topology, self.machine.links)
-
-
-def _awaited_exchanges(step: RecordedStep) -> set[int]:
-    """Returns the exchanges for which a step waits, as their indices in the order in which they begin, `carried` first."""
-    numbers, awaited = count(), set[int]()
-    queues: dict[Queue, list[int]] = defaultdict(list)
-    for event in (*step.carried, *step.events):
-        if isinstance(event, BeginEvent):
-            queues[event.queue].append(next(numbers))
-        elif isinstance(event, WaitEvent):
-            awaited.add(queues[event.exchange.queue][-event.exchange.distance])
-    return awaited
 
 
 def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
@@ -291,10 +246,13 @@ def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Ca
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan's step. layers: the priced layers in model order; empty if recorded steps were priced instead."""
+    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the bytes of the first rank
+    of each stage that ran steps.
+    """
 
     step: StepTime
     layers: Sequence[PricedLayer]
+    memory: Sequence[RankBytes]
 
 
 def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
@@ -303,75 +261,56 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
     return plan if plan.run.device == device_type else replace_values(plan, {("run", "device"): device_type})
 
 
-def estimate_bytes_and_seconds(
-    plan: Plan, size: int, machine: MachineFile, cores: int = 1
-) -> tuple[list[RankBytes], PlanEstimate]:
-    """Returns the bytes of each stage and the seconds of a step of `plan` on `size` ranks of `machine`, from the same steps.
-    Raises PlanError for each failed check of the plan and for a missing part of the machine file, and the errors of
-    `rank_bytes`.
+def estimate_plan(
+    plan: Plan,
+    size: int,
+    machine: MachineFile,
+    cores: int = 1,
+    *,
+    all_stages: bool = False,
+    result_cache: OpResultCache | None = None,
+) -> PlanEstimate:
+    """Returns the seconds of a step of `plan` on `size` ranks of `machine`. Chunks whose layers are all measured use the
+    measured seconds.
+
+    cores: the number of parallel processes. all_stages: runs the steps of every stage instead of one per kind of work. Raises
+    PlanError for each failed check of the plan, and the errors of `run_stages` and `simulate_records`.
     """
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
-    stages = estimate_stages(plan, size, cores, draft, records=True)
-    samples = representative_stages(plan, plan.topology(size), draft)
-    records = build_records({number: record for number, (_, record) in enumerate(stages) if record}, samples, draft)
-    return [memory for memory, _ in stages], estimate_from_records(records, plan, size, machine, draft)
-
-
-def estimate_seconds(plan: Plan, size: int, machine: MachineFile, cores: int = 1) -> PlanEstimate:
-    """Returns the seconds of a step from representative stages. Raises the errors of `estimate_bytes_and_seconds`."""
-    plan = plan_for_machine(plan, machine)
-    draft = build_first_draft(plan, size)
-    return estimate_from_records(record_stages(plan, size, draft, cores), plan, size, machine, draft)
-
-
-def record_stages(plan: Plan, size: int, draft: Draft, cores: int = 1) -> Records:
-    """Returns a recorded step of each stage in a world of `size` ranks. draft: is not consumed. Raises the errors of
-    `rank_bytes`.
-    """
-    samples = representative_stages(plan, plan.topology(size), draft)
-    stages = sorted({stage for sample in samples for stage in sample})
-    steps = take_steps(plan, size, stages, cores, draft, records=True)
-    return build_records({stage: record for stage, (_, record) in zip(stages, steps, strict=True) if record}, samples, draft)
-
-
-def build_records(records_by_stage: Mapping[int, RankRecord], samples: Sequence[Sequence[int]], draft: Draft) -> Records:
-    """Returns the records of all stages. records_by_stage: the records by stage. samples: the representative stages of each
-    stage.
-    """
-    lists = draft.stage.lists
-    names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
-    chunks = range(lists.placement.chunks)
-    return Records(
-        [
-            records_by_stage[first_stage].on_stage(
-                number,
-                [names[lists.placement.position(number, chunk)] for chunk in chunks],
-                [records_by_stage[stage].step for stage in more_stages],
-            )
-            for number, (first_stage, *more_stages) in enumerate(samples)
-        ],
-        lists,
-    )
-
-
-def estimate_from_records(records: Records, plan: Plan, size: int, machine: MachineFile, draft: Draft) -> PlanEstimate:
-    """Returns the seconds of a step. Chunks whose layers are all measured use the measured seconds. Raises the errors of
-    `simulate_records`.
-    """
-    fields = meta_micro_batch(plan, draft.dataset)
-    layers = price_layers(plan, draft.model, fields, machine) or []
-    by_name = {layer.name: layer for layer in layers if layer.source != "counted"}
+    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages, result_cache=result_cache)
+    layers = price_layers(plan, draft.model, draft.dataset, machine)
+    seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: Measured = {
-        (stage, chunk): [by_name[name].seconds for name in names]
+        (stage, chunk): [seconds[name] for name in names]
         for stage, record in enumerate(records.ranks)
         for chunk, names in enumerate(record.layers)
-        if by_name.keys() >= set(names)
+        if seconds.keys() >= set(names)
     }
     num_micro_batches = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
     step = simulate_records(records, num_micro_batches, machine, measured, waits=waits)
-    return PlanEstimate(step, layers)
+    return PlanEstimate(step, layers, memory)
+
+
+def record_stages(
+    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, result_cache: OpResultCache | None = None
+) -> tuple[list[RankBytes], Records]:
+    """Returns the bytes of the first rank of each stage that ran steps, and a recorded step for each stage. Raises the errors
+    of `run_stages`.
+    """
+    representatives = representative_stages(plan, plan.topology(size), draft)
+    stages = range(len(representatives)) if all_stages else sorted(set(representatives))
+    results = run_stages(plan, size, stages, draft, cores, records=True, result_cache=result_cache)
+    recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True) if record is not None}
+    lists = draft.stage.lists
+    names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
+    chunks = range(lists.placement.chunks)
+    ranks = [
+        recorded[first].on_stage(stage, [names[lists.placement.position(stage, chunk)] for chunk in chunks])
+        for stage, first in enumerate(representatives)
+    ]
+    return [memory for memory, _ in results], Records(ranks, lists)
 
 
 def waits_before_updates(plan: Plan) -> bool:

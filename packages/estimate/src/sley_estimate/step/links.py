@@ -116,45 +116,22 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
     raise PlanError("machine-links", f"the machine file has no `[links.{name}]`, but {reason}", hint=hint)
 
 
-def concurrent_groups(topology: Topology, axis: str, ranks: Ranks, links: LinksTable) -> list[Ranks]:
-    """Returns `ranks`, a group of `axis`, and one group for each other distribution over hosts among the groups that exchange
-    at the same time. The groups of a plugin's own axis are unknown, so only `ranks` is returned.
+@lru_cache(maxsize=1024)
+def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
+    """Returns one group of `axis` for each distribution over hosts among the groups that exchange at the same time: those of
+    all stages, or of the stage of the group `ranks`. The groups of a plugin's own axis are unknown, so this returns `ranks`.
     """
-    if _has_uniform_groups(topology, links):
-        return [ranks]
-    size = topology.ranks_per_stage
-    stage, offset = divmod(min(ranks), size)
-    if axis in AXES:
-        return distinct_placements([ranks, *topology.partition(axis, stage)], links)
-    if axis.startswith(TIE):
-        return distinct_placements([ranks, *([rank + index - offset for rank in ranks] for index in range(size))], links)
-    return [ranks]
-
-
-def all_groups(topology: Topology, axis: str, links: LinksTable) -> list[Ranks]:
-    """Returns one group of core's `axis`, over all stages, for each distribution of its groups over hosts."""
-    return (
-        [topology.ranks_of(axis, 0)]
-        if _has_uniform_groups(topology, links)
-        else distinct_placements(topology.partition(axis), links)
-    )
-
-
-def _has_uniform_groups(topology: Topology, links: LinksTable) -> bool:
-    """Returns whether all groups of an axis have the same distribution over hosts, since sizes divide the ranks of a host or
-    vice versa.
-    """
-    sizes, per_host = (topology.ranks_per_stage, topology.sp, topology.wp), links.ranks_per_host
-    return all(size % per_host == 0 or per_host % size == 0 for size in sizes)
-
-
-def distinct_placements(groups: Iterable[Ranks], links: LinksTable) -> list[Ranks]:
-    """Returns the first of `groups` for each distribution of ranks over hosts."""
-    first_groups: dict[tuple[int, ...], Ranks] = {}
-    for ranks in groups:
-        hosts = Counter(rank // links.ranks_per_host for rank in ranks)
-        first_groups.setdefault(tuple(sorted(hosts.values())), ranks)
-    return list(first_groups.values())
+    groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
+    if ranks:
+        stage, offset = divmod(min(ranks), topology.ranks_per_stage)
+        if axis in AXES:
+            groups = [ranks, *topology.partition(axis, stage)]
+        elif axis.startswith(TIE):
+            groups = [ranks, *([rank + index - offset for rank in ranks] for index in range(topology.ranks_per_stage))]
+    by_hosts: dict[tuple[int, ...], Ranks] = {}
+    for group in groups:
+        by_hosts.setdefault(tuple(sorted(Counter(rank // ranks_per_host for rank in group).values())), group)
+    return list(by_hosts.values())
 
 
 def slowest_cost(collective: Collective, num_bytes: int, groups: Iterable[Ranks], links: LinksTable) -> Cost:

@@ -100,7 +100,7 @@ class RecordedStep:
 class RankRecord:
     """A recorded step and information about the run. groups: the global ranks of this rank's groups, by axis. messages: the
     bytes of each position's output except the last. layers: the layer names by chunk. num_trained: the number of trained
-    parameters. more_steps: recorded steps of stages with equal work.
+    parameters.
     """
 
     step: RecordedStep
@@ -109,9 +109,8 @@ class RankRecord:
     messages: Sequence[int]
     layers: Sequence[Sequence[str]]
     num_trained: int
-    more_steps: Sequence[RecordedStep] = ()
 
-    def on_stage(self, stage: int, layers: Sequence[Sequence[str]], more_steps: Sequence[RecordedStep]) -> RankRecord:
+    def on_stage(self, stage: int, layers: Sequence[Sequence[str]]) -> RankRecord:
         """Returns the record of the first rank of a stage with equal work, with the names of its layers."""
         size = self.topology.ranks_per_stage
         first_rank = min(self.groups["stage"])
@@ -120,7 +119,7 @@ class RankRecord:
             axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(stage_ranks) else ranks
             for axis, ranks in self.groups.items()
         }
-        return replace(self, groups=shifted, layers=layers, more_steps=more_steps)
+        return replace(self, groups=shifted, layers=layers)
 
 
 class Recording(StepListener):
@@ -277,23 +276,17 @@ class Recording(StepListener):
             self._operators = []
 
 
-def expand_step(step: RecordedStep, actions: Sequence[Action], more_steps: Sequence[RecordedStep] = ()) -> RecordedStep:
+def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
     """Returns `step` with the compute actions `actions`, or `step` itself if it has these actions. Pure.
 
     Each action has the events of a recorded action with the same neighbours and the same position (first or last) in its
     chunk. If there is none, it has those of the last recorded action with its kind and chunk. Waits keep their distance in the
-    queue. more_steps: steps of stages with equal work, for positions that `step` does not have. Raises PlanError
-    "estimate-seconds" for an action of a kind or chunk that was not recorded.
+    queue. Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
-    events_by_key: dict[Hashable, Events] = {}
-    for recorded_step in (*more_steps, step):
-        for (_, events), keys in zip(
-            recorded_step.actions, _neighbour_keys([action for action, _ in recorded_step.actions]), strict=True
-        ):
-            for key in keys:
-                events_by_key[key] = events
+    recorded_keys = _neighbour_keys([action for action, _ in step.actions])
+    events_by_key = {key: events for (_, events), keys in zip(step.actions, recorded_keys, strict=True) for key in keys}
     expanded_actions = []
     for action, keys in zip(actions, _neighbour_keys(actions), strict=True):
         key = next((key for key in keys if key in events_by_key), None)
