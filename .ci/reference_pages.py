@@ -161,8 +161,9 @@ def plan_page() -> str:
         parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:
             for record in plugin.records[spec.kind].values():
-                about = record.summary or _doc(record.config)
-                parts.append(f'### `use = "{plugin.name}.{record.name}"`\n\n{about}\n\n{_table(rows(record.config))}')
+                parts.append(
+                    f'### `use = "{plugin.name}.{record.name}"`\n\n{_doc(record.config)}\n\n{_table(rows(record.config))}'
+                )
         if spec.factory:
             parts.append(f"### `factory`\n\n{_doc(spec.factory)}\n\n{_table(rows(spec.factory))}")
     return "\n".join(part.rstrip() + "\n" for part in parts)

@@ -13,7 +13,7 @@ import trained_runs
 from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS
 
-from sley_core.attempt import PLAN
+from sley_core.files import PLAN
 from sley_core.run import Run
 from sley_testing.plans import Tables, small_plan
 

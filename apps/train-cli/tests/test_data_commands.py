@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from chat_folder import TEMPLATE, write_chats
 
-from sley_core.attempt import PLAN
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
+from sley_core.files import PLAN
 from sley_core.plan.load import load_plan
 from sley_data.chat_template import text_ids
 from train_cli.main import main

@@ -41,7 +41,8 @@ def fake_run(num_samples: int | None = 4352, **changes: Any) -> Any:
     content = {
         "plan": plan,
         "world": SimpleNamespace(size=2, device="cpu"),
-        "assembly_info": SimpleNamespace(num_parameters=1056896, num_trained=1056896),
+        "num_parameters": 1056896,
+        "num_trained": 1056896,
         "feed": SimpleNamespace(num_samples=num_samples),
         "dataset": SimpleNamespace(info=SimpleNamespace(sequence=num_samples and 256)),
         "samples": SimpleNamespace(meter=SimpleNamespace(unit="tokens")),
@@ -142,8 +143,8 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
         "the first step also compiles the layers, which may take minutes",
         "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
-    info, world = SimpleNamespace(num_parameters=9, num_trained=8), SimpleNamespace(size=1, device="NVIDIA H100")
-    unknown = fake_run(None, assembly_info=info, world=world)
+    world = SimpleNamespace(size=1, device="NVIDIA H100")
+    unknown = fake_run(None, num_parameters=9, num_trained=8, world=world)
     assert opening_text(unknown, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 

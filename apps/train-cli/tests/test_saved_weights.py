@@ -141,7 +141,7 @@ def memory_growth(tables: Tables, texts: Path, folder: Path) -> tuple[int, int]:
         Path("/proc/self/clear_refs").write_text("5", "utf-8")
         before = status("VmRSS")
         run.save_weights(folder / "second")
-        return status("VmHWM") - before, run.assembly_info.num_parameters * 4
+        return status("VmHWM") - before, run.num_parameters * 4
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not report peak memory")

@@ -64,7 +64,7 @@ def test_handlers_have_their_tolerance(cli: Cli, plan: Path, install: Callable[.
         def sley_gradient_handlers():
             tolerance = lambda config: 0.125 if config.coarse else 0.0
             return [GradientHandlerRecord(
-                name="sum", config=Config, build="nowhere:Nothing", role="reducer", compute_tolerance=tolerance)]
+                name="sum", config=Config, build="nowhere:Nothing", role="reducer", tolerance=tolerance)]
         """,
     )
     plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "odd.sum"\n', "utf-8")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.attempt import PLAN
 from sley_core.comm.world import World
+from sley_core.files import PLAN
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 from train_cli.commands import chat as chat_module

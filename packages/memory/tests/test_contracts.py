@@ -1,15 +1,10 @@
-"""Tests the contracts of the pool and of the offload managers of `memory`."""
+"""Tests the contracts of the offload managers of `memory`."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from sley_testing.offload_contract import OffloadManagerContract
-from sley_testing.pool_contract import MemoryPoolContract
-
-
-class TestSizeClasses(MemoryPoolContract):
-    pool: ClassVar[dict[str, Any]] = {"use": "memory.size_classes"}
 
 
 class TestEverything(OffloadManagerContract):

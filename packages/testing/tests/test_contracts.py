@@ -23,7 +23,6 @@ from sley_testing.hook_contract import SchedulerHookContract
 from sley_testing.loss_contract import LossContract
 from sley_testing.offload_contract import OffloadManagerContract
 from sley_testing.optimizer_contract import LRScheduleContract
-from sley_testing.pool_contract import MemoryPoolContract
 from sley_testing.weight_contract import WeightCommunicatorContract
 from sley_testing.writer_contract import MetricsWriterContract, Point
 
@@ -64,7 +63,6 @@ PART_TYPES: dict[str, tuple[type, str]] = {
     "sequence": (SequenceAttentionContract, "use"),
     "hook": (SchedulerHookContract, "use"),
     "offload": (OffloadManagerContract, "use"),
-    "pool": (MemoryPoolContract, "use"),
     "learning_rate": (LRScheduleContract, "use"),
     "writer": (JsonLinesContract, "use"),
     "loss": (MaskedLossContract, "factory"),
@@ -80,7 +78,7 @@ def contract_of(part_type: str, name: str) -> type:
     return type("TestPart", (contract,), {part_type: {key: value}})
 
 
-TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload", "pool")
+TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload")
 """Contracts that the tests of dp, isp and memory run in CI."""
 
 for part_type in PART_TYPES:
@@ -154,17 +152,6 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 BUGS: dict[str, list[tuple[Any, ...]]] = {
-    "pool": [
-        ("Shared", "leased_buffer_has_one_user", "was leased twice at the same time"),
-        ("Elements", "buffer_matches_request", r"requested \(15,\) torch.float32, but leased \(\(3, 5\)"),
-        ("Inferred", "buffer_matches_request", "cannot be used in training"),
-        ("Loses", "memory_does_not_grow", r"the pool holds \[.*\] bytes after each of four"),
-        ("Counts", "trim_frees_only_unleased_memory", "trim reports .* freed bytes, but the pool holds .* less"),
-        ("Frees", "trim_frees_only_unleased_memory", "trim freed the memory of a leased buffer"),
-        ("Keeps", "trimmed_memory_is_released", "after trim 9 of 9 buffers still have their memory"),
-        ("Silent", "held_includes_leased_buffers", r"`named_tensors` lacks the leased buffer of \(\) torch.float32"),
-        ("Reused", "ended_lease_cannot_alias_another_buffer", "a lease that is used twice returns a buffer of another lease"),
-    ],
     "learning_rate": [
         ("counting", "rate_depends_only_on_step", "a resumed run would have different rates"),
         ("negative", "every_step_has_finite_rate", "the factor of step 101 must not be negative, but is -0.01"),

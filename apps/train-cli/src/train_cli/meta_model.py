@@ -52,8 +52,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     with World.fake(0, world) as fake:
         try:
             with assemble(plan, fake) as run:
-                info, dataset = run.assembly_info, run.dataset
-                notes = [format_parameters(info.num_parameters, info.num_trained), *run.notes, *shard_notes(plan, run)]
+                dataset = run.dataset
+                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *shard_notes(plan, run)]
             model = build_meta_model(plan, dataset.info)
             on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
             notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)

@@ -25,7 +25,7 @@ _OUTPUT_TABLES = ("checkpoint", "profile")
 _CHECKPOINT_KEYS = ("keep_best", "patience")
 """Keys of `[evaluation]` that need checkpoints."""
 
-_LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload", "pool")
+_LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
 """The tables that change where and when values are computed, but no value."""
 
 _LAYOUT_ROLES = ("reducer", "tie")

@@ -115,8 +115,8 @@ def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()
         "tflops": per_s(totals.tflop),
         "mfu": per_s(totals.mfu_seconds),
         "epochs": num_epochs(run, totals.steps),
-        "parameters": run.assembly_info.num_parameters,
-        "trained_parameters": run.assembly_info.num_trained,
+        "parameters": run.num_parameters,
+        "trained_parameters": run.num_trained,
         "memory_bytes": dict(run.memory.bytes),
         "memory_mb": totals.memory_mb,
         "world": run.world.size,
@@ -137,7 +137,7 @@ def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
 
     num_bytes: `Run.memory.bytes` of this rank, without the optimizer's states, which are allocated in the first step.
     """
-    plan, info, device = run.plan, run.assembly_info, str(run.world.device)
+    plan, device = run.plan, str(run.world.device)
     steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence
     samples = f"{steps} step{'' if steps == 1 else 's'} of {size} samples"
     if (epochs := num_epochs(run, steps)) is not None:
@@ -149,7 +149,7 @@ def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
     )
     counted = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
     lines = [
-        ", ".join((format_rank_count(run.world.size), format_parameters(info.num_parameters, info.num_trained), samples)),
+        ", ".join((format_rank_count(run.world.size), format_parameters(run.num_parameters, run.num_trained), samples)),
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]

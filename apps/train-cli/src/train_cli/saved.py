@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sley_core.attempt import CHECKPOINTS, COPIES, PLAN, WEIGHTS, read_attempt, slurm_job_id, torchrun_id, use_copied_files
+from sley_core.attempt import read_attempt, slurm_job_id, torchrun_id, use_copied_files
 from sley_core.errors import SleyError, UsageError
+from sley_core.files import CHECKPOINTS, COPIES, PLAN, WEIGHTS
 from sley_core.plan.document import read_file
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader

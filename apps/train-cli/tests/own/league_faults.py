@@ -162,13 +162,13 @@ def brings_back_older(original: Any, self: Any, placed: Any) -> None:
 @wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-wp")
 def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
     """Moments begin anew on the second half of the ranks."""
-    return {} if self.tensors.parts.world.rank else original(self, stepped)
+    return {} if self.state.parts.world.rank else original(self, stepped)
 
 
 @wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-pp")
 def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
     """The tied table's moments begin anew on the stage that did not save them."""
-    is_lost = self.tensors.parts.world.rank and stepped.param.tie_group is not None
+    is_lost = self.state.parts.world.rank and stepped.param.tie_group is not None
     return {} if is_lost else original(self, stepped)
 
 

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 
 from sley_core.assemble import assemble
-from sley_core.attempt import PLAN
 from sley_core.comm.world import World
+from sley_core.files import PLAN
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.plans import Tables

@@ -111,4 +111,4 @@ def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
         return GradientHandlerRecord(name=name.lower(), config=NoKeys, build=f"wrong_reducers:{name}", role=role, **more)
 
     wrong = [record(one.__name__) for one in (Right, Mean, Tail, Late, FirstRank)]
-    return [*wrong, record("Coarse", exact=False, tolerance=2.0**-8), record("Twice", "tie")]
+    return [*wrong, record("Coarse", tolerance=2.0**-8), record("Twice", "tie")]

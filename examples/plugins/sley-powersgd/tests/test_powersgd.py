@@ -199,7 +199,6 @@ class TestPowerSGDWithoutFeedbackAfterPlainSums(GradientHandlerContract):
 def test_tolerance_matches_contract_error(ranks):
     """The tolerance is slightly above the largest relative error of the contract's first step."""
     (record,) = [candidate for candidate in sley_gradient_handlers() if candidate.name == "reducer"]
-    assert not record.exact
     exact, _ = ranks(2).once(observe, [EACH], 3, False, True)
     compressed, _ = ranks(2).once(observe, [TestPowerSGD.handler], 3, False, True)
     errors = relative_errors(exact.gradients[0], compressed.gradients[0], floor=1e-9)

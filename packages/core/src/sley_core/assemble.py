@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sley_core.attach import AssemblyInfo, build_outputs, build_run_memory, build_samples, build_stepper, build_training_state
+from sley_core.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
 from sley_core.comm.groups import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
@@ -50,6 +50,7 @@ from sley_core.plan.write import digest_values
 from sley_core.process import keep_freed_memory
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
+from sley_core.run_state.state import TrainingState
 from sley_core.topology import AXES, GroupEntry, Topology
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             avoid_compiler_import()
         topology = plan.topology(world.size)
         draft = draft or build_draft(plan, world)
-        dataset, model, notes = draft.dataset, draft.model, [*draft.notes]
+        dataset, model, notes = draft.dataset, draft.model, draft.notes
         names, sizes = collect_names(model.layers), model.num_parameters()
         stage = draft.stage.for_stage(topology.coordinates(world.rank).stage)
         groups = make_groups(plan, world, topology, model, stage, dataset)
@@ -121,11 +122,21 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if has_values:
             check_extra_states(stage.layers)
             refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
-        assembly_info = AssemblyInfo(*sizes, notes, draft.plan_values)
-        outputs = build_outputs(plan, world, folder)
-        state = build_training_state(plan, parts, stepper, samples, memory, model, folder, assembly_info)
+        writers, profiler = build_outputs(plan, world, folder)
+        state = TrainingState(
+            plan,
+            parts,
+            stepper.update,
+            samples.feed,
+            memory,
+            model.per_rank_buffers,
+            components_with_objects(plan, stepper),
+            folder,
+            draft.plan_values,
+            notes,
+        )
         load = partial(load_weights, names, parts, stepper.update.masters)
-        run = Run(plan, parts, stepper, samples, outputs, memory, load, state, assembly_info)
+        run = Run(plan, parts, stepper, samples, writers, profiler, memory, load, state, sizes)
         on_error.pop_all()
         return run
 
@@ -173,7 +184,7 @@ def make_parts(
         Waits(),
         WeightQueue(),
         StepNumbers(groups),
-        DevicePool() if plan.pool is None else plan.pool.build(),
+        DevicePool(),
         is_compiled=bool(plan.model.config.compile),
         describe_output=announced,
         head=head,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sley_core import protocols
-from sley_core.attempt import CHECKPOINTS, RunAttempt
 from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
 from sley_core.data.dataset import AnyDataset, DataInfo
 from sley_core.data.feed import Feed
@@ -34,11 +33,10 @@ from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
-from sley_core.errors import KeyPath, PlanError, format_path
+from sley_core.errors import PlanError
 from sley_core.losses.chunked_head import patch_head
 from sley_core.memory.inventory import HoldsTensors, MemoryInventory, OffloadManager, Part, Trimmable
-from sley_core.memory.pool import DEFAULT as DEFAULT_POOL
-from sley_core.memory.run_memory import ManagerCounts, RunMemory
+from sley_core.memory.run_memory import RunMemory, count_moves
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
@@ -47,14 +45,13 @@ from sley_core.optim.shared import TORCH_TRAITS
 from sley_core.optimizer_probe import probe_optimizer
 from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
-from sley_core.run_state.state import TrainingState
-from sley_core.run_state.tensors import RunTensors
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.world import World
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
+    from sley_core.memory.pool import DevicePool
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
 
@@ -217,16 +214,15 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     )
 
 
-def collect_counts(plan: Plan, stepper: Stepper, pool: protocols.MemoryPool, memory: RunMemory) -> dict[str, dict[str, float]]:
+def collect_counts(plan: Plan, stepper: Stepper, pool: DevicePool, memory: RunMemory) -> dict[str, dict[str, float]]:
     """Returns the stats of the pool, of parts with `protocols.Counts` and of offload managers, by unique names."""
-    parts = [*components_with_objects(plan, stepper), *zip(plan.offload, map(ManagerCounts, memory.managers), strict=True)]
-    counts: dict[str, dict[str, float]] = {}
-    for component, part in parts:
-        if isinstance(part, protocols.Counts):
-            num_same = sum(name.split(" ")[0] == component.name for name in counts)
-            counts[f"{component.name} {num_same + 1}" if num_same else component.name] = dict(part.counts())
-    if isinstance(pool, protocols.Counts):
-        counts[DEFAULT_POOL if plan.pool is None else plan.pool.name] = dict(pool.counts())
+    objects = components_with_objects(plan, stepper)
+    stats = [(component.name, dict(part.counts())) for component, part in objects if isinstance(part, protocols.Counts)]
+    stats += [(table.name, count_moves(manager)) for table, manager in zip(plan.offload, memory.managers, strict=True)]
+    counts: dict[str, dict[str, float]] = {"core.pool": pool.counts()}
+    for name, numbers in stats:
+        num_same = sum(key.split(" ")[0] == name for key in counts)
+        counts[f"{name} {num_same + 1}" if num_same else name] = numbers
     return counts
 
 
@@ -266,11 +262,10 @@ class Samples:
 
 
 class StepProfiler:
-    """Records steps `first` to `last` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
+    """Records the first to the last of `steps` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
 
-    def __init__(self, first: int, last: int, folder: Path, rank: int, device: Device) -> None:
-        self.first = first
-        self.last = last
+    def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: Device) -> None:
+        self.first, self.last = steps
         self.path = folder / f"trace-rank{rank}.json"
         self._cuda = device.type == "cuda"
         self._profile: profile | None = None
@@ -293,34 +288,6 @@ class StepProfiler:
             recorded, self._profile = self._profile, None
             recorded.stop()
             recorded.export_chrome_trace(str(self.path))
-
-
-@dataclass(frozen=True)
-class RunOutputs:
-    """Holds the writers into the run's folder, if it has one. writers: the metrics writers, on rank 0 only."""
-
-    writers: Sequence[protocols.MetricsWriter] = ()
-    profiler: StepProfiler | None = None
-
-    def rewind(self, step: int) -> None:
-        """Drops the rows of the steps after `step`, which will run again."""
-        for writer in self.writers:
-            if isinstance(writer, protocols.RewindableWriter):
-                writer.rewind(step)
-
-
-@dataclass(frozen=True)
-class AssemblyInfo:
-    """Holds the results of an assembly for the user.
-
-    num_parameters, num_trained: the numbers of all and of trained parameter elements of the whole model. notes: messages for
-    the user. plan_values: the plan values that only the run could determine.
-    """
-
-    num_parameters: int
-    num_trained: int
-    notes: list[str] = field(default_factory=list)
-    plan_values: Mapping[KeyPath, Any] = field(default_factory=dict)
 
 
 def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
@@ -384,40 +351,14 @@ def build_writer(plan: Plan, component: Component, folder: Path) -> protocols.Me
     return writer
 
 
-def build_outputs(plan: Plan, world: World, folder: Path | None) -> RunOutputs:
-    """Returns the writers into the run's `folder`; without a folder there are none."""
+def build_outputs(
+    plan: Plan, world: World, folder: Path | None
+) -> tuple[Sequence[protocols.MetricsWriter], StepProfiler | None]:
+    """Returns the metrics writers, on rank 0 only, and the profiler, which write into the run's `folder` if it has one."""
     if folder is None:
-        return RunOutputs()
+        return (), None
     writers = [build_writer(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
-    profiler = None
-    if plan.profile is not None:
-        first, last = plan.profile.steps
-        profiler = StepProfiler(first, last, folder, world.rank, world.device)
-    return RunOutputs(writers, profiler)
-
-
-def build_training_state(
-    plan: Plan,
-    parts: Parts,
-    stepper: Stepper,
-    samples: Samples,
-    memory: RunMemory,
-    model: Model,
-    folder: Path | None,
-    assembly_info: AssemblyInfo,
-) -> TrainingState:
-    """Returns the state that a checkpointer saves. folder: the run's folder."""
-    stateful_objects = {
-        f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
-        for component, part in components_with_objects(plan, stepper)
-        if isinstance(part, protocols.Stateful)
-    }
-    tensors = RunTensors(parts, stepper.update, memory, model.per_rank_buffers, stateful_objects)
-    checkpoints = plan.checkpoint.config.folder if plan.checkpoint else None
-    if checkpoints is None and folder is not None:
-        checkpoints = str(folder.absolute() / CHECKPOINTS)
-    attempt = RunAttempt(folder, parts.world.rank)
-    return TrainingState(plan, tensors, samples.feed, attempt, checkpoints, assembly_info.plan_values, assembly_info.notes)
+    return writers, None if plan.profile is None else StepProfiler(plan.profile.steps, folder, world.rank, world.device)
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:

@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError
-from sley_core.files import CHECKPOINTS as CHECKPOINTS
-from sley_core.files import COPIES as COPIES
-from sley_core.files import PLAN as PLAN
-from sley_core.files import WEIGHTS as WEIGHTS
-from sley_core.files import write_atomically
+from sley_core.files import COPIES, WEIGHTS, write_atomically
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import read_rows
 from sley_core.words import shorten_names

@@ -10,18 +10,15 @@ implementation declares. A version that removes a hook or an argument follows on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:
     from sley_core import records
-    from sley_core.comm.groups import Groups
-    from sley_core.comm.world import World
-    from sley_core.engine.registry import ParameterRegistry
-    from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
+    from sley_core.run import Run
     from sley_core.topology import Topology
 
 PROJECT = "sley"
@@ -31,21 +28,6 @@ NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's function as the implementation of the hook of its name."""
-
-
-class RunView(Protocol):
-    """The part of a run that a notification may read, and `stop`."""
-
-    plan: Plan
-    world: World
-    topology: Topology
-    groups: Groups
-    layers: Sequence[Layer]
-    registry: ParameterRegistry
-    num_steps_done: int
-
-    def stop(self) -> None:
-        """Asks all ranks to stop after the current step."""
 
 
 @hookspec
@@ -85,9 +67,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
         @hookimpl
         def sley_gradient_handlers():
             return [
-                GradientHandlerRecord(
-                    name="topk", config=TopKConfig, build="my_plugin.topk:TopK", role="reducer", exact=False, tolerance=0.1
-                )
+                GradientHandlerRecord(name="topk", config=TopKConfig, build="mine.topk:TopK", role="reducer", tolerance=0.1)
             ]
     """
 
@@ -149,7 +129,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
 
 
 @hookspec
-def sley_run_started(run: RunView) -> None:
+def sley_run_started(run: Run) -> None:
     """Called when the run is assembled, before its first step.
 
     Called: once, before the first step of `Run.train` or `Run.step`
@@ -165,7 +145,7 @@ def sley_run_started(run: RunView) -> None:
 
 
 @hookspec
-def sley_step_finished(run: RunView, row: Mapping[str, float | int]) -> None:
+def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
     """Called after each optimizer step; `row` is the row that the metrics writers receive.
 
     Called: once per optimizer step
@@ -182,7 +162,7 @@ def sley_step_finished(run: RunView, row: Mapping[str, float | int]) -> None:
 
 
 @hookspec
-def sley_run_finished(run: RunView, outcome: str) -> None:
+def sley_run_finished(run: Run, outcome: str) -> None:
     """Called when the run ends; `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
 
     Called: once, when a run that has taken steps is closed, before its process groups are destroyed

@@ -6,29 +6,33 @@ launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ─�
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.comm.progress import BETWEEN, DEVICE
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.engine.totals import StepTotals, Votes, build_refusal
+from sley_core.errors import RunError, StateError, run_closed_error
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.memory.run_memory import TO_STEP, RunMemory
 from sley_core.plan.tables import row_name
 from sley_core.run_state.state import TrainingState, build_checkpointer
 
 if TYPE_CHECKING:
-    from sley_core.attach import RunOutputs, Samples
+    from sley_core.attach import Samples, StepProfiler
     from sley_core.comm.device import Moment
+    from sley_core.engine.load import LoadedWeights
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import GivenBatch, ModelOutputs
     from sley_core.engine.stepper import Stepper
     from sley_core.plan.plan import Plan
+    from sley_core.protocols import MetricsWriter
 
 Row = dict[str, float | int]
+Outcome = Literal["finished", "interrupted", "failed"]
 
 MAX_EXP = 709.0
 """The exponential of larger numbers is no float64."""
@@ -53,10 +57,11 @@ class PendingStep:
 class Loop:
     """Runs steps and writes their rows. `Run` adds the interface for programs.
 
-    samples: the training data. outputs: the writers of metrics and profiles. listeners: functions that are called with each row
-    on every rank. readers: like listeners, but they must read only the row, since weights from other ranks may still be in
-    flight. num_steps_done: the number of optimizer steps, including refused ones. was_stopped: whether all ranks have agreed to
-    stop. best: the best evaluation so far, or None without `keep_best`.
+    listeners: functions that are called with each row on every rank. readers: like listeners, but they must read only the row,
+    since weights from other ranks may still be in flight. num_steps_done: the number of optimizer steps, including refused
+    ones. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far, or None without `keep_best`.
+    num_parameters, num_trained: the numbers of all and of trained parameter elements of the whole model. notes: messages for
+    the user.
     """
 
     def __init__(
@@ -65,29 +70,41 @@ class Loop:
         parts: Parts,
         stepper: Stepper,
         samples: Samples,
-        outputs: RunOutputs,
+        writers: Sequence[MetricsWriter],
+        profiler: StepProfiler | None,
         memory: RunMemory,
+        load_weights: Callable[..., LoadedWeights],
         state: TrainingState,
+        sizes: tuple[int, int],
     ) -> None:
         self.plan = plan
         self.parts = parts
+        self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
+        self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
         self.device = parts.world.device
         self.stepper = stepper
+        self.caller = stepper.executor.caller
         self.samples = samples
-        self.feed, self.held_out = samples.feed, samples.held_out
-        self.best = state.best
-        self.outputs = outputs
-        self.memory = memory
+        self.dataset, self.feed, self.held_out = samples.dataset, samples.feed, samples.held_out
+        self.writers, self.profiler = writers, profiler
+        self.num_parameters, self.num_trained = sizes
+        self.best, self.notes = state.best, state.notes
+        if self.feed is not None:
+            self.feed.notes = self.notes
+        self.memory = replace(memory, wait_until_idle=self._finish_pending, check_idle=self._check_idle)
         self.listeners: list[Callable[[Row], None]] = []
         self.readers: list[Callable[[Row], None]] = []
         self.num_steps_done = 0
         self.was_stopped = False
+        self._load_weights = load_weights
         self._state = state
         self._checkpointer = build_checkpointer(state)
         # Searched only once: without a listener a step makes no hook call.
         self._listening_plugins = {
             hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
         }
+        self._outcome: Outcome = "finished"
+        self._has_begun = self._is_closed = self._is_training = False
         self._is_first = True  # whether no step has run in this process, possibly after a resume
         self._activity = ""  # "a step" or "an evaluation" while one runs
         self._has_listeners = False
@@ -102,7 +119,7 @@ class Loop:
         """
         self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
-        number, profiler, meter = self.num_steps_done + 1, self.outputs.profiler, self.samples.meter
+        number, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
             if inputs is not None:
                 batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
@@ -208,7 +225,7 @@ class Loop:
                     self._checkpointer.request_save()
                 self._restart_timer()
         finally:  # the step has run, even if its evaluation fails
-            for writer in self.outputs.writers:
+            for writer in self.writers:
                 writer.write(row)
         for reader in self.readers:
             reader(row)
@@ -218,6 +235,33 @@ class Loop:
             listener(row)
         self._notify("sley_step_finished", run=self, row=row)
         return row
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise run_closed_error("run")
+
+    def _finish_pending(self) -> None:
+        """Emits the pending step, if any, and waits for weights. Called by every method except steps of `train`.
+
+        Raises RunError "step-running" within a step or an evaluation, and from a listener on CUDA, where the weights already
+        belong to the next step.
+        """
+        self._check_open()
+        if self._activity or (self._is_training and self._pending_step is not None):
+            raise RunError("step-running", f"{self._activity or 'a step'} is still running", hint="call it between two steps")
+        self._emit_pending()
+        self.parts.weights.settle()
+
+    def _check_idle(self) -> None:
+        """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
+        stepper = self.stepper
+        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
+            label = "step" if stepper.left_in_flight else "evaluation"
+            message = (
+                f"the last {label} failed, and its communication with other ranks may still use the memory to be offloaded"
+            )
+            raise StateError("step-failed", message, hint="run a step first, or close the run")
+        self._checkpointer.copy_unwritten_state()
 
     def _is_evaluation_due(self, number: int) -> bool:
         if self.plan.evaluation is None or not self.samples.evaluated:

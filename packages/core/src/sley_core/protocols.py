@@ -5,7 +5,7 @@ Plugins write classes with these methods. A class that inherits from a protocol 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -151,22 +151,6 @@ class SequenceCommunicator(Protocol):
 
     def detach(self) -> None:
         """Called when the run closes or its assembly fails. Restores every attention."""
-
-
-class MemoryPool(Protocol):
-    """Lends device buffers to the parts of a run. A buffer is not lent again before its lease ends."""
-
-    def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Tensor]:
-        """Lends a buffer [*shape] of `dtype` on `device` within the block. The contents are undefined."""
-        ...
-
-    def trim(self) -> int:
-        """Frees every buffer that is not lent; returns the number of freed bytes."""
-        ...
-
-    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the name and tensor of every buffer of the pool, lent or not."""
-        return ()
 
 
 class GradientHandler(Protocol):

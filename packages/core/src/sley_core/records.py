@@ -36,7 +36,6 @@ class Record:
     name: str
     config: type[Table]
     build: str
-    summary: str = ""
 
     def load(self, target: str | None = None) -> Any:
         """Imports and returns the object that `target` names, by default the builder.
@@ -193,7 +192,22 @@ class StageLinkRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientHandlerRecord(Record):
+class RoundingRecord(Record):
+    """A record of a part that may round.
+
+    tolerance: the relative error that the contract test allows, or a function that computes the error from the table; 0.0 for
+        exact results.
+    """
+
+    tolerance: float | Callable[[Any], float] = 0.0
+
+    def tolerance_for(self, config: Table) -> float:
+        """Returns the relative error that the table `config` allows; 0.0 for exact results."""
+        return self.tolerance(config) if callable(self.tolerance) else self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientHandlerRecord(RoundingRecord):
     """`build(config) -> GradientHandler`.
 
     role: a reducer sums gradients over the reduce group, a tie over the ranks that hold a shared parameter. A transform
@@ -202,8 +216,7 @@ class GradientHandlerRecord(Record):
     accepts_shards: whether the handler also works after a reducer whose result is a shard. Such a handler reads `store.part`
         instead of `store.gradient`, and calls `parts.weights.settle` before it reads a weight, because a gather of the weight
         may still be in progress.
-    exact: whether the result is the exact sum. If not, `tolerance` is the relative error that the contract test allows.
-    compute_tolerance: computes the tolerance from the table; 0.0 means that the result is the exact sum.
+    tolerance: the relative error of the sum.
     fixed_order: whether the handler supports plans that require a fixed order of summation. A reducer then uses
         `parts.store.reduction.sums`; other handlers need no special order.
     before, after: the roles that this handler must precede or follow in the plan's list.
@@ -212,18 +225,9 @@ class GradientHandlerRecord(Record):
     role: Role
     result: Literal["full", "shard"] = "full"
     accepts_shards: bool = False
-    exact: bool = True
-    tolerance: float = 0.0
-    compute_tolerance: Callable[[Any], float] | None = None
     fixed_order: bool = False
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
-
-    def tolerance_for(self, config: Table) -> float:
-        """Returns the relative error that the table `config` allows; 0.0 means that the result is the exact sum."""
-        if self.compute_tolerance is not None:
-            return self.compute_tolerance(config)
-        return 0.0 if self.exact else self.tolerance
 
 
 class SchedulerHookRecord(Record):
@@ -231,22 +235,17 @@ class SchedulerHookRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightCommunicatorRecord(Record):
+class WeightCommunicatorRecord(RoundingRecord):
     """`build(config) -> WeightCommunicator`.
 
     fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradient
         of each microbatch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
-    compute_tolerance: computes the relative error of gathered weights from the table.
+    tolerance: the relative error of each gathered weight.
     gather_bytes: computes the bytes that a gather sends for an element from the table and the size of the element.
     """
 
     fixed_order: bool = False
-    compute_tolerance: Callable[[Any], float] | None = None
     gather_bytes: Callable[[Any, int], float] | None = None
-
-    def tolerance_for(self, config: Table) -> float:
-        """Returns the relative error of each gathered weight that the table `config` allows; 0.0 means the exact weight."""
-        return 0.0 if self.compute_tolerance is None else self.compute_tolerance(config)
 
     def gathered_bytes(self, config: Table, itemsize: int) -> float:
         """Returns the bytes that a gather sends for each element of a weight with `itemsize` bytes."""
@@ -255,10 +254,6 @@ class WeightCommunicatorRecord(Record):
 
 class SequenceAttentionRecord(Record):
     """`build(config, group) -> SequenceCommunicator`; group: the ranks that hold slices of the same samples."""
-
-
-class MemoryPoolRecord(Record):
-    """`build(config) -> MemoryPool`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,72 +11,42 @@ with assemble(plan, world) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from sley_core.attach import AssemblyInfo, RunOutputs, Samples, collect_counts
+from sley_core.attach import collect_counts
 from sley_core.comm.device import on_stream
 from sley_core.engine.call import count_graphs
 from sley_core.engine.evaluation import local_rows
 from sley_core.engine.save import Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
-from sley_core.errors import RunError, StateError, UsageError, run_closed_error
+from sley_core.errors import UsageError
 from sley_core.loop import Loop, Row
-from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP, RunMemory
-from sley_core.run_state.state import AUTO, TrainingState
+from sley_core.loop import Outcome as Outcome
+from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
+from sley_core.protocols import RewindableWriter
+from sley_core.run_state.state import AUTO
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.engine.load import LoadedWeights
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.stepper import Stepper
     from sley_core.memory.inventory import Part
     from sley_core.plan.plan import Plan
     from sley_core.protocols import RestoreResult
-
-Outcome = Literal["finished", "interrupted", "failed"]
 
 
 class Run(Loop, AbstractContextManager["Run"]):
     """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
 
     parts: this rank's parts of the run. The attributes `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
-    those of `parts`. memory: reports and moves the run's memory. assembly_info: results of the assembly and notes for the user.
+    those of `parts`. memory: reports and moves the run's memory.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        parts: Parts,
-        stepper: Stepper,
-        samples: Samples,
-        outputs: RunOutputs,
-        memory: RunMemory,
-        load_weights: Callable[..., LoadedWeights],
-        state: TrainingState,
-        assembly_info: AssemblyInfo,
-    ) -> None:
-        super().__init__(plan, parts, stepper, samples, outputs, memory, state)
-        self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
-        self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
-        self.caller = stepper.executor.caller
-        self.dataset = samples.dataset
-        self.assembly_info = assembly_info
-        self.notes = assembly_info.notes
-        if self.feed is not None:
-            self.feed.notes = self.notes
-        self.memory = replace(memory, wait_until_idle=self._finish_pending, check_idle=self._check_idle)
-        self._load_weights = load_weights
-        self._outcome: Outcome = "finished"
-        self._has_begun = self._is_closed = False
-        self._is_training = False
 
     @property
     def rows(self) -> slice:
@@ -295,7 +265,9 @@ class Run(Loop, AbstractContextManager["Run"]):
             num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
             restored.notes.extend([note] if note else [])
             self.num_steps_done = restored.step
-        self.outputs.rewind(num_rows)
+        for writer in self.writers:
+            if isinstance(writer, RewindableWriter):  # its rows of steps that will run again are dropped
+                writer.rewind(num_rows)
         return restored
 
     @property
@@ -327,7 +299,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         if self._is_closed:
             return
         self._is_closed = True
-        parts = [*self.outputs.writers, self.stepper, self.outputs.profiler, self.feed]
+        parts = [*self.writers, self.stepper, self.profiler, self.feed]
         feeds = (samples.feed for samples in self.samples.evaluated.values())
         with ExitStack() as stack:  # closes the last part first
             for part in (*parts, *feeds, self._checkpointer):
@@ -357,30 +329,3 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises StateError "memory-away".
         """
         self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.switches_weights else ())))
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise run_closed_error("run")
-
-    def _finish_pending(self) -> None:
-        """Emits the pending step, if any, and waits for weights. Called by every method except steps of `train`.
-
-        Raises RunError "step-running" within a step or an evaluation, and from a listener on CUDA, where the weights already
-        belong to the next step.
-        """
-        self._check_open()
-        if self._activity or (self._is_training and self._pending_step is not None):
-            raise RunError("step-running", f"{self._activity or 'a step'} is still running", hint="call it between two steps")
-        self._emit_pending()
-        self.parts.weights.settle()
-
-    def _check_idle(self) -> None:
-        """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
-        stepper = self.stepper
-        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
-            label = "step" if stepper.left_in_flight else "evaluation"
-            message = (
-                f"the last {label} failed, and its communication with other ranks may still use the memory to be offloaded"
-            )
-            raise StateError("step-failed", message, hint="run a step first, or close the run")
-        self._checkpointer.copy_unwritten_state()

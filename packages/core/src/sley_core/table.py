@@ -47,7 +47,6 @@ RecordKind = Literal[
     "scheduler_hooks",
     "weight_communicators",
     "sequence_attentions",
-    "memory_pools",
     "activation_policies",
     "offload_managers",
     "checkpointers",

@@ -159,7 +159,7 @@ def test_what_fails_to_close_keeps_nothing_else_open(own, small, tmp_path):
 
     end = run.feed.close
     run.feed.close = fail
-    (writer,) = run.outputs.writers
+    (writer,) = run.writers
     writer.close = lambda close=writer.close: (close(), closed.append("writer"))
     with pytest.raises(OSError, match="as asked"):
         run.close()

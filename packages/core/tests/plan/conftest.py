@@ -12,7 +12,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.plan.plan import Plan
-from sley_core.records import GradientHandlerRecord, MemoryPoolRecord, MetricsWriterRecord, Record
+from sley_core.records import ActivationPolicyRecord, GradientHandlerRecord, MetricsWriterRecord, Record
 from sley_core.table import Table
 from sley_testing.plans import loader_of
 
@@ -65,13 +65,13 @@ class Handlers:
         ]
 
 
-class Pools:
-    """A plugin of a pool and a writer, whose check fails for microbatches of four."""
+class Policies:
+    """A plugin of an activation policy and a writer, whose check fails for microbatches of four."""
 
     @hookimpl
     def sley_records(self) -> list[Record]:
         return [
-            MemoryPoolRecord(name="arena", config=Table, build="nowhere:Arena"),
+            ActivationPolicyRecord(name="lean", config=Table, build="nowhere:Lean"),
             MetricsWriterRecord(name="csv", config=Table, build="collections:OrderedDict"),
         ]
 
@@ -84,7 +84,7 @@ class Pools:
 
 @pytest.fixture
 def loader() -> Loader:
-    return loader_of({"handlers": Handlers(), "pools": Pools()})
+    return loader_of({"handlers": Handlers(), "policies": Policies()})
 
 
 @pytest.fixture

@@ -188,8 +188,8 @@ def test_an_optimizer_by_factory_is_refused_where_a_rank_lacks_what_it_may_look_
 
 
 def test_a_check_that_fails_names_its_plugin(make: Make) -> None:
-    plan = make(batch={"global_size": 8, "micro_size": 4}, metrics=[{"use": "pools.csv"}])
-    with pytest.raises(PluginError, match=r"plugin `pools` .*ValueError: four is unlucky"):
+    plan = make(batch={"global_size": 8, "micro_size": 4}, metrics=[{"use": "policies.csv"}])
+    with pytest.raises(PluginError, match=r"plugin `policies` .*ValueError: four is unlucky"):
         check_plan(plan, 2)
     with pytest.raises(PluginError, match="cannot import `nowhere:Nothing` of `handlers"):
         make(**handlers("buckets")).gradient_handlers[0].build("parts")

@@ -139,8 +139,8 @@ def test_a_plugin_is_imported_if_it_fits_this_core(
         assert fault_of("zeta").code == "plugin-incompatible"
 
 
-def pool(name: str = "arena", config: Any = Table) -> records.MemoryPoolRecord:
-    return records.MemoryPoolRecord(name=name, config=config, build="nowhere:Arena")
+def policy(name: str = "lean", config: Any = Table) -> records.ActivationPolicyRecord:
+    return records.ActivationPolicyRecord(name=name, config=config, build="nowhere:Lean")
 
 
 class Greedy(Table):
@@ -156,11 +156,11 @@ def fails() -> Any:
     [
         (3, "failed in `sley_records`: TypeError"),
         ([3], "returns a int, not a Record"),
-        ([pool(), pool()], "two records with the name `arena`"),
-        ([pool("a.b")], "letters, digits and `_`, but is `a.b`"),
-        ([pool(config=dict)], "a config that is not a subclass of Table"),
+        ([policy(), policy()], "two records with the name `lean`"),
+        ([policy("a.b")], "letters, digits and `_`, but is `a.b`"),
+        ([policy(config=dict)], "a config that is not a subclass of Table"),
         ([records.OptimizerRecord(name="own", config=Table, build="")], "not a subclass of OptimizerConfig"),
-        ([pool(config=Greedy)], "the reserved key `use`"),
+        ([policy(config=Greedy)], "the reserved key `use`"),
     ],
 )
 def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:
@@ -173,7 +173,7 @@ def test_records_that_no_plan_could_name(returned: Any, words: str) -> None:
 def test_a_hook_that_fails_or_returns_records_of_another_kind_names_the_plugin() -> None:
     for hooks, words in (
         ({"sley_records": fails}, "failed in `sley_records`: RuntimeError: no luck"),
-        ({"sley_gradient_handlers": lambda: [pool()]}, "not a GradientHandlerRecord"),
+        ({"sley_gradient_handlers": lambda: [policy()]}, "not a GradientHandlerRecord"),
     ):
         plugin = SimpleNamespace(**{name: hookimpl(hook) for name, hook in hooks.items()})
         assert words in fault_of("zeta", Loader(plugins={"zeta": plugin})).message

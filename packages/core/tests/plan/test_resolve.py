@@ -175,11 +175,10 @@ def test_a_failing_factory_is_placed_at_its_key(text: str) -> None:
     assert str(caught.value).startswith("plan.toml:29:11: error[factory-import]: ")
 
 
-def test_the_pool_is_loaded_written_and_read_again(make: Make) -> None:
-    plan = make(pool={"use": "pools.arena"})
-    assert plan.pool is not None
-    assert plan.pool.name == "pools.arena"
-    assert list(plan.plugins) == ["core", "models", "data", "pools"]
+def test_a_part_of_another_plugin_is_loaded_written_and_read_again(make: Make) -> None:
+    plan = make(activations={"use": "policies.lean"})
+    assert plan.activations.name == "policies.lean"
+    assert list(plan.plugins) == ["core", "models", "data", "policies"]
     again = plan_from_text(plan.to_toml(), loader=plan.loader)
     assert again == plan
     assert again.digest == plan.digest != make().digest

@@ -15,10 +15,9 @@ from typing import Annotated
 import typer
 
 from sley_core.actions.action import in_words
-from sley_core.attempt import PLAN
 from sley_core.discovery import install_hint
 from sley_core.errors import PluginError, UsageError
-from sley_core.files import write_atomically
+from sley_core.files import PLAN, write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import (
     Judgement,

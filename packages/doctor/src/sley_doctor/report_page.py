@@ -21,8 +21,8 @@ import tomli
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sley_core.attempt import PLAN
 from sley_core.errors import UsageError, format_path
+from sley_core.files import PLAN
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.write import format_value, iterate_values
 from sley_doctor.fault_report import AttemptReports, read_reports

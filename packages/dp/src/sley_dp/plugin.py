@@ -22,8 +22,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             build="sley_dp.bucketed:BucketedReducer",
             role="reducer",
             fixed_order=True,
-            compute_tolerance=lambda config: config.tolerance,
-            summary="Flat buckets, reduced while the backward runs.",
+            tolerance=lambda config: config.tolerance,
         ),
         GradientHandlerRecord(
             name="sharded",
@@ -32,7 +31,6 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
             role="reducer",
             result="shard",
             fixed_order=True,
-            summary="Flat buckets. Each rank updates one shard of each and holds its optimizer states (ZeRO-1).",
         ),
     ]
 

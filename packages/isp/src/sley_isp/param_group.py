@@ -20,8 +20,8 @@ from sley_isp.float8 import decode, encode
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, Published, Transport
+    from sley_core.api.memory import DevicePool
     from sley_core.api.parts import Param
-    from sley_core.protocols import MemoryPool
     from sley_isp.config import CommunicatorConfig
 
 
@@ -47,7 +47,7 @@ class ParamGroup:
     name: str
     layer: str
     options: CommunicatorConfig
-    pool: MemoryPool
+    pool: DevicePool
     params: list[Param] = field(default_factory=list)
     has_linear: bool = False
 

@@ -30,18 +30,12 @@ def sley_records() -> list[Record]:
             config=CommunicatorConfig,
             build="sley_isp.communicator:Communicator",
             fixed_order=True,
-            compute_tolerance=lambda config: (
+            tolerance=lambda config: (
                 FP8_TOLERANCE if any(table.gather_precision == "fp8" for table in (config, *config.groups)) else 0.0
             ),
             gather_bytes=lambda config, itemsize: FP8_BYTES if config.gather_precision == "fp8" else itemsize,
-            summary="Sharded parameters, gathered ahead, with gradients reduced during the backward.",
         ),
-        SequenceAttentionRecord(
-            name="all_to_all",
-            config=AllToAllConfig,
-            build="sley_isp.attention:AllToAllAttention",
-            summary="Attention of some of the heads over the full sequence on each rank, with two exchanges.",
-        ),
+        SequenceAttentionRecord(name="all_to_all", config=AllToAllConfig, build="sley_isp.attention:AllToAllAttention"),
     ]
 
 

@@ -1,1 +1,1 @@
-"""The plugin `memory` of Sley: offloads a run's memory to the host, and pools buffers."""
+"""The plugin `memory` of Sley: offloads a run's memory to the host."""

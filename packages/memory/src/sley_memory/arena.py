@@ -1,4 +1,4 @@
-"""Allocators of reusable memory: `HostArena` on the host, and core's pool with a plan's sizes on the device."""
+"""Allocates reusable memory on the host."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sley_core.api.comm import HostMemory
-from sley_core.api.memory import DevicePool, Moved
+from sley_core.api.memory import Moved
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
-from sley_memory.config import SizeClassesConfig
-
-
-def build_pool(config: SizeClassesConfig) -> DevicePool:
-    """Returns a device pool with the block sizes of `config`."""
-    return DevicePool(config.per_doubling)
 
 
 @dataclass(eq=False)

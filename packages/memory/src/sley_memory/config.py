@@ -14,13 +14,6 @@ from sley_core.errors import Diagnostic, PlanError
 Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 
 
-class SizeClassesConfig(Table):
-    """Allocates blocks of rounded sizes and lends views of them: buffers of similar sizes share memory."""
-
-    per_doubling: Literal[1, 2, 4, 8, 16] = 8
-    """The number of block sizes per power of two; with 8, a block is at most an eighth larger than the request."""
-
-
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
 """Equal to `Part` in `sley_core.api.memory`, which needs torch."""
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sley_core.hookspecs import hookimpl
-from sley_core.records import ActivationPolicyRecord, MemoryPoolRecord, OffloadManagerRecord, Problem, Record, Scope
+from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record, Scope
 from sley_memory.config import (
     CopiedConfig,
     EverythingConfig,
@@ -17,7 +17,6 @@ from sley_memory.config import (
     MastersConfig,
     OffloadConfig,
     SelectiveConfig,
-    SizeClassesConfig,
     StatesConfig,
     WeightsConfig,
 )
@@ -53,44 +52,25 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    def record(name: str, config: type[OffloadConfig], summary: str) -> OffloadManagerRecord:
-        return OffloadManagerRecord(
-            name=name, config=config, build="sley_memory.offload:Manager", summary=summary, parts=_MOVES, scope=_scope
-        )
+    def record(name: str, config: type[OffloadConfig]) -> OffloadManagerRecord:
+        return OffloadManagerRecord(name=name, config=config, build="sley_memory.offload:Manager", parts=_MOVES, scope=_scope)
 
     return [
-        MemoryPoolRecord(
-            name="size_classes",
-            config=SizeClassesConfig,
-            build="sley_memory.arena:build_pool",
-            summary="Allocates blocks of rounded sizes and lends views of them.",
-        ),
-        ActivationPolicyRecord(
-            name="host",
-            config=HostConfig,
-            build="sley_memory.host:build",
-            summary="Offloads saved activations of chosen layers to the host.",
-        ),
-        ActivationPolicyRecord(
-            name="selective",
-            config=SelectiveConfig,
-            build="sley_memory.selective:build",
-            summary="Recomputes chosen layers in their backward, except for their attention.",
-        ),
-        record("weights", WeightsConfig, "Moves parameters and module buffers to the host and back, by call."),
-        record("masters", MastersConfig, "Moves fp32 master weights to the host and back, by call."),
-        record("optimizer_states", StatesConfig, "Moves optimizer states to the host and back, by call or between all steps."),
-        record("gradients", GradientsConfig, "Frees gradients and allocates them again, by call."),
+        ActivationPolicyRecord(name="host", config=HostConfig, build="sley_memory.host:build"),
+        ActivationPolicyRecord(name="selective", config=SelectiveConfig, build="sley_memory.selective:build"),
+        record("weights", WeightsConfig),
+        record("masters", MastersConfig),
+        record("optimizer_states", StatesConfig),
+        record("gradients", GradientsConfig),
         OffloadManagerRecord(
             name="host_optimizer",
             config=HostOptimizerConfig,
             build="sley_memory.host_optimizer:HostOptimizer",
-            summary="Keeps master weights and optimizer states on the host, and updates them there.",
             parts=_MOVES,
             scope=_scope,
             steps_on_host=True,
         ),
-        record("everything", EverythingConfig, "Moves all of a run's memory to the host and back, by call."),
+        record("everything", EverythingConfig),
     ]
 
 

@@ -37,7 +37,7 @@ from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Work
-    from sley_core.protocols import MemoryPool
+    from sley_core.api.memory import DevicePool
     from sley_pp.channels import Channels
 
 
@@ -298,7 +298,7 @@ class MessagePool:
     a layer may store its input. So the pool checks the memory's reference counts (`Message.is_shared`) before each lease.
     """
 
-    def __init__(self, pool: MemoryPool, device: Device, *, separate_header: bool) -> None:
+    def __init__(self, pool: DevicePool, device: Device, *, separate_header: bool) -> None:
         self.pool = pool
         self.device = device
         self.separate_header = separate_header

@@ -30,7 +30,6 @@ CONTRACTS: dict[RecordKind, tuple[str, str, str]] = {
     "gradient_handlers": ("contract", "GradientHandlerContract", "handler"),
     "scheduler_hooks": ("hook_contract", "SchedulerHookContract", "hook"),
     "lr_schedules": ("optimizer_contract", "LRScheduleContract", "learning_rate"),
-    "memory_pools": ("pool_contract", "MemoryPoolContract", "pool"),
     "offload_managers": ("offload_contract", "OffloadManagerContract", "offload"),
     "schedules": ("schedule_contract", "ScheduleContract", "pipeline"),
     "stage_links": ("link_contract", "StageLinkContract", "link"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch._C import _autograd, _profiler  # private: no public API reports each allocation or omits operators
 from torch.autograd.profiler import profile
 
-from sley_core.assemble import assemble
+from sley_core.assemble import assemble, build_draft
 from sley_core.comm.world import World
 from sley_core.errors import KeyPath
 from sley_core.plan.load import plan_from_dict
@@ -81,11 +81,13 @@ class RealBytes:
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the world in the environment."""
     plan = plan_from_dict(tables, folder)
-    with World.join("cpu") as world, memory_profile() as events, assemble(plan, world) as run:
-        for _ in range(num_steps):
-            run.step()
-        states, values = dict(run.memory.bytes), dict(run.assembly_info.plan_values)
-    return RealBytes(states, peak_bytes(events), values)
+    with World.join("cpu") as world, memory_profile() as events:
+        draft = build_draft(plan, world)
+        with assemble(plan, world, draft=draft) as run:
+            for _ in range(num_steps):
+                run.step()
+            states = dict(run.memory.bytes)
+    return RealBytes(states, peak_bytes(events), draft.plan_values)
 
 
 class Figure(NamedTuple):

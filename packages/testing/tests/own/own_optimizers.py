@@ -56,7 +56,7 @@ class Counts(Plain):
     def step(self, closure: Any = None) -> None:
         self.count += self.place == "attribute"
         if self.place == "state":
-            self.state.setdefault("all", {"count": torch.zeros(4)})["count"] += 1
+            self.state.setdefault("all", {"count": torch.zeros(1)})["count"] += 1
         for group in self.param_groups:
             group["count"] = group.get("count", torch.zeros(()) if self.place == "tensor" else 0)
             group["count"] += self.place in ("option", "tensor")
@@ -165,13 +165,6 @@ class TensorsUnderOwnKey(Plain):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         means = self.state["means"]
         super().update(parameter, means.setdefault(parameter.ndim, torch.zeros_like(parameter)).lerp_(gradient, 0.5), group)
-
-
-class StatesOfCopies(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        for parameter in (param for group in self.param_groups for param in group["params"]):
-            self.state[parameter.detach().clone()]["count"] = 0
 
 
 class LooksAtSizes(Plain):

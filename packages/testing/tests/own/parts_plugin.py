@@ -9,7 +9,6 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import (
     GradientHandlerRecord,
     LRScheduleRecord,
-    MemoryPoolRecord,
     MetricsWriterRecord,
     OffloadManagerRecord,
     Record,
@@ -28,7 +27,6 @@ PARTS: dict[str, tuple[type[Record], str]] = {
     "hook": (SchedulerHookRecord, "Naive Scales Keeps Asks Differs Unbalanced Asked Hooked"),
     "learning_rate": (LRScheduleRecord, "naive counting negative short nothing"),
     "offload": (OffloadManagerRecord, "Naive Careless Skips Open Twice Stays Half Silent"),
-    "pool": (MemoryPoolRecord, "Naive Shared Elements Inferred Loses Counts Frees Keeps Silent Reused"),
     "sequence": (SequenceAttentionRecord, "Naive Local Unsummed Undivided Patched Silent"),
     "weights": (WeightCommunicatorRecord, "Naive Mean Cached Eager Patched Shards Hoards"),
     "writer": (MetricsWriterRecord, "Naive Begins First Integers Late Deaf Once Mute Strict"),
@@ -69,12 +67,7 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
         GradientHandlerRecord(name="handler_before", config=Empty, build=early, role="observer", before=("reducer",)),
         *(
             GradientHandlerRecord(
-                name=f"handler_{name.lower()}",
-                config=Empty,
-                build=build,
-                role="reducer",
-                exact=name not in inexact,
-                tolerance=inexact.get(name, 0.0),
+                name=f"handler_{name.lower()}", config=Empty, build=build, role="reducer", tolerance=inexact.get(name, 0.0)
             )
             for name, build in builds.items()
         ),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.attempt import PLAN
 from sley_core.discovery import install_hint
 from sley_core.errors import PluginError, UsageError
+from sley_core.files import PLAN
 from sley_core.hugging_face import CONFIG, merged_weights
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord

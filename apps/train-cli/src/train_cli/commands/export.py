@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from sley_core.attempt import PLAN
 from sley_core.errors import RunError, UsageError
-from sley_core.files import replace_atomically
+from sley_core.files import PLAN, replace_atomically
 from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merged_weights, start_folder
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path

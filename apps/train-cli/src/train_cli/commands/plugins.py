@@ -129,7 +129,7 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
             "name": f"{plugin.name}.{record.name}",
             "kind": kind_name(record_kind),
             "table": headers.get(record_kind),
-            "summary": record.summary or (record.config.__doc__ or "").strip().split("\n")[0],
+            "summary": " ".join((record.config.__doc__ or "").split()),
             "options": [_option(key, info) for key, info in record.config.model_fields.items()],
         }
 

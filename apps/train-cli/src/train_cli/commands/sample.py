@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.attempt import PLAN
 from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError, UsageError
+from sley_core.files import PLAN
 from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord, ModelRecord

@@ -13,12 +13,6 @@ from sley_narrow.config import NarrowConfig
 def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
     return [
         GradientHandlerRecord(
-            name="reducer",
-            config=NarrowConfig,
-            build="sley_narrow.handler:Narrow",
-            role="reducer",
-            exact=False,
-            tolerance=2**-6,
-            summary="sums gradients in bfloat16: half the bytes",
+            name="reducer", config=NarrowConfig, build="sley_narrow.handler:Narrow", role="reducer", tolerance=2**-6
         )
     ]

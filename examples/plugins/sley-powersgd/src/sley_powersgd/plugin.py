@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
     return [
         GradientHandlerRecord(
-            name="reducer",
-            config=PowerSGDConfig,
-            build="sley_powersgd.handler:PowerSGD",
-            role="reducer",
-            exact=False,
-            tolerance=0.97,
-            summary="Sums of low-rank approximations, with error feedback; not exact.",
+            name="reducer", config=PowerSGDConfig, build="sley_powersgd.handler:PowerSGD", role="reducer", tolerance=0.97
         )
     ]
 

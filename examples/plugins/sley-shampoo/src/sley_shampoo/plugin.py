@@ -9,8 +9,4 @@ from sley_shampoo.config import ShampooConfig
 
 @hookimpl
 def sley_records() -> list[OptimizerRecord]:
-    return [
-        OptimizerRecord(
-            name="optimizer", config=ShampooConfig, build="sley_shampoo.optimizer:build", scope="per_matrix", summary="Shampoo"
-        )
-    ]
+    return [OptimizerRecord(name="optimizer", config=ShampooConfig, build="sley_shampoo.optimizer:build", scope="per_matrix")]

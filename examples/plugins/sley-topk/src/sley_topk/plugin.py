@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
     return [
         GradientHandlerRecord(
-            name="reducer",
-            config=TopKConfig,
-            build="sley_topk.handler:TopK",
-            role="reducer",
-            exact=False,
-            compute_tolerance=compute_tolerance,
-            summary="sends the largest elements of each gradient, and the others in later steps",
+            name="reducer", config=TopKConfig, build="sley_topk.handler:TopK", role="reducer", tolerance=compute_tolerance
         )
     ]
 

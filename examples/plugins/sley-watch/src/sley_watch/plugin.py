@@ -17,20 +17,9 @@ if TYPE_CHECKING:
 def sley_gradient_handlers() -> Iterable[GradientHandlerRecord]:
     return [
         GradientHandlerRecord(
-            name="noise",
-            config=NoiseConfig,
-            build="sley_watch.noise:Noise",
-            role="observer",
-            before=("reducer",),
-            summary="the gradient noise scale, from the gradients of ranks and their sum",
+            name="noise", config=NoiseConfig, build="sley_watch.noise:Noise", role="observer", before=("reducer",)
         ),
-        GradientHandlerRecord(
-            name="layers",
-            config=LayersConfig,
-            build="sley_watch.layers:Layers",
-            role="observer",
-            summary="the norms of each layer's gradient and weights",
-        ),
+        GradientHandlerRecord(name="layers", config=LayersConfig, build="sley_watch.layers:Layers", role="observer"),
     ]
 
 

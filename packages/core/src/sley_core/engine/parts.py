@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
     from sley_core.losses.chunked_head import HeadChunks
+    from sley_core.memory.pool import DevicePool
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
-    from sley_core.protocols import MemoryPool
     from sley_core.topology import Topology
 
 
@@ -174,7 +174,7 @@ class Parts:
     waits: Waits
     queue: WeightQueue
     numbers: StepNumbers
-    pool: MemoryPool
+    pool: DevicePool
     is_compiled: bool = False
     events: StepEvents = field(default_factory=StepEvents)
     describe_output: Callable[[int, int], Description] | None = None

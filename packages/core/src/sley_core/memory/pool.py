@@ -10,7 +10,7 @@ sizes. With one size per doubling, as torch's pinned memory has, up to half of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from weakref import WeakSet
@@ -18,29 +18,28 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sley_core.protocols import MemoryPool
 from sley_core.sizes import ALIGNMENT_BYTES, round_up
 
 MAX_LINEAR_UNITS = 8
 """Up to this many alignments, every multiple of the alignment is a block size."""
 
-DEFAULT = "core.pool"
-"""The name in reports of the pool of a plan without `[pool]`."""
+BLOCKS_PER_DOUBLING = 8
+"""The number of block sizes from one power of two to the next."""
 
 
-def block_bytes(num_bytes: int, per_doubling: int = 8) -> int:
+def block_bytes(num_bytes: int) -> int:
     """Returns the smallest block size that fits `num_bytes`, a multiple of 256."""
     units = max(1, round_up(num_bytes, ALIGNMENT_BYTES) // ALIGNMENT_BYTES)
     if units > MAX_LINEAR_UNITS:
         lower_power = 1 << (units - 1).bit_length() - 1  # the largest power of two below `units`
-        units = round_up(units, max(1, lower_power // per_doubling))
+        units = round_up(units, lower_power // BLOCKS_PER_DOUBLING)
     return units * ALIGNMENT_BYTES
 
 
 class _Block:
     """Holds `memory`, uint8 [num_bytes], which starts at a multiple of ALIGNMENT_BYTES.
 
-    key: the device and the block size. num_allocated: the allocated bytes. num_requested: the bytes of the current lease.
+    key: the device and the block size. num_allocated: the allocated bytes.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -51,7 +50,6 @@ class _Block:
             start = -allocation.data_ptr() % ALIGNMENT_BYTES
             self.memory = allocation[start : start + num_bytes]
         self.key = device, num_bytes
-        self.num_requested = 0
         self._view = self.memory
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,20 +60,16 @@ class _Block:
         return self._view
 
 
-class DevicePool(MemoryPool):
+class DevicePool:
     """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
 
     Blocks use at most twice the bytes that were ever lent at the same time. At this limit the pool lends a larger free block,
     or releases the blocks that have been unused the longest. The block of a lost lease leaves the pool.
-
-    per_doubling: the number of block sizes from one power of two to the next.
     """
 
-    def __init__(self, per_doubling: int = 8) -> None:
-        self.per_doubling = per_doubling
+    def __init__(self) -> None:
         self.num_allocations = 0
         self.num_leases = 0
-        self._max_bytes = 0
         self._max_lent = 0
         # The first sizes are those that have been unused the longest.
         self._free: dict[tuple[torch.device, int], list[_Block]] = {}
@@ -117,17 +111,11 @@ class DevicePool(MemoryPool):
         for number, block in enumerate(self._all_blocks()):
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
-    def counts(self) -> Mapping[str, float]:
-        """Returns the bytes of blocks, at present and at most, the requested and wasted bytes, and the numbers of allocations
-        and leases.
-        """
-        lent = list(self._lent)
-        num_requested = sum(block.num_requested for block in lent)
+    def counts(self) -> dict[str, float]:
+        """Returns the bytes of all blocks and of lent blocks, and the numbers of allocations and leases."""
         return {
             "held_bytes": self.num_bytes,
-            "max_held_bytes": self._max_bytes,
-            "lent_bytes": num_requested,
-            "wasted_bytes": sum(block.num_allocated for block in lent) - num_requested,
+            "lent_bytes": sum(block.num_allocated for block in self._lent),
             "allocations": self.num_allocations,
             "leases": self.num_leases,
             "hit_rate": 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0,
@@ -138,15 +126,13 @@ class DevicePool(MemoryPool):
 
     def _acquire(self, num_bytes: int, device: torch.device) -> _Block:
         """Returns a block that fits `num_bytes`, and marks it as lent."""
-        key = device, block_bytes(num_bytes, self.per_doubling)
+        key = device, block_bytes(num_bytes)
         block = self._pop_free(key) if key in self._free else self._pop_larger(*key)
         if block is None:
             block = _Block(*key)
             self.num_allocations += 1
-            self._max_bytes = max(self._max_bytes, self.num_bytes + block.num_allocated)
         self._lent.add(block)
         self.num_leases += 1
-        block.num_requested = num_bytes
         return block
 
     def _pop_larger(self, device: torch.device, size: int) -> _Block | None:

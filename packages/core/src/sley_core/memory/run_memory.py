@@ -196,16 +196,10 @@ def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a
 GB = 10**9
 
 
-class ManagerCounts:
-    """Reports the transfers of a manager, as `protocols.Counts`."""
-
-    def __init__(self, manager: OffloadManager) -> None:
-        self._manager = manager
-
-    def counts(self) -> Mapping[str, float]:
-        """Returns the costs that are not 0, by `<part>_<cost>`."""
-        costs = {part: self._manager.moved(part).numbers() for part in self._manager.parts}
-        return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
+def count_moves(manager: OffloadManager) -> dict[str, float]:
+    """Returns the costs of the manager's transfers that are not 0, by `<part>_<cost>`."""
+    costs = {part: manager.moved(part).numbers() for part in manager.parts}
+    return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
 
 
 class OffloadMetrics:

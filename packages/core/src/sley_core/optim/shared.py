@@ -1,7 +1,7 @@
 """The values of an optimizer besides the states of its parameters: group options, states under other keys, attributes,
 gradients, a seed for each step, and two modes; and steps that are skipped on the device.
 
-torch has no place for a number that belongs to the optimizer, such as a step count, so each class stores it elsewhere. Here
+torch has no location for a number that belongs to the optimizer, such as a step count, so each class stores it elsewhere. Here
 each such value has a name, so that a step in buckets counts once, and checkpoints contain it.
 """
 
@@ -20,14 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sley_core.errors import RunError
 
 Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
-"""Values by place: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
-
-MAX_PLAIN_ELEMENTS = 1 << 16
-"""The largest number of elements of a tensor that counts as plain data."""
+"""Values by location: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
 
 
 def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
-    """Returns the live values that can be copied: plain data and small tensors."""
+    """Returns the live values that can be copied, which are plain data."""
     values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
@@ -41,17 +38,17 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
 
 
 def copy_values(values: Shared) -> Shared:
-    """Returns copies of the values. Places that share a tensor share its copy."""
+    """Returns copies of the values. Locations that share a tensor share its copy."""
     return copy.deepcopy(values)
 
 
 def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
-    """Moves `values` to their places in the optimizer, and removes all other values. A dict stays the same object."""
+    """Moves `values` to their locations in the optimizer, and removes all other values. A dict stays the same object."""
     owners = dict(_owners(optimizer))
-    for place in shared_values(optimizer).keys() - values.keys():
-        _find_containing_dict(optimizer, owners, place).pop(place[2])
-    for place, value in values.items():
-        holder, key = _find_containing_dict(optimizer, owners, place), place[2]
+    for location in shared_values(optimizer).keys() - values.keys():
+        _find_containing_dict(optimizer, owners, location).pop(location[2])
+    for location, value in values.items():
+        holder, key = _find_containing_dict(optimizer, owners, location), location[2]
         current = holder.get(key)
         if current is not value and isinstance(current, dict) and isinstance(value, dict):
             current.clear()
@@ -65,13 +62,13 @@ def load_optimizer_state(
     states: Mapping[int, Any],
     options: Sequence[Mapping[str, Any]],
     shared: Shared,
-    begun: Shared,
+    initial: Shared,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Sets the full state of the optimizer by its own `load_state_dict`, which chooses the devices.
 
     states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
-    other keys, and the attributes. begun: the initial attributes, for those that `shared` lacks. dtypes: the dtype of each
+    other keys, and the attributes. initial: the initial attributes, for those that `shared` lacks. dtypes: the dtype of each
     parameter when its states were saved, by its `id`. States of this dtype are cast to the parameter's present dtype; others
     keep their dtypes.
     """
@@ -93,8 +90,8 @@ def load_optimizer_state(
     for parameter in (parameter for group in groups for parameter in group["params"]):
         if saved := states.get(id(parameter)):
             state_by_key[parameter] = _restore_dtypes(state_by_key[parameter], saved, dtypes[id(parameter)])
-    current = {place: value for place, value in shared_values(optimizer).items() if place[0] == "option"}
-    set_values(optimizer, current | copy_values(begun) | shared)
+    current = {location: value for location, value in shared_values(optimizer).items() if location[0] == "option"}
+    set_values(optimizer, current | copy_values(initial) | shared)
 
 
 PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "role")
@@ -121,30 +118,30 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     }
 
 
-def shared_to_save(optimizer: torch.optim.Optimizer, begun: Shared) -> Shared:
+def shared_to_save(optimizer: torch.optim.Optimizer, initial: Shared) -> Shared:
     """Returns the values for a checkpoint in addition to options and parameter states: states under other keys, and attributes
-    that differ from those in `begun`. Raises RunError "optimizer-state" for a state that is not plain data.
+    that differ from those in `initial`. Raises RunError "optimizer-state" for a state that is not plain data.
     """
-    current = {place: value for place, value in shared_values(optimizer).items() if place[0] != "option"}
+    current = {location: value for location, value in shared_values(optimizer).items() if location[0] != "option"}
     for key in extra_states(optimizer):
         if ("state", "", key) not in current:
             message = (
                 f"a checkpoint cannot contain the state {key!r} of {type(optimizer).__name__}, whose key is not a parameter"
             )
-            hint = "store only numbers, strings and small tensors there, and large tensors under the parameters"
+            hint = "store only numbers and strings there, and tensors under the parameters"
             raise RunError("optimizer-state", message, hint=hint)
-    return changed_values(begun, current)
+    return changed_values(initial, current)
 
 
 def attributes_of(values: Shared) -> Shared:
-    return {place: value for place, value in values.items() if place[0] == "attribute"}
+    return {location: value for location, value in values.items() if location[0] == "attribute"}
 
 
 def _find_containing_dict(
-    optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], place: tuple[str, Any, Any]
+    optimizer: torch.optim.Optimizer, owners: Mapping[str, torch.optim.Optimizer], location: tuple[str, Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the dict that contains the value of a place."""
-    kind, owner_path, _ = place
+    """Returns the dict that contains the value of a location."""
+    kind, owner_path, _ = location
     if kind == "attribute":
         return vars(owners[owner_path])
     return optimizer.param_groups[owner_path] if kind == "option" else optimizer.state
@@ -152,7 +149,9 @@ def _find_containing_dict(
 
 def changed_values(before: Shared, after: Shared) -> Shared:
     """Returns the values in `after` that are new or changed; a tensor on a device counts as changed."""
-    return {place: value for place, value in after.items() if place not in before or not is_equal(value, before[place])}
+    return {
+        location: value for location, value in after.items() if location not in before or not is_equal(value, before[location])
+    }
 
 
 def is_equal(first: Any, second: Any) -> bool:
@@ -173,11 +172,12 @@ def can_compare(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether `value` is plain data: numbers, strings, small tensors, and lists, tuples and dicts of them."""
+    """Returns whether `value` is plain data: numbers, strings, tensors of one element, and lists, tuples
+    and dicts of them."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return True
     if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter) and value.numel() <= MAX_PLAIN_ELEMENTS
+        return not isinstance(value, nn.Parameter) and value.numel() <= 1
     if isinstance(value, dict):
         return all(is_plain(key) and not isinstance(key, Tensor) and is_plain(item) for key, item in value.items())
     return type(value) in (list, tuple) and all(map(is_plain, value))
@@ -193,16 +193,6 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, st
         for name, value in list(vars(owner).items()):
             if name not in _torch_attributes() and not isinstance(value, torch.optim.Optimizer):
                 yield path, name, value
-
-
-def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yields the path and value of each optimizer in an attribute that does not share the groups and states."""
-    for path, owner in _owners(optimizer):
-        for name, value in vars(owner).items():
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for item in items:
-                if isinstance(item, torch.optim.Optimizer) and not _is_shared(item, optimizer):
-                    yield f"{path}{name}", item
 
 
 def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:

@@ -26,7 +26,6 @@ RECORDS: dict[RecordKind, type[records.Record]] = {
     "scheduler_hooks": records.SchedulerHookRecord,
     "weight_communicators": records.WeightCommunicatorRecord,
     "sequence_attentions": records.SequenceAttentionRecord,
-    "memory_pools": records.MemoryPoolRecord,
     "activation_policies": records.ActivationPolicyRecord,
     "offload_managers": records.OffloadManagerRecord,
     "checkpointers": records.CheckpointerRecord,
@@ -184,13 +183,6 @@ COMPONENTS = (
     ComponentTable("scheduler_hooks", "scheduler_hooks", "Hooks that observe every action; by default none.", is_list=True),
     ComponentTable(
         "offload", "offload_managers", "Which parts of the run's memory are offloaded, and when; by default none.", is_list=True
-    ),
-    ComponentTable(
-        "pool",
-        "memory_pools",
-        "The pool of the run's device buffers: full-size weights and gradients, and messages between pipeline stages; by "
-        "default a pool with eight block sizes per power of two.",
-        required_table="pool",
     ),
     ComponentTable(
         "checkpoint",

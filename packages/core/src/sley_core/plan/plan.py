@@ -123,7 +123,6 @@ class Plan:
     gradient_handlers: tuple[Component, ...]
     scheduler_hooks: tuple[Component, ...]
     offload: tuple[Component, ...]
-    pool: Component | None
     checkpoint: Component | None
     metrics: tuple[Component, ...]
     document: Document = field(compare=False, repr=False)

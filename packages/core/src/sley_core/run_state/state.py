@@ -2,71 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from sley_core.attempt import use_copied_files
+from sley_core.attempt import RunAttempt, use_copied_files
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.evaluation import Best
-from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause
-from sley_core.files import PLAN
+from sley_core.engine.save import extra_state, modules_with_extra_state
+from sley_core.engine.update import list_averages
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path
+from sley_core.files import CHECKPOINTS, PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
+from sley_core.optim import shared
 from sley_core.plan.document import read_file
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values, resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.plan.write import check_changes, compare_plans
-from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult
+from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
-from sley_core.run_state.pieces import BUFFERS, WEIGHTS, CheckpointReader, SavedRun, TensorPiece
+from sley_core.run_state.pieces import AVERAGES, BUFFERS, WEIGHTS, CheckpointReader, Region, SavedRun, TensorPiece, region_of
 from sley_core.run_state.tensors import (
     BASE,
+    OPTIONS,
+    SHARED,
     RunRestorer,
-    RunTensors,
+    StateLeaf,
     base_error,
+    encode_state,
     generator_states,
     plan_and_weights,
     restore_generators,
+    state_leaves,
+    state_name,
+    state_region,
 )
 from sley_core.weight_files.read import WeightFiles, weight_files_error
+from sley_core.weight_files.write import DTYPES
 from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
-    from sley_core.attempt import RunAttempt
     from sley_core.data.feed import Feed
-    from sley_core.plan.plan import Plan
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.update import Update
+    from sley_core.engine.weights import Stepped
+    from sley_core.memory.run_memory import RunMemory
+    from sley_core.plan.plan import Component, Plan
     from sley_core.weight_files.read import TensorReader
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class TrainingState:
     """The state of one rank of a run. All methods must be called between two steps.
 
-    attempt: the present attempt of the run. folder: the checkpoint folder, or None. plan_values: values that the run has
-    determined, by their path in the plan. notes: messages for the user about saves and loads. best: the best evaluation so far,
-    or None without `keep_best`.
+    components: the plan's components with their objects in the run. run_folder: the run's folder, or None. plan_values: values
+    that the run has determined, by their path in the plan.
+
+    attempt: the present attempt of the run. folder: the checkpoint folder, or None. notes: messages for the user.
+    best: the best evaluation so far, or None without `keep_best`.
     """
 
-    plan: Plan
-    _tensors: RunTensors
-    _feed: Feed | None
-    attempt: RunAttempt
-    folder: str | None
-    _plan_values: Mapping[KeyPath, Any]
-    notes: list[str]
-
-    def __post_init__(self) -> None:
-        self.parts = self._tensors.parts
-        self._control = self.parts.groups["control"]
-        evaluation = self.plan.evaluation
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        update: Update,
+        feed: Feed | None,
+        memory: RunMemory,
+        per_rank_buffers: Sequence[str],
+        components: Iterable[tuple[Component, object]],
+        run_folder: Path | None,
+        plan_values: Mapping[KeyPath, Any],
+        notes: list[str],
+    ) -> None:
+        self.plan, self.parts, self.update, self.notes = plan, parts, update, notes
+        self._feed, self._memory, self._plan_values = feed, memory, plan_values
+        self._per_rank_buffers = per_rank_buffers
+        self.stateful_objects = {
+            f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
+            for component, part in components
+            if isinstance(part, Stateful)
+        }
+        self.attempt = RunAttempt(run_folder, parts.world.rank)
+        self.folder: str | None = plan.checkpoint.config.folder if plan.checkpoint else None
+        if self.folder is None and run_folder is not None:
+            self.folder = str(run_folder.absolute() / CHECKPOINTS)
+        self._control = parts.groups["control"]
+        evaluation = plan.evaluation
         table = None if evaluation is None else evaluation.best
         self.best = None if evaluation is None or table is None else Best(table, evaluation.patience)
 
@@ -104,19 +134,102 @@ class TrainingState:
         optimizer states may change after `Checkpointer.copy_unwritten_state`, other tensors at any time. Raises RunError
         "checkpoint-type" for an unsupported dtype.
         """
-        return self._tensors.pieces()
+        self._memory.follow("a checkpoint")
+        at_rest = self._memory.at_rest()
+        pieces = [
+            TensorPiece(name, region.shape, rectangle, view)
+            for name, region, tensor in self._local_tensors()
+            for rectangle, view in region.split(at_rest(tensor.detach()))
+        ]
+        for piece in pieces:
+            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
+                tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
+        return pieces
+
+    def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
+        """Yields the name in the checkpoint, the region in the whole tensor, and this rank's part, for each tensor."""
+        masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
+        for param in self.parts.registry:
+            if param.name in self.base:
+                continue  # a run that resumes reads or draws it again
+            if param in masters:
+                yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
+            elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
+                yield WEIGHTS + param.name, region_of(param), param.parameter
+        for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
+            yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
+        for stepped, leaf in self._state_leaves():
+            if isinstance(leaf.value, Tensor):
+                shape = tuple(leaf.value.shape)
+                is_elementwise = shape == tuple(stepped.parameter.shape)
+                region = state_region(stepped) if is_elementwise else Region(shape)
+                yield state_name(stepped.name, leaf.name), region, leaf.value
+        for name, buffer, is_per_rank in self.buffers():
+            for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
+                yield saved_name, Region(tuple(buffer.shape)), buffer
+        states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
+        states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
+        for path, tensors in states.items():
+            for name, tensor in tensors.items():
+                yield self.rank_name(f"{path}/{name}"), Region(tuple(tensor.shape)), tensor
+
+    @property
+    def base(self) -> Mapping[str, int]:
+        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
+        return self.parts.registry.base
+
+    def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
+        for stepped in self.update.masters.optimizer_params:
+            for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
+                yield stepped, leaf
+
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
+        for layer in self.parts.layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    name = f"{prefix}.{attribute}"
+                    is_per_rank = any(fnmatchcase(name, pattern) for pattern in self._per_rank_buffers)
+                    if is_per_rank or attribute not in module._non_persistent_buffers_set:
+                        yield name, buffer, is_per_rank
+
+    def rank_name(self, name: str) -> str:
+        """Returns the name in the checkpoint of a tensor that belongs to this rank."""
+        return f"ranks/{self.parts.world.rank}/{name}"
 
     def rank_values(self) -> dict[str, Any]:
         """Returns this rank's state except tensors as JSON, for `SavedRun.with_ranks`."""
         rank = {"generators": generator_states(self.parts.world.device)}
-        values = self._tensors.values() | {BASE + name: value for name, value in self._tensors.base.items()}
-        return {"values": values, "paths": self._tensors.paths(), "rank": rank}
+        values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
+        paths = {
+            state_name(stepped.name, leaf.name): [list(step) for step in leaf.path]
+            for stepped, leaf in self._state_leaves()
+            if len(leaf.path) > 1
+        }
+        return {"values": values, "paths": paths, "rank": rank}
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
+        values = {}
+        for stepped, leaf in self._state_leaves():
+            if leaf.path and not isinstance(leaf.value, Tensor):
+                values[state_name(stepped.name, leaf.name)] = encode_state(leaf.value, stepped.name, leaf.name)
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
+        for group in self.update.optimizer.param_groups:
+            options = shared.options_to_save(self.update.optimizer, group)
+            if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
+                values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
+        for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
+            key = ".".join(map(str, path[1:]))
+            values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
+        return values
 
     def describe(self, step: int) -> SavedRun:
         """Returns the description of the run after `step` steps. It is the same on all ranks, except that only rank 0 has the
         lineage.
         """
-        update, attempt = self._tensors.update, self.attempt.current
+        update, attempt = self.update, self.attempt.current
         plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
         return SavedRun(
             run=self.plan.run.name,
@@ -152,7 +265,7 @@ class TrainingState:
         """
         changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
         check_changes(changes)
-        restoring = RunRestorer(self._tensors, saved, is_same_layout=saved.description.layout == self._layout)
+        restoring = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
         restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
         self._check_checkpoint(restoring)
         self.all_or_none(restoring.restore, "load the checkpoint")
@@ -163,7 +276,7 @@ class TrainingState:
         """Restores the loss scale, skips, best evaluation, position in the data and generators. Appends a note for each state
         that cannot be restored.
         """
-        update, state, world = self._tensors.update, description.state, self.parts.world
+        update, state, world = self.update, description.state, self.parts.world
         self.parts.store.state.was_taken = bool(state["was_taken"])
         if update.scale is not None:
             if state["scale"] is None:

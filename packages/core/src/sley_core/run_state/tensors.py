@@ -11,7 +11,6 @@ ranks/<rank>/extra/<name>        the extra states of the rank's modules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from sley_core.attempt import use_copied_files
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine.save import extra_state, modules_with_extra_state, set_extra_state
-from sley_core.engine.update import list_averages
+from sley_core.engine.save import modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value
@@ -34,18 +32,15 @@ from sley_core.optim import shared
 from sley_core.plan.document import read_text
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
-from sley_core.run_state.pieces import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, TensorPiece, region_of
+from sley_core.run_state.pieces import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, region_of
 from sley_core.weight_files.read import TensorKind
 from sley_core.weight_files.write import BY_NAME, DTYPES
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.engine.parts import Parts
-    from sley_core.engine.update import Update
     from sley_core.engine.weights import Stepped
-    from sley_core.memory.run_memory import RunMemory
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import Stateful
+    from sley_core.run_state.state import TrainingState
 
 OPTIONS = "options/"
 """The name prefix of a parameter's options in the optimizer's groups."""
@@ -55,112 +50,6 @@ BASE = "base/"
 
 SHARED = "shared/"
 """The name prefix of values that the optimizer keeps for all parameters, such as attributes."""
-
-
-class RunTensors:
-    """Collects the tensors of one rank.
-
-    per_rank: name patterns of buffers that may differ between ranks. stateful_objects: the objects by their path in the plan.
-    """
-
-    def __init__(
-        self, parts: Parts, update: Update, memory: RunMemory, per_rank: Sequence[str], stateful_objects: Mapping[str, Stateful]
-    ) -> None:
-        self.parts = parts
-        self.update = update
-        self.memory = memory
-        self.per_rank = tuple(per_rank)
-        self.stateful_objects = stateful_objects
-
-    def pieces(self) -> list[TensorPiece]:
-        """Returns all tensors of this rank, as views of live memory. Raises RunError `checkpoint-type`."""
-        self.memory.follow("a checkpoint")
-        at_rest = self.memory.at_rest()
-        pieces = [
-            TensorPiece(name, region.shape, rectangle, view)
-            for name, region, tensor in self._local_tensors()
-            for rectangle, view in region.split(at_rest(tensor.detach()))
-        ]
-        for piece in pieces:
-            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
-                tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
-                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
-        return pieces
-
-    def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
-        """Yields the name in the checkpoint, the region in the whole tensor, and this rank's part, for each tensor."""
-        masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
-        for param in self.parts.registry:
-            if param.name in self.base:
-                continue  # a run that resumes reads or draws it again
-            if param in masters:
-                yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
-            elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
-                yield WEIGHTS + param.name, region_of(param), param.parameter
-        for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
-            yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
-        for stepped, leaf in self._state_leaves():
-            if isinstance(leaf.value, Tensor):
-                shape = tuple(leaf.value.shape)
-                is_elementwise = shape == tuple(stepped.parameter.shape)
-                region = state_region(stepped) if is_elementwise else Region(shape)
-                yield state_name(stepped.name, leaf.name), region, leaf.value
-        for name, buffer, is_per_rank in self.buffers():
-            for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
-                yield saved_name, Region(tuple(buffer.shape)), buffer
-        states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
-        states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
-        for path, tensors in states.items():
-            for name, tensor in tensors.items():
-                yield self.rank_name(f"{path}/{name}"), Region(tuple(tensor.shape)), tensor
-
-    @property
-    def base(self) -> Mapping[str, int]:
-        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
-        return self.parts.registry.base
-
-    def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
-        for stepped in self.update.masters.optimizer_params:
-            for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
-                yield stepped, leaf
-
-    def values(self) -> dict[str, Any]:
-        """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
-        values = {}
-        for stepped, leaf in self._state_leaves():
-            if leaf.path and not isinstance(leaf.value, Tensor):
-                values[state_name(stepped.name, leaf.name)] = _encode_state(leaf.value, stepped.name, leaf.name)
-        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
-        for group in self.update.optimizer.param_groups:
-            options = shared.options_to_save(self.update.optimizer, group)
-            if changed := {key: _encode_state(value, "a group", key) for key, value in options.items()}:
-                values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
-        for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
-            key = ".".join(map(str, path[1:]))
-            values[f"{SHARED}{path[0]}/{key}"] = _encode_state([list(path), value], "all parameters", key)
-        return values
-
-    def paths(self) -> dict[str, Any]:
-        """Returns the paths of the leaves of nested optimizer states by name; {} if all states are flat."""
-        return {
-            state_name(stepped.name, leaf.name): [list(step) for step in leaf.path]
-            for stepped, leaf in self._state_leaves()
-            if len(leaf.path) > 1
-        }
-
-    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
-        for layer in self.parts.layers:
-            for prefix, module in layer.module.named_modules(prefix=layer.name):
-                for attribute, buffer in module.named_buffers(recurse=False):
-                    name = f"{prefix}.{attribute}"
-                    is_per_rank = any(fnmatchcase(name, pattern) for pattern in self.per_rank)
-                    if is_per_rank or attribute not in module._non_persistent_buffers_set:
-                        yield name, buffer, is_per_rank
-
-    def rank_name(self, name: str) -> str:
-        """Returns the name in the checkpoint of a tensor that belongs to this rank."""
-        return f"ranks/{self.parts.world.rank}/{name}"
 
 
 def state_region(stepped: Stepped) -> Region:
@@ -197,7 +86,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
         torch.cuda.set_rng_state(values["cuda"], device.torch_device)
 
 
-def _encode_state(value: Any, parameter: str, name: str) -> Any:
+def encode_state(value: Any, parameter: str, name: str) -> Any:
     try:
         return encode_value(value)
     except TypeError as error:
@@ -262,8 +151,8 @@ def _rebuild(node: Any, path: tuple[str | int, ...], types: Mapping[tuple[str | 
 class RunRestorer:
     """Restores the state of one rank from a checkpoint. is_same_layout: whether the present layout wrote the checkpoint."""
 
-    def __init__(self, tensors: RunTensors, saved: CheckpointReader, *, is_same_layout: bool) -> None:
-        self.tensors = tensors
+    def __init__(self, state: TrainingState, saved: CheckpointReader, *, is_same_layout: bool) -> None:
+        self.state = state
         self.saved = saved
         self.is_same_layout = is_same_layout
         self.names = frozenset(saved.names)
@@ -272,9 +161,9 @@ class RunRestorer:
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights and buffers that this rank needs, by name."""
-        saved_params = (param for param in self.tensors.parts.registry if param.name not in self.tensors.base)
+        saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base)
         weights = {WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
-        return weights | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.tensors.buffers()}
+        return weights | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
 
     def mismatches(self) -> Iterator[str]:
         """Yields a message for each weight or buffer that the checkpoint lacks or has in a different shape."""
@@ -286,7 +175,7 @@ class RunRestorer:
 
     def base_mismatches(self) -> Iterator[str]:
         """Yields the name of each frozen parameter of the base whose values are not those of the checkpoint's run."""
-        for name, value in self.tensors.base.items():
+        for name, value in self.state.base.items():
             if self.saved.description.values.get(BASE + name) != value:
                 yield name
 
@@ -303,10 +192,10 @@ class RunRestorer:
 
     def _restore_weights(self) -> None:
         """Restores weights and master weights; adds a note if the checkpoint has different dtypes."""
-        masters = self.tensors.update.masters
+        masters = self.state.update.masters
         dtypes = set()
-        for param in self.tensors.parts.registry:
-            if param.name in self.tensors.base:
+        for param in self.state.parts.registry:
+            if param.name in self.state.base:
                 continue
             value = self._read_local(WEIGHTS + param.name, region_of(param))
             dtypes.add(value.dtype)
@@ -318,7 +207,7 @@ class RunRestorer:
 
     def _restore_averages(self) -> None:
         """Restores the averages of the weights; adds a note if only the checkpoint or only the plan has averages."""
-        update, has_averages = self.tensors.update, any(name.startswith(AVERAGES) for name in self.names)
+        update, has_averages = self.state.update, any(name.startswith(AVERAGES) for name in self.names)
         if update.averages is None:
             if has_averages:
                 self.notes.append("the checkpoint's averages of the weights are dropped, because the plan has no [averaging]")
@@ -338,14 +227,14 @@ class RunRestorer:
     @torch.no_grad()
     def _restore_buffers(self) -> None:
         """Restores buffers. A per-rank buffer has this rank's value if the layout is the same, else the common value."""
-        for name, buffer, is_per_rank in self.tensors.buffers():
-            rank_name = self.tensors.rank_name(BUFFERS + name)
+        for name, buffer, is_per_rank in self.state.buffers():
+            rank_name = self.state.rank_name(BUFFERS + name)
             has_rank_value = is_per_rank and self.is_same_layout and rank_name in self.names
             buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
 
     def _restore_optimizer(self) -> None:
         """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
-        update = self.tensors.update
+        update = self.state.update
         stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimizer_params}
         states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
         names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
@@ -361,8 +250,8 @@ class RunRestorer:
 
     def _restore_stateful_objects(self) -> None:
         """Restores the states of plugins if the layout is the same; otherwise resets them and adds a note."""
-        for path, stateful_object in self.tensors.stateful_objects.items():
-            prefix = self.tensors.rank_name(f"{path}/")
+        for path, stateful_object in self.state.stateful_objects.items():
+            prefix = self.state.rank_name(f"{path}/")
             names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
             stateful_object.restore_saved_state({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
             if not self.is_same_layout and any(f"/{path}/" in name for name in self.names):
@@ -375,8 +264,8 @@ class RunRestorer:
         saved_names = extra_state_names(self.saved)
         if saved_names and not self.is_same_layout:
             self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
-        for name, module in modules_with_extra_state(self.tensors.parts.layers):
-            rank_name = self.tensors.rank_name(f"extra/{name}")
+        for name, module in modules_with_extra_state(self.state.parts.layers):
+            rank_name = self.state.rank_name(f"extra/{name}")
             if name not in saved_names:
                 raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")
             set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
