@@ -66,7 +66,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
     Example:
         @hookimpl
         def sley_gradient_handlers():
-            return [GradientHandlerRecord(name="topk", config=TopKConfig, build="mine.topk:TopK", role="reducer", tolerance=0.1)]
+            return [GradientHandlerRecord(name="topk", config=Config, build="mine.topk:TopK", role="reducer", tolerance=0.1)]
     """
 
 
