@@ -13,9 +13,8 @@ from textwrap import dedent
 import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
-from train_cli.console import Settings, format_diagnostics, print_fault
+from train_cli.console import MessageFormat, Settings, format_diagnostics, print_fault
 from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, read_report, write_late_report, write_report
-from train_cli.options import MessageFormat
 
 
 def failure(rank: int, code: int, at: float) -> FailedRank:

@@ -71,6 +71,11 @@ class Fault:
             return cls(error.diagnostics, error.exit_code, trace)
         return cls((_explain(error),), EXIT_RUN_FAILED, trace, unexpected=True)
 
+    def with_label(self, label: str) -> Fault:
+        """Returns the fault with `label` in front of each message."""
+        labelled = (replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in self.diagnostics)
+        return replace(self, diagnostics=tuple(labelled))
+
 
 def _explain(error: Exception) -> Diagnostic:
     """Returns the diagnostic of an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
@@ -273,10 +278,7 @@ def _label_fault(first: FailedRank, failed: Sequence[FailedRank], size: int) -> 
         equal = [rank for rank in failed if rank.fault and rank.fault.diagnostics == first.fault.diagnostics]
         if len(equal) == size:
             return first.fault
-        labelled = tuple(
-            replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in first.fault.diagnostics
-        )
-        return replace(first.fault, diagnostics=labelled)
+        return first.fault.with_label(label)
     if first.code > 0:
         message, hint = f"{label} exited with code {first.code} and left no report", "see its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)

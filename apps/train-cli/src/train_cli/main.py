@@ -26,9 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from sley_core.discovery import install_hint
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError
-from train_cli import console
-from train_cli.console import Settings
-from train_cli.options import MessageFormat
+from train_cli.console import MessageFormat, Settings, print_fault
 from train_cli.stopping import Terminated
 
 GROUP = "sley.commands"
@@ -131,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from train_cli.faults import Fault
 
         fault = Fault.of(error)
-        console.print_fault(fault, settings)
+        print_fault(fault, settings)
         return fault.exit_code
     finally:
         if argv is None:

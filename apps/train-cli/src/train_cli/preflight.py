@@ -11,13 +11,11 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sley_core.errors import RunError, UsageError
-from train_cli import console
-from train_cli.console import Settings
+from train_cli.console import Settings, print_fault
 from train_cli.stopping import has_launcher
 
 if TYPE_CHECKING:
@@ -88,13 +86,10 @@ class RankFaults(AbstractContextManager["RankFaults"]):
         if self.has_begun:
             shows = shows or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
             if self._rank:
-                labelled = (
-                    replace(diagnostic, message=f"rank {self._rank}: {diagnostic.message}") for diagnostic in fault.diagnostics
-                )
-                fault = replace(fault, diagnostics=tuple(labelled))
+                fault = fault.with_label(f"rank {self._rank}")
         write_report(fault)
         if shows and self._settings is not None:
-            console.print_fault(fault, self._settings)
+            print_fault(fault, self._settings)
         if not self.has_begun:
             _notify_others(fault)
         if not shows and self._settings is not None:

@@ -30,8 +30,7 @@ from sley_doctor.slow_ranks import (
 )
 from sley_doctor.verdict import describe_state, find_run_state, find_verdict, list_evidence
 from sley_doctor.work_record import WorkRecord, read_records
-from train_cli.console import print_line
-from train_cli.options import FormatOption, OutputFormat
+from train_cli.console import FormatOption, OutputFormat, print_line
 from train_cli.run_folder import FAULTS
 
 

@@ -20,8 +20,7 @@ from sley_core.hugging_face import CONFIG, merged_weights
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model, write_other_files
-from train_cli.console import print_line
-from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
+from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.saved import open_weights
 
 if TYPE_CHECKING:

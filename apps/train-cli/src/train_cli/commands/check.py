@@ -11,8 +11,16 @@ import typer
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan, has_tie_handler
 from sley_core.plan.load import load_plan
-from train_cli.console import print_line
-from train_cli.options import FormatOption, NodesOption, OutputFormat, PerNodeOption, SetOption, WorldOption, world_size
+from train_cli.console import (
+    FormatOption,
+    NodesOption,
+    OutputFormat,
+    PerNodeOption,
+    SetOption,
+    WorldOption,
+    print_line,
+    world_size,
+)
 
 
 def check(

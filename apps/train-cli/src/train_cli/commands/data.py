@@ -17,8 +17,7 @@ from sley_core.errors import UsageError
 from sley_core.files import replace_atomically
 from sley_core.plan.load import load_plan
 from sley_core.records import DatasetRecord
-from train_cli.console import print_line
-from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption
+from train_cli.console import FormatOption, OutputFormat, PlanArgument, SetOption, print_line
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, Dataset, TextIds

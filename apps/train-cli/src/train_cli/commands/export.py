@@ -27,8 +27,7 @@ from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merged_we
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
-from train_cli.console import print_line
-from train_cli.options import BestOption
+from train_cli.console import BestOption, print_line
 from train_cli.saved import open_weights
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from sley_core.plan.kinds import COMPONENTS, kind_name
 from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
 from sley_core.words import describe_type, suggestion
 from train_cli import templates
-from train_cli.console import print_line
+from train_cli.console import FormatOption, OutputFormat, print_line
 from train_cli.main import module_of
-from train_cli.options import FormatOption, OutputFormat
 
 
 def plugins(

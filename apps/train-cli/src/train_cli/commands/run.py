@@ -19,9 +19,7 @@ from sley_core.errors import PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from train_cli import console
-from train_cli.console import Settings
-from train_cli.options import MessageFormat, PlanArgument, SetOption
+from train_cli.console import MessageFormat, PlanArgument, SetOption, Settings, print_fault, print_line
 from train_cli.preflight import RankFaults, refuse_single_process_worlds
 from train_cli.progress import draws_line, format_rank_count
 from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
@@ -84,7 +82,7 @@ def run(
     check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
     if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
         # Importing torch takes seconds, in this process and in each rank.
-        console.print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
+        print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
     from train_cli.meta_model import check_model
 
     check_model(resolved, size)
@@ -120,9 +118,9 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
 
     limit_s, signals = terminated_s(plan), plan.run.stop_signals
     fault = launch("train_cli.rank:train_plan", arguments, size, folder, terminated_s=limit_s, stop_signals=signals)
-    console.print_fault(fault, settings)
+    print_fault(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
-        console.print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
+        print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
     return fault.exit_code
 
 

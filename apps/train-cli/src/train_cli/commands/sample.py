@@ -28,9 +28,8 @@ from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord, ModelRecord
 from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
-from train_cli.console import print_line
+from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.one_process import open_trained_run, plan_with_data
-from train_cli.options import BestOption, SamplingSeedOption, TemperatureOption, TopKOption
 from train_cli.progress import SUMMARY, repetition_note
 
 if TYPE_CHECKING:

@@ -19,9 +19,7 @@ from sley_core.plan.plan import Plan
 from sley_core.plan.write import iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.draw import draw_text
-from train_cli.main import module_of
-from train_cli.options import (
+from train_cli.console import (
     FormatOption,
     NodesOption,
     OutputFormat,
@@ -31,6 +29,8 @@ from train_cli.options import (
     WorldOption,
     world_size,
 )
+from train_cli.draw import draw_text
+from train_cli.main import module_of
 
 MAX_RANKS = 32
 """The maximum number of ranks to list."""

@@ -20,12 +20,19 @@ import typer
 
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
-from train_cli import console
 from train_cli.commands.run import check_size, num_devices
-from train_cli.console import Settings
+from train_cli.console import (
+    FormatOption,
+    OutputFormat,
+    PlanArgument,
+    SetOption,
+    Settings,
+    WorldOption,
+    print_fault,
+    print_line,
+)
 from train_cli.main import module_of
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
-from train_cli.options import FormatOption, OutputFormat, PlanArgument, SetOption, WorldOption
 from train_cli.stopping import terminated_s
 
 if TYPE_CHECKING:
@@ -79,7 +86,7 @@ def verify(
         typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps)))
     is_idle = findings.has_taken_no_step(ranks_findings, steps)
     if is_idle:
-        console.print_line("no step updated the weights, so no weight was compared; use more `--steps`")
+        print_line("no step updated the weights, so no weight was compared; use more `--steps`")
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
 
 
@@ -116,7 +123,7 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
         fault = launch(target, {**arguments, "folder": name}, size, folder, terminated_s=limit_s)
-        console.print_fault(fault, settings)
+        print_fault(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
         ranks_findings = read_findings(folder, size)

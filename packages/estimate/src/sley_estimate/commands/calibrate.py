@@ -11,10 +11,8 @@ import typer
 from sley_core.errors import EXIT_OK, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import MachineFile, machine_text
-from train_cli import console
-from train_cli.console import Settings
+from train_cli.console import SetOption, Settings, print_fault, print_line
 from train_cli.faults import Fault, write_report
-from train_cli.options import SetOption
 
 TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 
@@ -52,7 +50,7 @@ def calibrate(
         arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
         target = "sley_estimate.commands.calibrate:measure_on_rank"
         fault = launch(target, arguments, ranks, out.absolute().parent, terminated_s=TIMEOUT_S)
-        console.print_fault(fault, context.ensure_object(Settings))
+        print_fault(fault, context.ensure_object(Settings))
         raise typer.Exit(fault.exit_code)
     measure_on_rank(str(out), str(plan) if plan else None, overrides or [])
 
@@ -72,7 +70,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
         raise
     if machine is not None:
         Path(out).write_text(machine_text(machine), "utf-8")
-        console.print_line(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
+        print_line(f"{machine.device.name}: {out} has {_describe_contents(machine)}")
     return EXIT_OK
 
 

@@ -20,9 +20,7 @@ from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import load_machine
 from train_cli.commands.show import WIDTH
-from train_cli.draw import draw_text
-from train_cli.environment import num_cores
-from train_cli.options import (
+from train_cli.console import (
     FormatOption,
     NodesOption,
     OutputFormat,
@@ -32,6 +30,8 @@ from train_cli.options import (
     WorldOption,
     world_size,
 )
+from train_cli.draw import draw_text
+from train_cli.environment import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

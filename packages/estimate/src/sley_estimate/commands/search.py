@@ -16,8 +16,8 @@ from sley_core.plan.write import plan_sections
 from sley_estimate.commands.estimate import format_bytes, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
+from train_cli.console import PlanArgument, SetOption
 from train_cli.environment import num_cores
-from train_cli.options import PlanArgument, SetOption
 from train_cli.progress import draws_line
 
 if TYPE_CHECKING:
