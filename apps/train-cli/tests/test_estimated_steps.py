@@ -133,22 +133,6 @@ def test_layers_of_slices_are_scaled_from_full_sequences() -> None:
     assert swaps[0] == pytest.approx(swaps[1])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("tables", "sizes", "exchange"),
-    [(SHARDS, {"dp": 6, "wp": 3}, "gather"), (SLICES, {"dp": 2, "sp": 3}, "swap"), (STAGES, {"dp": 3, "pp": 2}, "up")],
-    ids=["wp", "sp", "pp"],
-)
-def test_slowest_group_of_a_stage_counts(tables: dict[str, Any], sizes: dict[str, int], exchange: str) -> None:
-    """With four ranks per host, ranks 0 to 2 are on one host, and ranks 3 to 5 on two."""
-    several = {"model__hidden": 24, "model__heads": 6, "model__kv_heads": 3, "batch": {"global_size": 12, "micro_size": 1}}
-    plan = plan_of(**{**tables, **several, "parallel": sizes})
-    one_host, two_hosts = (make_machine(per_host=number) for number in (6, 4))
-    last = sizes.get("pp", 1) - 1
-    slow, fast = (estimate_plan(plan, 6, machine).step.exposed_s(last)[exchange] for machine in (two_hosts, one_host))
-    assert slow > 10 * fast
-
-
 LINK = {"latency_s": 1e-4, "bandwidth": 1e9}
 MACHINE = small_machine(device__kind="cpu", links={"ranks_per_host": 2, "same_host": LINK})
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -288,44 +288,41 @@ def _polls(timeout_s: float) -> Iterator[None]:
 
 
 def _is_loopback(address: str) -> bool:
-    """Returns whether only this machine can reach `address`. Raises RunError "preflight" if the name cannot be resolved within
-    PATIENCE_S, since names of pods are known a little after the pods start.
-    """
-    until = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            addresses = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-            return all(ip == "::1" or ip.startswith("127.") for ip in addresses)
-        except OSError as error:
-            if time.monotonic() > until:
-                hint = "set MASTER_ADDR to a name or address of rank 0's host that all hosts can resolve"
-                raise _preflight_error(f"the name `{address}` cannot be resolved: {error.strerror or error}", hint) from error
-            time.sleep(_RETRY_S)
+    """Returns whether only this machine can reach `address`; False for an unknown name."""
+    with suppress(OSError):
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
+        return all(ip == "::1" or ip.startswith("127.") for ip in addresses)
+    return False
 
 
 def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves: bool) -> Store:
     """Serves the store, or connects to it when it exists. Raises RunError "preflight" as `Rendezvous.join` describes."""
-    deadline_s = time.monotonic() + (PATIENCE_S if serves else timeout_s)  # an earlier run's store may still hold the port
+    start_s = time.monotonic()
     num_silent = 0
     while True:
         has_answered = serves
+        limit_s = PATIENCE_S if serves else timeout_s  # an earlier run's store may still hold the port
         try:
+            socket.getaddrinfo(address, port)
             if not serves:  # first, since torch handles no signals while it connects
                 socket.create_connection((address, port), timeout=PATIENCE_S).close()
                 has_answered = True
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
+            is_unknown = isinstance(error, socket.gaierror)  # names of pods are known a little after the pods start
+            limit_s = PATIENCE_S if is_unknown else limit_s
             # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
-            num_silent += isinstance(error, _SilentError)
-            if time.monotonic() > deadline_s or num_silent == 2:
+            num_silent += has_answered and isinstance(error, TimeoutError)
+            if time.monotonic() - start_s > limit_s or num_silent == 2:
                 break
         time.sleep(_RETRY_S)
+    if is_unknown:
+        hint = "set MASTER_ADDR to a name or address of rank 0's host that all hosts can resolve"
+        raise _preflight_error(f"the name `{address}` cannot be resolved: {reason}", hint)
     if serves:
-        raise _preflight_error(
-            f"port {port} is in use: {reason}",
-            "set another MASTER_PORT; `ss -ltnp` on that host shows the program that uses it",
-        )
+        hint = "set another MASTER_PORT; `ss -ltnp` on that host shows the program that uses it"
+        raise _preflight_error(f"port {port} is in use: {reason}", hint)
     if has_answered:
         hint = "set another MASTER_PORT, since another program uses this one"
         raise _preflight_error(f"the program at {address}:{port} is not a rendezvous store: {reason}", hint)
@@ -333,12 +330,10 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
     raise _preflight_error(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
 
 
-class _SilentError(RuntimeError):
-    """Raised if a program listens at the port and does not answer."""
-
-
 def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
-    """Creates the store in a thread, since torch waits without a limit for a program that does not answer."""
+    """Creates the store in a thread, since torch waits without a limit for a program that does not answer. Raises TimeoutError
+    for such a program.
+    """
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:
@@ -352,7 +347,7 @@ def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
     thread.start()
     thread.join(PATIENCE_S)
     if not outcomes:
-        raise _SilentError("it does not respond")
+        raise TimeoutError("it does not respond")
     if isinstance(outcomes[0], RuntimeError):
         raise outcomes[0]
     return outcomes[0]
