@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
@@ -222,6 +223,16 @@ class UnwatchedAccumulator(LooseAccumulator):
         gradient = self.parameter.grad
         is_late = gradient is not None and gradient is not self.view
         assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
+
+
+def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
+    """Marks gradients that a nested backward accumulated. tasks: the action and autograd's graph task of each gradient."""
+    outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
+    for action, task in tasks.values():
+        outermost[action] = min(task, outermost.get(action, task))
+    for accumulator, (action, task) in tasks.items():
+        if task != outermost[action]:
+            accumulator.expected_passes = None
 
 
 def _require_dense(gradient: Tensor, param: Param) -> Tensor:

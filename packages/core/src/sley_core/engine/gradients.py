@@ -23,8 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sley_core.actions.action import Action
 from sley_core.comm.copies import free, grow
-from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator
+from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator, mark_irregular
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
@@ -82,6 +83,7 @@ class GradientStore:
         self._is_closed = False
         self._has_memory = True
         self._has_learned_passes = False
+        self._tasks: dict[Accumulator, tuple[Action | None, int]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.lay_out(planner)
 
@@ -317,6 +319,8 @@ class GradientStore:
         if are_all_complete:
             for accumulator in self._order:
                 accumulator.record_passes()
+            mark_irregular(self._tasks)
+            self._tasks.clear()
             self._has_learned_passes = True
         self._report()
         if self._next == len(self._order):
@@ -365,6 +369,8 @@ class GradientStore:
         if gradient is not None:
             accumulator.check_open(self.state)
             accumulator.accumulate_grad()
+        if not self._has_learned_passes:
+            self._tasks[accumulator] = self.state.action, torch._C._current_graph_task_id()
         self._count_pass(accumulator)
 
     def _accumulate_assigned(self, accumulator: Accumulator) -> None:
