@@ -99,8 +99,8 @@ def test_a_peer_that_never_comes_is_an_error_in_time(tmp_path, store, port, monk
     ("environ", "named"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        ({"RANK": "0"}, "WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "0"}, "WORLD_SIZE must be a number, but is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK must be a number, but is not set"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK must be a number, but is 'first'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, but is '-1'"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK = 5 .* WORLD_SIZE = 2"),

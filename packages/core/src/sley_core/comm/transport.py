@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,13 +37,6 @@ from sley_core.errors import RunError
 HEADER_BYTES = 192
 _FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
 _BITS = 0x7FFFFFFF
-_DTYPES = {
-    dtype: number
-    for number, dtype in enumerate(
-        sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str), start=1
-    )
-}
-
 MISMATCH_HINT = (
     "ranks that share weights must run the same modules in the same order. Does a forward depend on "
     "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
@@ -65,13 +57,9 @@ class Mark(NamedTuple):
         """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label: the
         description, equal on all ranks. contents: a checksum of additional content to compare (`checksum`).
         """
-        sizes = array("q", (contents,))
-        num_bytes = 0
-        for tensor in tensors:
-            num_bytes += tensor.nbytes
-            sizes.append(tensor.nbytes)
-            sizes.append(_DTYPES[tensor.dtype])
-        return cls(label, zlib.crc32(sizes, _crc(operation, label)) & _BITS, num_bytes)
+        pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
+        number = zlib.crc32(f"{contents} {pieces}".encode(), _crc(operation, label)) & _BITS
+        return cls(label, number, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
         """Returns the error `ranks-differ`: `rank` makes this exchange, but rank `peer` makes `peer_exchange`."""

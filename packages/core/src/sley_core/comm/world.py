@@ -176,11 +176,7 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
     """Returns the integer in the environment variable `name`; raises RunError `rendezvous-failed` if there is none."""
     value = environ.get(name, default)
     if value is None or not value.isdecimal():
-        message = (
-            f"the environment variable {name} must be a number, but is {value!r}"
-            if value
-            else f"the environment variable {name} is not set"
-        )
+        message = f"the environment variable {name} must be a number, but is {'not set' if value is None else repr(value)}"
         hint = "a launcher sets RANK, WORLD_SIZE and LOCAL_RANK; unset them to run without a launcher"
         raise RunError("rendezvous-failed", message, hint=hint)
     return int(value)

@@ -307,12 +307,10 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         with Path(path).open("rb") as file:
             content = file.read()
     except FileNotFoundError:
-        message = f"the file `{name}` does not exist"
-        raise PlanError("plan-missing", message, place=place, hint=_suggest_plans(Path(path))) from None
+        hint = "use a path relative to the current folder"
+        raise PlanError("plan-missing", f"the file `{name}` does not exist", place=place, hint=hint) from None
     except IsADirectoryError:
-        default_path = Path(path) / "plan.toml"
-        hint = f"use `{default_path}`" if default_path.is_file() else _suggest_plans(default_path)
-        raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place, hint=hint) from None
+        raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
@@ -386,17 +384,6 @@ def _decode(content: bytes, name: str) -> str:
         message = f"`{name}` is not UTF-8: invalid byte 0x{content[error.start]:02x}"
         place = Place(name, len(lines), len(lines[-1]) + 1)
         raise PlanError("plan-not-utf8", message, place=place, hint="save the file as UTF-8") from None
-
-
-def _suggest_plans(path: Path) -> str | None:
-    """Returns a hint for a missing file, with up to five `*.toml` files in the same folder."""
-    try:
-        plans = sorted(file.name for file in path.absolute().parent.glob("*.toml"))
-    except (OSError, ValueError):
-        return None
-    if plans:
-        return f"the folder has the plans {', '.join(f'`{name}`' for name in plans[:5])}"
-    return "use a path relative to the current folder"
 
 
 def _lower_first(message: str) -> str:

@@ -53,14 +53,13 @@ class Component:
     def kind(self) -> RecordKind:
         return self.table.kind
 
-    def load(self) -> None:
-        """Imports the code that `build` calls. Raises the same errors as `build`."""
+    def load(self) -> Any:
+        """Imports and returns the code that `build` calls. Raises the same errors as `build`."""
         try:
             if self.record:
                 assert self.plugin, self.name
-                self.plugin.load_builder(self.record)
-            else:
-                import_factory(self.table.build or self.name, self.path, self.document.folder)
+                return self.plugin.load_builder(self.record)
+            return import_factory(self.table.build or self.name, self.path, self.document.folder)
         except SleyError as error:
             add_places(error, self.document)
             raise
@@ -71,11 +70,8 @@ class Component:
         Raises PlanError if the user's code fails and PluginError if a plugin cannot be imported, with the place in the plan.
         """
         try:
-            if self.record:
-                assert self.plugin, self.name
-                return self.plugin.load_builder(self.record)(self.config, *args)
-            if self.table.build:
-                return import_factory(self.table.build, self.path, self.document.folder)(self.config, *args)
+            if self.record or self.table.build:
+                return self.load()(self.config, *args)
             assert isinstance(self.config, FactoryTable), self.config
             arguments = {self.table.factory_argument: args[0]} if self.table.factory_argument else {}
             return call_factory(self.name, self.path, self.document.folder, self.config.options, arguments)

@@ -66,25 +66,14 @@ class WeightFiles:
         index = None if (folder / SINGLE).is_file() else _read_index(folder)
         files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
         self.stored: dict[str, StoredTensor] = {}
+        locations: set[tuple[str, str]] = set()
         for file in files:
             tensors = _read_header(folder / file)
-            if duplicates := sorted(self.stored.keys() & tensors):
-                raise weight_files_error(
-                    f"{shorten_names(list(map(repr, duplicates)))} in `{folder / file}` and also in another file"
-                )
+            locations |= {(name, file) for name in tensors}
             self.stored |= tensors
-        if index is not None:
-            stored = self.stored
-            problems = {
-                "names tensors that no file has": [name for name in index if name not in stored],
-                "does not name tensors of its files": [name for name in stored if name not in index],
-                "names another file for": [
-                    name for name in stored if index.get(name, stored[name].file.name) != stored[name].file.name
-                ],
-            }
-            for problem, names in problems.items():
-                if names:
-                    raise weight_files_error(f"`{folder / INDEX}` {problem}: {shorten_names(list(map(repr, names)))}")
+        if index is not None and (differences := sorted({name for name, _ in locations ^ set(index.items())})):
+            names = shorten_names(list(map(repr, differences)))
+            raise weight_files_error(f"`{folder / INDEX}` does not name the file of each tensor and no other: {names}")
 
     @property
     def names(self) -> Sequence[str]:
