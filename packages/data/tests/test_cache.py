@@ -96,8 +96,8 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
 
 
 def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of one document each, in parts of several, from three processes."""
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 3)
+    """Batches of one document each, in parts of several, from two processes."""
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
     monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
     for name, size in {"PART_BYTES": 200, "BATCH_BYTES": 1}.items():
         monkeypatch.setattr(cache, name, size)
@@ -132,6 +132,7 @@ def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.Monke
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
     expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
     monkeypatch.setattr("sley_data.streams._MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)
     assert samples(table) == expected
     assert TokenDataset(table, DataContext()).data_digest == digest
     assert list((table.files[0].parent / "home").glob("sley/data/*/complete.json"))

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache, streams
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, ChatRows, encode_conversations, pack_best_fit
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, ChatRows, check_chat, encode_conversations, pack_best_fit
 from sley_data.chat_template import ChatTemplate
-from sley_data.check import check_chat
 from sley_data.conversations import Conversation, chat_files, describe_overlap, read_conversations
 from sley_data.plugin import ChatConfig
 
@@ -222,7 +221,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
 
 
 def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_data.check.ALWAYS_READ", 10)
+    monkeypatch.setattr("sley_data.chat.ALWAYS_READ", 10)
     assert list(check_chat(table([chat("a", "b")]), evaluates=False)) == []
     assert [problem.code for problem in check_chat(table([chat("a")]), evaluates=True)] == ["chat-mask", "held-out"]
 

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from sley_data.documents import read_documents
 from sley_data.files import _matches_hub_pattern as _matches
+from sley_data.files import text_files
 from sley_data.plugin import TextConfig
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {name: json.dumps({"text": name}).encode() for name in ("data/a-0.jsonl", "data/a-1.jsonl", "data/old/a-2.jsonl")}
-
-READ = """
-import sys
-from pathlib import Path
-from sley_data.plugin import TextConfig
-from sley_data.documents import read_documents
-from sley_data.files import text_files
-config = TextConfig.model_validate({"files": sys.argv[1:], "field": "text", "sequence": 4}, context={"folder": Path("/plan")})
-files, problems = text_files(config, "train")
-print(problems or [text.decode() for _, text in read_documents(files, config.model_copy(update={"held_out": 0.0}), "train")])
-"""
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -72,39 +62,51 @@ def server() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
-def read(folder: Path, port: int, *files: str, **env: str) -> str:
-    more = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder / "hf"), "XDG_CACHE_HOME": str(folder), **env}
-    command = [sys.executable, "-c", READ, *files]
-    return subprocess.run(command, env={**os.environ, **more}, check=True, capture_output=True, text=True).stdout.strip()
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A function that returns the texts of hub files, or the problems of their names. port: the port of the hub."""
+
+    def read_texts(port: int, *names: str, is_offline: bool = False) -> str:
+        url = f"http://127.0.0.1:{port}"
+        settings = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"}
+        for name, value in {**settings, "HF_HUB_CACHE": str(tmp_path / "hf"), "HF_HUB_OFFLINE": is_offline}.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        table = {"files": names, "field": "text", "sequence": 4, "held_out": 0.0}
+        config = TextConfig.model_validate(table, context={"folder": Path("/plan")})
+        files, problems = text_files(config, "train")
+        return str(problems or [text.decode() for _, text in read_documents(files, config, "train")])
+
+    return read_texts
 
 
-def test_files_are_downloaded_once(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+def test_files_are_downloaded_once(read: Callable[..., str], server: ThreadingHTTPServer) -> None:
     name, port = "hf://datasets/org/name/data/*.jsonl", server.server_port
-    assert read(tmp_path, port, name) == "['data/a-0.jsonl', 'data/a-1.jsonl']"
+    assert read(port, name) == "['data/a-0.jsonl', 'data/a-1.jsonl']"
     num_requests = len(_Hub.requests)
     assert not any("old" in path for path in _Hub.requests)
-    assert "data/old/a-2.jsonl" in read(tmp_path, port, name, "hf://datasets/org/name@v1/**/*.jsonl")
+    assert "data/old/a-2.jsonl" in read(port, name, "hf://datasets/org/name@v1/**/*.jsonl")
     assert not any(path.endswith("/datasets/org/name") for path in _Hub.requests[num_requests:]), "known without a server"
 
 
-def test_missing_files_are_named(tmp_path: Path, server: ThreadingHTTPServer) -> None:
+def test_missing_files_are_named(read: Callable[..., str], server: ThreadingHTTPServer) -> None:
     messages = {
         "hf://datasets/org/name/data/*.parquet": "matches `data/*.parquet`",
         "hf://datasets/org/none/data/*.parquet": "`org/none` cannot be downloaded: ",
         "hf://org/name": "must have the form hf://",
     }
-    output = read(tmp_path, server.server_port, *messages)
+    output = read(server.server_port, *messages)
     for number, message in enumerate(messages.values()):
         assert message in output
         assert f"('data', 'files', {number})" in output
     assert output.count("code='data-hub'") == 3
 
 
-def test_without_a_network_or_the_package_it_is_said(tmp_path: Path) -> None:
+def test_without_a_network_or_the_package_it_is_said(read: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "hf://datasets/org/name/data/*.jsonl"
-    assert "`org/name` cannot be downloaded: " in read(tmp_path, 9, name, HF_HUB_OFFLINE="1")
-    (tmp_path / "huggingface_hub.py").write_text("raise ImportError")
-    assert "sley-data[hub]" in read(tmp_path, 9, name, PYTHONPATH=str(tmp_path))
+    assert "`org/name` cannot be downloaded: " in read(9, name, is_offline=True)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "sley-data[hub]" in read(9, name)
 
 
 def test_a_name_stays_as_it_is_in_a_plan() -> None:

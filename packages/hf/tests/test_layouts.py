@@ -164,6 +164,7 @@ def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "changes", "policy", "num_graphs"),
     [
+        ("llama", {}, "core.keep", 2),  # a block and the head
         ("mixtral", {"num_hidden_layers": 3}, "memory.selective", 2),
         # two kinds of blocks, and the head
         ("gemma3_text", {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 4}, "core.keep", 3),

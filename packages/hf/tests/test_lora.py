@@ -53,15 +53,15 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"tokens": i[:, :-1], "labels": i[:, 1:], "positions": positions, "cu_seqlens": bounds} for i in ids]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("table", "options"),
     [
-        (LORA, {}),
-        (LORA | {"targets": ["q_proj", "blocks.1.*.down_proj"], "rslora": True}, {"use_rslora": True}),
         (LORA | {"dora": True, "train": ["blocks.*norm.weight"]}, {"use_dora": True}),
+        (LORA | {"targets": ["q_proj", "blocks.1.*.down_proj"], "rslora": True}, {"use_rslora": True}),
+        (LORA, {}),
     ],
-    ids=["all-linear", "patterns", "dora and norms"],
+    ids=["dora and norms", "patterns", "all-linear"],
 )
 def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any], base: Path, texts: Path) -> None:
     import peft
@@ -108,13 +108,15 @@ def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any) -> None:
         assert_parity_of_parts(reference, results, "fp64")
 
 
-def test_stages_without_trainable_parameters(base: Path, texts: Path, ranks: Any) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("num_trained", [[0, 2], [0, 0, 2, 0]], ids=["2 stages", "4 stages"])
+def test_stages_without_trainable_parameters(base: Path, texts: Path, ranks: Any, num_trained: list[int]) -> None:
     tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
-    layout = {"parallel": {"pp": 4, "dp": 1}}
+    layout = {"parallel": {"pp": len(num_trained), "dp": 1}}
     plans = [changed(tables, **layout, pipeline={"use": use}) for use in ("pp.one_f_one_b", "pp.zero_bubble_h1")]
     reference = record_reference(tables, 2, folder=texts)
-    for results in zip(*ranks(4, 400)(record_all, plans, texts), strict=True):
-        assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
+    for results in zip(*ranks(len(num_trained), 400)(record_all, plans, texts), strict=True):
+        assert [len(result.gradients[0]) for result in results] == num_trained
         assert_parity_of_parts(reference, results, "fp64")
 
 
@@ -122,19 +124,15 @@ def test_a_tied_head_may_have_adapters_or_be_trained_and_models_llama_takes_adap
     base: Path, texts: Path, ranks: Any
 ) -> None:
     variants = [
-        (plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]}), 6, ("1f1b", "wp")),
-        (plan(base, adapters=LORA | {"train": ["head.*"]}), 2 * 7 * 2 + 2, ("1f1b", "wp")),
-        (
-            small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]}),
-            2 * 2 * 2 + 1,
-            ("dp sharded", "1f1b"),
-        ),
+        (plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]}), 6, "wp"),
+        (plan(base, adapters=LORA | {"train": ["head.*"]}), 2 * 7 * 2 + 2, "1f1b"),
+        (small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]}), 2 * 2 * 2 + 1, "dp sharded"),
     ]
     references = [record_reference(tables, 2, folder=texts) for tables, _, _ in variants]
-    plans = [changed(tables, **LAYOUTS[layout]) for tables, _, layouts in variants for layout in layouts]
+    plans = [changed(tables, **LAYOUTS[layout]) for tables, _, layout in variants]
     assert [len(reference.gradients[0]) for reference in references] == [count for _, count, _ in variants]
-    for number, results in enumerate(zip(*ranks(2, 400)(record_all, plans, texts), strict=True)):
-        assert_parity_of_parts(references[number // 2], results, "fp64")
+    for reference, results in zip(references, zip(*ranks(2, 400)(record_all, plans, texts), strict=True), strict=True):
+        assert_parity_of_parts(reference, results, "fp64")
 
 
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Model
-from sley_core.weight_files.read import INDEX, WeightFiles
-from sley_models.hf import check_names, name_pairs
+from sley_core.plan.load import plan_from_dict
+from sley_core.weight_files.read import INDEX, TensorKind, WeightFiles
+from sley_models.hf import hugging_face, param_shapes
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
+from sley_testing.plans import small_plan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -229,10 +232,12 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path, fault: str) 
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    config = LlamaConfig(num_layers=2, hidden=32, heads=4)
-    names = dict(name_pairs(config))
+    plan = plan_from_dict(small_plan())
+    shapes = {**param_shapes(plan.model.config, 256), "rope": (1,)}
+    del shapes["blocks.0.attention.key.weight"]
+    source: Any = SimpleNamespace(names=list(shapes), kind=lambda name: TensorKind("F32", shapes[name]))
     with pytest.raises(RunError, match=r"'blocks.0.attention.key.weight' is missing, 'rope' is unknown") as raised:
-        check_names([*(names.keys() - {"blocks.0.attention.key.weight"}), "rope"], names, set())
+        hugging_face(plan, source)
     assert raised.value.diagnostics[0].code == "weights-mismatch"
 
 

@@ -52,7 +52,7 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
     assert_close_gradients(expected, result.exported, 1e-10)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign  # the next test always compares layouts, in bf16
 @pytest.mark.parametrize("averaging", [EMA, MEAN], ids=["ema", "mean"])
 def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
     plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]

@@ -116,7 +116,7 @@ def layout_of(name: str, **changes: Any) -> Tables:
     return changed(tables, **changes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["wp and sharded", "stages and sharded", "sharded", "wp", "stages"])
 def test_canonical_bits_are_those_of_one_process(ranks: Any, texts: Path, layout: str, compute: str) -> None:

@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from sley_core.api.data import IGNORE_INDEX, DataContext
+from sley_core.api.data import IGNORE_INDEX, DataContext, Split
 from sley_core.errors import PlanError
+from sley_core.records import Problem
 from sley_data.chat_template import ChatTemplate, Encoded
-from sley_data.conversations import Conversation, chat_files, empty_split_error, read_conversations
+from sley_data.check import check_vocabulary, report_errors
+from sley_data.conversations import Conversation, chat_files, empty_split_error, file_conversations, read_conversations
 from sley_data.datasets import RowsDataset
+from sley_data.documents import ALWAYS_READ
 from sley_data.files import DataFile, split_files
 from sley_data.plugin import ChatConfig
 from sley_data.streams import Integers, cache_folder, load_tokens
@@ -283,3 +287,38 @@ class ChatDataset(RowsDataset):
             "longest": stats.longest,
             "dropped": dict(stats.dropped),
         }
+
+
+_MAX_CHECKED = 64
+"""The maximum number of conversations of large files to render before a run."""
+
+
+@report_errors
+def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+    """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
+
+    Renders all conversations of small files, but only the first conversations of large files.
+    """
+    splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
+    files, problems = chat_files(config, "train")
+    if config.held_out_files:
+        held_out_files, held_out_problems = chat_files(config, "held_out")
+        files, problems = [*files, *held_out_files], [*problems, *held_out_problems]
+    yield from problems
+    if problems:
+        return
+    template = ChatTemplate(config.tokenizer, config.template)
+    yield from check_vocabulary(vocab_size, template.vocab_size)
+    if sum(file.num_bytes for file in files) > ALWAYS_READ:
+        outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
+        if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
+            reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
+            message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
+            yield Problem(("data", "train_on"), message, None, "chat-mask")
+        if evaluates and not config.held_out and not config.held_out_files:
+            raise empty_split_error(config, "held_out")
+        return
+    for split in splits:
+        count = len(ChatRows(config, DataContext(split=split), template))
+        if split == "train" and (problem := config.check_num_samples(count)):
+            yield problem

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from itertools import islice
 from typing import ParamSpec
 
-from sley_core.api.data import DataContext, Split
 from sley_core.errors import SleyError
 from sley_core.records import Problem
-from sley_data.chat_template import ChatTemplate
-from sley_data.conversations import chat_files, empty_split_error, file_conversations
-from sley_data.documents import ALWAYS_READ, count_samples, find_copied_tokens, load_tokenizer, num_ids, read_file
+from sley_data.documents import count_samples, find_copied_tokens, load_tokenizer, num_ids, read_file
 from sley_data.files import text_files, token_files
-from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
+from sley_data.plugin import TextConfig, TokensConfig
 
 P = ParamSpec("P")
 
@@ -44,7 +40,7 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
         held_out = text_files(config, "held_out") if config.held_out_files else train
     problems = dict.fromkeys((*train[1], *held_out[1]))
     yield from problems
-    yield from _check_vocabulary(vocab_size, num_ids(config, load_tokenizer(config)))
+    yield from check_vocabulary(vocab_size, num_ids(config, load_tokenizer(config)))
     if problems:
         return
     if isinstance(config, TokensConfig):
@@ -60,44 +56,7 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
         yield _held_out_problem(config)
 
 
-_MAX_CHECKED = 64
-"""The maximum number of conversations of large files to render before a run."""
-
-
-@report_errors
-def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
-
-    Renders all conversations of small files, but only the first conversations of large files.
-    """
-    from sley_data.chat import ChatRows  # other tables need no numpy
-
-    splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
-    files, problems = chat_files(config, "train")
-    if config.held_out_files:
-        held_out_files, held_out_problems = chat_files(config, "held_out")
-        files, problems = [*files, *held_out_files], [*problems, *held_out_problems]
-    yield from problems
-    if problems:
-        return
-    template = ChatTemplate(config.tokenizer, config.template)
-    yield from _check_vocabulary(vocab_size, template.vocab_size)
-    if sum(file.num_bytes for file in files) > ALWAYS_READ:
-        outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
-        if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
-            reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
-            message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
-            yield Problem(("data", "train_on"), message, None, "chat-mask")
-        if evaluates and not config.held_out and not config.held_out_files:
-            raise empty_split_error(config, "held_out")
-        return
-    for split in splits:
-        count = len(ChatRows(config, DataContext(split=split), template))
-        if split == "train" and (problem := config.check_num_samples(count)):
-            yield problem
-
-
-def _check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
+def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
     """Yields a problem if the model has fewer token ids than the data."""
     if vocab_size is not None and vocab_size < count:
         message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"

@@ -269,13 +269,12 @@ class MixtureConfig(DataConfig):
 
 @hookimpl
 def sley_records() -> list[DatasetRecord]:
-    check = "sley_data.check:check"
     return [
         DatasetRecord(
             name="text",
             config=TextConfig,
             build="sley_data.datasets:TokenDataset",
-            check=check,
+            check="sley_data.check:check",
             text_ids="sley_data.tokenizer:text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
         ),
@@ -283,11 +282,13 @@ def sley_records() -> list[DatasetRecord]:
             name="chat",
             config=ChatConfig,
             build="sley_data.chat:ChatDataset",
-            check="sley_data.check:check_chat",
+            check="sley_data.chat:check_chat",
             text_ids="sley_data.chat_template:text_ids",
             describe_overlap="sley_data.conversations:describe_overlap",
         ),
-        DatasetRecord(name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check=check),
+        DatasetRecord(
+            name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check="sley_data.check:check"
+        ),
         DatasetRecord(
             name="mixture",
             config=MixtureConfig,

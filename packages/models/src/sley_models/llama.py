@@ -39,9 +39,9 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     """
     vocab_size = _vocab_size(config, data)
     builders: Any = [
-        ("embed", partial(_build_on_meta, Embed, vocab_size, config.hidden)),
-        ("blocks", partial(_build_on_meta, Block, config), config.num_layers),
-        ("head", partial(_build_on_meta, Head, config, vocab_size)),
+        ("embed", partial(build_on_meta, Embed, vocab_size, config.hidden)),
+        ("blocks", partial(build_on_meta, Block, config), config.num_layers),
+        ("head", partial(build_on_meta, Head, config, vocab_size)),
     ]
     ties = [("embed.tokens.weight", "head.output.weight")] if config.tie_embeddings else []
     if config.weights is None:
@@ -51,7 +51,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     return Model(builders, FileInitializer(config), ties=ties)
 
 
-def _build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
+def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Module:
     """Returns a layer whose parameters are on meta. The model's initializer sets their values."""
     with torch.device("meta"):
         return layer_class(*args)
