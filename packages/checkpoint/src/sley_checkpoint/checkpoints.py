@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, LocalFolder, open_folder
 from sley_checkpoint.reader import INDEX, Checkpoint, Damage, complete_checkpoints, examine, index_or_none
@@ -211,18 +211,19 @@ class AnyLayout(Checkpointer):
         if is_auto := str(path) == AUTO:
             self._run_folder()
         load_path = None if is_auto else absolute_path(path)
-        checkpoint, damaged_checkpoints, origin, notes = choose_checkpoint(
-            self.state, load_path, allow_fresh_start=allow_fresh_start
-        )
+        candidates = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
+        checkpoint, damaged_checkpoints = choose_checkpoint(self.state, candidates.paths)
+        if checkpoint is None and load_path is not None:
+            raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(load_path).text}")
         if checkpoint is None:
             return None
         # A run folder knows the run's checkpoints; without one, the run name must match.
         saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
-        if is_auto and self.state.attempt.folder is None and checkpoint.place != origin and saved_run != this_run:
+        if is_auto and self.state.attempt.folder is None and checkpoint.place != candidates.origin and saved_run != this_run:
             message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
             hint = "pass the path of the checkpoint to continue from another run"
             raise RunError("checkpoint-mismatch", message, hint=hint)
-        notes += self.state.restore(checkpoint)
+        notes = [*candidates.notes, *self.state.restore(checkpoint)]
         self._saved_step, self._is_written, self._save_time = checkpoint.step, True, time.monotonic()
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
@@ -264,39 +265,27 @@ DamagedCheckpoint = tuple[str, list[Damage]]
 """The path of a damaged checkpoint and its damages."""
 
 
-class Selection(NamedTuple):
-    """Holds the checkpoint that all ranks load, or None if there is none. damaged_checkpoints: newer, damaged checkpoints.
+class Candidates(NamedTuple):
+    """Holds the paths of the checkpoints to load, in the order in which to try them.
+
     origin: the checkpoint from which the attempt started. notes: messages for the user.
     """
 
-    checkpoint: Checkpoint | None
-    damaged_checkpoints: list[DamagedCheckpoint]
-    origin: str
-    notes: list[str]
+    paths: list[str]
+    origin: str = ""
+    notes: Sequence[str] = ()
 
 
-def choose_checkpoint(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> Selection:
-    """Returns the checkpoint to load. All ranks call it, and each verifies a share of the files.
+def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """Returns the first intact checkpoint, or None if `paths` is empty, and the damaged ones before it.
 
-    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
-    whether a run without a checkpoint may repeat its steps. Only the arguments of rank 0 count.
-
-    Raises the same error on all ranks. UsageError `never-anew`: the run would repeat its own work. RunError
-    `checkpoint-damaged`: all checkpoints are damaged. RunError `no-checkpoint`: there is none at `path`. RunError
-    `checkpoint-load`: a folder cannot be read.
+    All ranks call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if
+    all checkpoints are damaged, and `checkpoint-load` if the ranks see different ones.
     """
     world, control = state.parts.world, state.parts.groups["control"]
-    # All ranks join; rank 0 lists the checkpoints.
-    candidates = _list_candidates(state, path, allow_fresh_start=allow_fresh_start) if world.rank == 0 else {}
-    candidates = control.gather_objects(candidates, label="the list of checkpoints")[0]
-    if candidates["problem"]:
-        code, message, hint = candidates["problem"]
-        error_type = UsageError if code == "never-anew" else RunError
-        raise error_type(code, message, hint=hint)
-    origin, notes = candidates["origin"], candidates["notes"]
     damaged_checkpoints: list[DamagedCheckpoint] = []
-    for candidate in candidates["paths"]:
-        folder = open_folder(candidate)
+    for path in paths:
+        folder = open_folder(path)
         index, rank_damages = examine(folder, world.rank, world.size)
         # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
         # delete it.
@@ -306,41 +295,48 @@ def choose_checkpoint(state: TrainingState, path: str | None, *, allow_fresh_sta
             if len({token for _, token in reports}) > 1:
                 message = f"ranks see different checkpoints in {folder.text}"
                 raise RunError("checkpoint-load", message, hint="use a folder that all ranks share")
-            return Selection(Checkpoint(folder, index), damaged_checkpoints, origin, notes)
+            return Checkpoint(folder, index), damaged_checkpoints
         damaged_checkpoints.append((folder.text, damages))
     if damaged_checkpoints:
         newest, damages = damaged_checkpoints[0]
         message = f"the checkpoint {newest} is damaged: {', '.join(map(str, damages[:MAX_SHOWN_DAMAGES]))}"
         raise RunError("checkpoint-damaged", message, hint="use another folder, since this one has no intact older checkpoint")
-    if path is not None:
-        raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(path).text}")
-    return Selection(None, [], origin, notes)
+    return None, []
 
 
-def _list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> dict[str, Any]:
-    """Returns the paths of the candidates in the order in which to try them, notes, the attempt's origin, and the code, message
-    and hint of an error, as `_candidate_message` does.
+def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> Candidates:
+    """Returns the checkpoints to load. All ranks call it, and rank 0 lists them; only its arguments count.
+
+    path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
+    whether a run without a checkpoint may repeat its steps.
+
+    Raises the same error on all ranks: UsageError `never-anew` if the run would repeat its own work, and RunError
+    `checkpoint-load` if a folder cannot be read.
     """
-    folder = open_folder(state.folder or "" if path is None else path)
-    try:
-        if path is None:
-            return _resumable_checkpoints(state, folder, allow_fresh_start=allow_fresh_start)
-        paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, complete_checkpoints(folder))
-        return _candidate_message(paths)
-    except SleyError as error:
-        diagnostic = error.diagnostics[0]
-        return _candidate_message(problem=(diagnostic.code, diagnostic.message, diagnostic.hint))
-    except Exception as error:  # any file system error: the other ranks wait for the list
-        return _candidate_message(problem=("checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None))
+    candidates, problem = Candidates([]), None
+    if state.parts.world.rank == 0:
+        folder = open_folder(state.folder or "" if path is None else path)
+        try:
+            if path is None:
+                candidates = _resumable_checkpoints(state, folder, allow_fresh_start=allow_fresh_start)
+            else:
+                has_index = INDEX in folder.names()
+                candidates = Candidates([folder.text] if has_index else _child_paths(folder, complete_checkpoints(folder)))
+        except SleyError as error:
+            diagnostic = error.diagnostics[0]
+            problem = diagnostic.code, diagnostic.message, diagnostic.hint
+        except Exception as error:  # any file system error: the other ranks wait for the list
+            problem = "checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None
+    # All ranks join.
+    fields, problem = state.parts.groups["control"].gather_objects([candidates, problem], label="the list of checkpoints")[0]
+    if problem is not None:
+        code, message, hint = problem
+        error_type = UsageError if code == "never-anew" else RunError
+        raise error_type(code, message, hint=hint)
+    return Candidates(*fields)
 
 
-def _candidate_message(
-    paths: Sequence[str] = (), origin: str = "", notes: Sequence[str] = (), problem: tuple[str, str, str | None] | None = None
-) -> dict[str, Any]:
-    return {"paths": list(paths), "origin": origin, "notes": list(notes), "problem": problem}
-
-
-def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> dict[str, Any]:
+def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> Candidates:
     """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
 
     Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
@@ -348,7 +344,7 @@ def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_
     """
     names = complete_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
-        return _candidate_message(_child_paths(folder, names))
+        return Candidates(_child_paths(folder, names))
     attempt = state.attempt.latest
     own_names: list[str] = []
     foreign_names: list[str] = []
@@ -364,7 +360,7 @@ def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_
     if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
         state.attempt.refuse_fresh_start(folder.text, foreign_names)
     message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.text}"
-    return _candidate_message(paths, origin, [message] if foreign_names else [])
+    return Candidates(paths, origin, [message] if foreign_names else [])
 
 
 def _child_paths(folder: Folder, names: list[str]) -> list[str]:
