@@ -22,8 +22,8 @@ from sley_core.discovery import CORE
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS, kind_with_article
 from sley_core.plan.loader import Loader
+from sley_core.plan.plan import format_value
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
-from sley_core.plan.write import format_value
 from sley_core.table import Table
 from sley_core.words import describe_type
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from protocol import arguments, compare, interleave, noise_of, report
-from sley_core.comm.group import Group
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import Group, make_groups
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.ranks import Ranks
 

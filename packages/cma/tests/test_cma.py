@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from sley_cma import connection, offers, process_vm
 from sley_cma.process_vm import MemorySpan, read, write
-from sley_core.comm.group import Group
-from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.group import Group, Groups, make_groups
 from sley_core.comm.transport import Work
 from sley_core.errors import RunError
 from sley_core.topology import GATHER, REDUCE, Topology

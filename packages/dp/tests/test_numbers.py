@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sley_core.comm.backends import MessageTransport
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.groups import do_nothing
+from sley_core.comm.group import do_nothing
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import all_reduce as imported_all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import make_groups
 from sley_core.comm.world import World
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.comm.group import Group
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import Group, make_groups
 from sley_core.comm.world import World
 from sley_core.topology import Topology
 from sley_testing.late_exchanges import late_exchanges

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sley_core.errors import format_path
 from sley_core.json_text import write_json
-from sley_core.plan.write import iterate_values
+from sley_core.plan.plan import iterate_values
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan

@@ -118,7 +118,7 @@ def open_rendezvous(plan: Plan) -> Rendezvous | None:
         return None
     import torch
 
-    from sley_core.plan.write import digest_values
+    from sley_core.plan.plan import digest_values
     from train_cli.rendezvous import Rendezvous
 
     rendezvous = Rendezvous.join(os.environ, timeout_s=plan.limits.start_timeout_s)

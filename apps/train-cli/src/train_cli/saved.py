@@ -277,7 +277,7 @@ def is_finished(run: Run, folder: Path) -> bool:
     # Over all ranks: rank 0 decides, since it owns the folder.
     saved_plan: str = run.groups["control"].gather_objects(text, label="whether the run has finished")[0]
     if saved_plan:
-        from sley_core.plan.write import check_changes, compare_plans
+        from sley_core.plan.plan import check_changes, compare_plans
 
         check_changes(compare_plans(saved_plan, run.resolved_plan.to_toml()))
     return bool(saved_plan)

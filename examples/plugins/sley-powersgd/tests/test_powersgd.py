@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from sley_core.comm.group import Group
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import Group, make_groups
 from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sley_core.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
-from sley_core.comm.groups import Groups
+from sley_core.comm.group import Groups
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
@@ -46,7 +46,7 @@ from sley_core.model.values import HostModel
 from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
-from sley_core.plan.write import digest_values
+from sley_core.plan.plan import digest_values
 from sley_core.process import keep_freed_memory
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.comm.groups import Groups, make_groups
+from sley_core.comm.group import Groups, make_groups
 from sley_core.comm.transport import Mark, checksum
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GATHER, REDUCE, Topology

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sley_core.comm.backends import CollectiveTransport, can_coalesce
-from sley_core.comm.groups import make_groups
+from sley_core.comm.group import make_groups
 from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_testing.collectives import assert_same_sequence, can_read_peers, collectives

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sley_core.comm.groups import make_communicator
+from sley_core.comm.group import make_communicator
 from sley_core.comm.world import World, reset_stores
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
@@ -171,7 +171,7 @@ def test_a_group_of_gloo_beside_nccl_takes_no_part_in_a_split_of_its_communicato
 
     with World.fake(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        monkeypatch.setattr("sley_core.comm.groups.dist.new_group", new_group)
+        monkeypatch.setattr("sley_core.comm.group.dist.new_group", new_group)
         make_communicator(GroupEntry("some", DEFAULT_CHANNEL, (1, 2)), 0, backend, timedelta(seconds=1))
         assert seen == [bound]
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)

@@ -10,8 +10,7 @@ import pytest
 
 from sley_core.errors import PlanError, format_path
 from sley_core.plan.load import load_plan, plan_from_dict, plan_from_text
-from sley_core.plan.plan import Plan
-from sley_core.plan.write import check_changes, compare_plans
+from sley_core.plan.plan import Plan, check_changes, compare_plans
 from sley_testing.plans import small_plan
 
 

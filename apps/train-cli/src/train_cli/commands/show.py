@@ -15,8 +15,7 @@ from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.errors import KeyPath, PlanError, UsageError, format_path
 from sley_core.plan.load import load_plan
-from sley_core.plan.plan import Plan
-from sley_core.plan.write import iterate_values
+from sley_core.plan.plan import Plan, iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
 from train_cli.console import (

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.rendezvous import rendezvous as open_rendezvous
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups, Simulation, make_groups
+from sley_core.comm.group import Groups, Simulation, make_groups
 from sley_core.comm.progress import first_line
 from sley_core.errors import RunError
 from sley_core.topology import GroupEntry, Topology

@@ -33,7 +33,7 @@ from sley_core.errors import RunError
 from sley_core.model.tensors import flat_bytes
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Groups
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.step_batch import StepBatch
 

@@ -27,8 +27,7 @@ from sley_core.engine.shards import AXIS
 from sley_core.records import OptimizerRecord, ParameterRole
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Group, Groups
     from sley_core.engine.gradients import GradientStore
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Component

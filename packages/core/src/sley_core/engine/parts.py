@@ -13,7 +13,7 @@ from torch import Tensor
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Groups
     from sley_core.comm.world import World
     from sley_core.engine.boundary import Description
     from sley_core.engine.direct import WeightQueue

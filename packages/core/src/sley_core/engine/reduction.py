@@ -22,8 +22,7 @@ from sley_core.engine.accumulators import Accumulator, LooseAccumulator
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Group, Groups
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import GradientBuffer, NormGroup
     from sley_core.engine.gradients import GradientStore

@@ -27,8 +27,7 @@ from sley_core.errors import RunError
 from sley_core.model.layers import Layer, parameter_like
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Group, Groups
     from sley_core.engine.registry import Param
 
 AXIS = "wp"

@@ -30,7 +30,7 @@ from sley_core.model.attention import attention_kernel
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Groups
     from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param

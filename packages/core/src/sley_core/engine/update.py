@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from sley_core.comm.device import Device
-from sley_core.comm.groups import Groups
+from sley_core.comm.group import Groups
 from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore

@@ -25,7 +25,7 @@ from sley_core.plan.document import read_file
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.load import replace_values, resolve_plan
 from sley_core.plan.loader import Loader
-from sley_core.plan.write import check_changes, compare_plans
+from sley_core.plan.plan import check_changes, compare_plans
 from sley_core.protocols import Checkpointer, CheckpointFiles, RestoreResult, Stateful
 from sley_core.records import CheckpointerRecord
 from sley_core.run_state.pieces import AVERAGES, BUFFERS, WEIGHTS, CheckpointReader, Region, SavedRun, TensorPiece, region_of

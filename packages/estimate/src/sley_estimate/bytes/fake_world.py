@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sley_core.comm.backends import MessageTransport, installed_transports
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, storage_id
 from sley_core.comm.device import Device
-from sley_core.comm.group import Exchange
-from sley_core.comm.groups import Simulation, do_nothing
+from sley_core.comm.group import Exchange, Simulation, do_nothing
 from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
 from sley_core.data.dataset import AnyDataset

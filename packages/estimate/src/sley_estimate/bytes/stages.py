@@ -26,8 +26,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
-from sley_core.plan.plan import Plan
-from sley_core.plan.write import iterate_values
+from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
 from sley_estimate.bytes.fake_world import meta_outputs

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.comm.group import Group
-from sley_core.comm.groups import Groups
+from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import Work
 from sley_core.comm.world import World
 from sley_core.plan.plan import Plan

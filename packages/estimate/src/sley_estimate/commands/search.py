@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
-from sley_core.plan.write import plan_sections
+from sley_core.plan.plan import plan_sections
 from sley_estimate.commands.estimate import format_bytes, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES

@@ -25,7 +25,7 @@ from torch import Tensor
 from sley_core.engine.reduction import Totals
 
 if TYPE_CHECKING:
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Groups
     from sley_core.engine.buffers import NormGroup
 
 NUM_DIGITS = 4

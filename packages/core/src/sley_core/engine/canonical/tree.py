@@ -41,8 +41,7 @@ from sley_core.model.layers import MODEL
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Group
-    from sley_core.comm.groups import Groups
+    from sley_core.comm.group import Group, Groups
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import NormGroup
     from sley_core.engine.gradients import GradientStore
