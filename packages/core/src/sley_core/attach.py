@@ -35,7 +35,7 @@ from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, na
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
 from sley_core.losses.chunked_head import patch_head
-from sley_core.memory.inventory import HoldsTensors, MemoryInventory, OffloadManager, Part, Trimmable
+from sley_core.memory.inventory import HoldsTensors, MemoryInventory, OffloadManager, Part
 from sley_core.memory.run_memory import RunMemory, count_moves
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
@@ -383,15 +383,15 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
     def states_of(stepped: Stepped) -> NamedTensors:
         return _prefix_names(stepped.name, optimizer_states(update, stepped))
 
-    def held_tensors(objects: Iterable[object]) -> NamedTensors:
-        for holder in objects:
-            if isinstance(holder, HoldsTensors):
-                yield from holder.named_tensors()
+    def handler_tensors() -> NamedTensors:
+        for handler in stepper.handlers:
+            if isinstance(handler, HoldsTensors):
+                yield from handler.named_tensors()
 
-    def trim(part: Part) -> int:
-        """Frees the memory that the objects of `part` can reallocate; returns the number of bytes."""
-        objects: dict[Part, Iterable[object]] = {"pools": [parts.pool], "messages": [crossing.link]}
-        return sum(holder.trim() for holder in objects.get(part, ()) if isinstance(holder, Trimmable))
+    def trim() -> int:
+        """Frees the memory of the pool that nothing uses, after the link has returned unused messages to the pool."""
+        trim_link: Callable[[], int] = getattr(crossing.link, "trim", lambda: 0)
+        return trim_link() + parts.pool.trim()
 
     sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
         "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
@@ -399,9 +399,8 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
         "masters": update.masters.named_tensors,
         "optimizer_states": states,
         "gradients": parts.store.named_tensors,
-        "handlers": lambda: held_tensors(stepper.handlers),
+        "handlers": handler_tensors,
         "pools": parts.pool.named_tensors,
-        "messages": lambda: held_tensors([crossing.link]),
     }
     device = parts.world.device
     inventory = MemoryInventory(device.torch_device, parts.store, sources, states_of, trim)

@@ -40,7 +40,8 @@ class StageLink(Protocol):
                        └────────────────────────────────────────────────────┘
 
     A `key` is a tuple that determines the shapes at a boundary; its first item is the phase. Both ends use equal keys for the
-    same microbatch. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
+    same microbatch. Messages use buffers of `parts.pool`. An optional method `trim() -> int`, called between two steps, returns
+    unused buffers to the pool. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
     """
 
     def prepare(self, parts: Parts) -> None:

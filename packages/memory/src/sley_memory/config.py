@@ -14,10 +14,10 @@ from sley_core.errors import Diagnostic, PlanError
 Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
 
 
-Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
+Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """Equal to `Part` in `sley_core.api.memory`, which needs torch."""
 
-ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages")
+ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
 
 
 class OffloadConfig(Table):
@@ -88,7 +88,7 @@ class EverythingConfig(CopiedConfig):
     """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL
-    """The parts to move: gradients are freed, pools and messages are trimmed, all others are copied."""
+    """The parts to move: gradients are freed, pools are trimmed, all others are copied."""
 
     @property
     def moves(self) -> tuple[Part, ...]:

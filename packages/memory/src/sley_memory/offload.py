@@ -179,8 +179,8 @@ class Manager(OffloadManager):
         counters, bucket_bytes = self._moved[part], int(self.config.bucket_mb * MB)
         if part == "gradients":
             return FreedGradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), counters)
-        if part in ("pools", "messages"):
-            return TrimOnly(partial(inventory.trim, part), counters)
+        if part == "pools":
+            return TrimOnly(inventory.trim, counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:
             return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, counters)
         pieces: Pieces = partial(inventory.storages, part)

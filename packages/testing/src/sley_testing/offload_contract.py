@@ -148,12 +148,12 @@ class OffloadManagerContract:
         return _running(changed(PLAN, offload=[self.offload], **self.plan), texts, order, closes=closes)
 
     def _movable_parts(self, run: Run) -> list[Part]:
-        """Returns the parts with device memory that the manager moves on call; pools and messages are only trimmed."""
+        """Returns the parts with device memory that the manager moves on call; pools are only trimmed."""
         (manager,) = run.memory.managers
         return [
             part
             for part, location in run.memory.where.items()
-            if location is Where.HERE and part in manager.parts and part not in ("pools", "messages") and run.memory.bytes[part]
+            if location is Where.HERE and part in manager.parts and part != "pools" and run.memory.bytes[part]
         ]
 
     def _round_trip(self, run: Run) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Stepped
 
 
-Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools", "messages"]
+Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """A part of the memory that a run keeps between steps.
 
 weights: parameters, or their shards with `wp`. buffers: the buffers of modules. masters: master weights. handlers: the tensors
-of gradient handlers, such as PowerSGD's errors. pools: the buffers of pools, most of which are free between steps. messages:
-the message buffers of stage links and handlers.
+of gradient handlers, such as PowerSGD's errors. pools: the buffers of the device pool, most of which are free
+between steps.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -121,19 +121,10 @@ class OffloadManager(Protocol):
 
 @runtime_checkable
 class HoldsTensors(Protocol):
-    """Reports the device memory that an object of the run (handler, pool or stage link) keeps between steps."""
+    """Reports the device memory that a gradient handler keeps between steps."""
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yields the name and tensor of all memory, offloaded or not; always the same tensors."""
-        ...
-
-
-@runtime_checkable
-class Trimmable(Protocol):
-    """Frees memory on request and allocates it again when needed. A pool or stage link may implement it."""
-
-    def trim(self) -> int:
-        """Frees unused memory and returns the number of freed bytes. Called between two steps."""
         ...
 
 
@@ -164,7 +155,7 @@ class MemoryInventory:
     """Lists the memory of one rank's run on `device`, by part.
 
     sources: a function that yields the (name, tensor) pairs of each part. Each method calls it again, because optimizers create
-    states late and pools grow. trim: frees the memory of a part ("pools" or "messages") that can be allocated again, and
+    states late and pools grow. trim: frees the unused memory of the pool and
     returns the number of freed bytes.
 
     Tensors on other devices (AdamW's step counts, on the host) are not listed. Scalar optimizer states are not listed either,
@@ -175,7 +166,7 @@ class MemoryInventory:
     store: GradientStore
     _sources: Mapping[Part, NamedTensors]
     _states_of: Callable[[Stepped], Iterable[tuple[str, Tensor]]]
-    trim: Callable[[Part], int]
+    trim: Callable[[], int]
 
     def all_tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and tensor of all memory of `part`, including scalars and tensors on the host."""

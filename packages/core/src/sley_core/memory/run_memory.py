@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 TO_STEP = PARTS
-TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools", "messages")
+TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools")
 TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
 TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
 TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")

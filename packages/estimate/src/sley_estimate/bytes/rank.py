@@ -43,9 +43,6 @@ STEPS = 3
 repeated with more if its peak is the highest: new states may exist twice while more microbatches fill the pools.
 """
 
-POOL_PARTS = ("pools", "messages")
-"""Parts that exist at the start of a step in a long run. First steps with few microbatches do not fill them."""
-
 OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
 BATCHES = 2  # the batch of the step, and the next batch of the feed
 
@@ -140,7 +137,8 @@ def _run_steps(
                 gc.collect(0)  # reference cycles count until the end of the step
             if recording is not None:
                 recording.end()
-            ledger.backdate(POOL_PARTS, starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
+            # A long run has full pools at the start of a step; first steps with few microbatches do not fill them.
+            ledger.backdate(["pools"], starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * num_plan_micro_batches * sum(value.nbytes for value in batch.values())
         peak, position, allocations = ledger.peak()
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
