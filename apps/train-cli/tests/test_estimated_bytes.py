@@ -18,7 +18,6 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import rank as steps
 from sley_estimate.bytes import stages
-from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import RankBytes, fake_run, rank_bytes
 from sley_estimate.bytes.stages import build_first_draft, can_fork, run_calls, stage_bytes, stage_work_keys
@@ -104,9 +103,8 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
     errors = []
     for (table, key), value in real[0].plan_values.items():
         tables = changed(tables, **{f"{table}__{key}": value})
-    cache = OpResultCache()
     for rank, measured in enumerate(real):
-        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real), cache)
+        estimated = rank_bytes(plan_from_dict(tables, folder), rank, len(real))
         errors.append((estimated.peak - estimated.batch - measured.peak) / measured.peak)
         print(
             f"{errors[-1]:+.4f} of {measured.peak} on rank {rank} of {len(real)}, at {estimated.position}: {tables}", flush=True

@@ -11,7 +11,7 @@ from sley_core.comm.group import do_nothing
 from sley_core.comm.progress import Members
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
+from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeTransport
 from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.rank import rank_bytes
@@ -74,8 +74,7 @@ def test_addresses_do_not_overlap(ledger):
 
 def allocations(*, has_cache: bool) -> list[tuple[int, int, int | None]]:
     ledger = Ledger(lambda: NOWHERE)
-    cache = OpResultCache() if has_cache else None
-    tensors = FakeTensors(ledger, cache)
+    tensors = FakeTensors(ledger, is_cached=has_cache)
     with tensors:
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -84,8 +83,7 @@ def allocations(*, has_cache: bool) -> list[tuple[int, int, int | None]]:
             nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    if cache is not None:
-        assert cache.num_hits > 50
+    assert (tensors.num_hits > 50) == has_cache
     return [(item.num_bytes, item.allocated_at, item.freed_at) for item in ledger.allocations]
 
 

@@ -21,7 +21,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.model.attention import Attention
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
+from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.rank import RankBytes, rank_bytes
 from sley_estimate.calibrate import bench as benches
@@ -63,7 +63,7 @@ def test_it_is_what_the_allocator_says(operate: Callable[..., Tensor], dtypes: l
     with memory_profile() as profile:
         operate(*given)
     ledger = Ledger(lambda: StepPosition(0, "", ""))
-    tensors = FakeTensors(ledger, OpResultCache())
+    tensors = FakeTensors(ledger)
     fakes = [tensors.keep_values(one) for one in given]
     for fake in fakes:
         fake.constant = None  # of no values, as activations are

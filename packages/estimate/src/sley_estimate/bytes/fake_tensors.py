@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,17 +35,21 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes new tensors fake within the mode and counts their memory in `ledger`. Operations on these tensors also count
     outside the mode.
 
-    listener: a function called after each operation with the key in `result_cache` or None, the operator, its arguments, its
-    keyword arguments and its result. has_scratch: whether the memory inside CPU operators counts. An operation whose result
-    depends on values raises torch's DataDependentOutputException or a similar exception.
+    listener: a function called after each operation with the key of the call or None, the operator, its arguments, its keyword
+    arguments and its result. has_scratch: whether the memory inside CPU operators counts. is_cached: whether results of equal
+    calls are replayed, also between modes. num_hits: the number of replayed calls. An operation whose result depends on values
+    raises torch's DataDependentOutputException or a similar exception.
     """
 
-    def __init__(self, ledger: Ledger, result_cache: OpResultCache | None = None, *, has_scratch: bool = True) -> None:
+    _results: ClassVar[dict[Hashable, _CachedResult]] = {}
+
+    def __init__(self, ledger: Ledger, *, has_scratch: bool = True, is_cached: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
         self.listener: Callable[[Hashable | None, Any, Any, Any, Any], None] | None = None
-        self.result_cache = result_cache
         self.has_scratch = has_scratch
+        self.is_cached = is_cached
+        self.num_hits = 0
         self._depth = 0
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -73,9 +77,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation without values, or replays it from `result_cache`, and returns its result. Counts new memory and
-        scratch in the ledger and calls the listener. Operations that torch calls within another operation belong to the outer
-        one.
+        """Runs one operation without values, or replays it, and returns its result. Counts new memory and scratch in the ledger
+        and calls the listener. Operations that torch calls within another operation belong to the outer one.
         """
         kwargs = kwargs or {}
         if func in _SET_STORAGE_OPS:  # torch's cache of results would keep the storage in its key
@@ -83,22 +86,20 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 func(*args, **kwargs)
             self._track_results(args[0])
             return args[0]
-        if self.result_cache is None or self._depth:
-            return self._run(func, types, args, kwargs)
-        key = self.result_cache.call_key(func, args, kwargs)
-        if key is None:
-            return self._run(func, types, args, kwargs)
-        cached = self.result_cache.replay(self, key, args, kwargs)
-        if cached is not None:
-            result, new_tensors, scratch = cached
-            for tensor in new_tensors:
-                self.ledger.track(tensor)
-            self.ledger.record_scratch(scratch)
-            if self.listener is not None:
-                self.listener(key, func, args, kwargs, result)
+        key = _call_key(func, args, kwargs) if self.is_cached and not self._depth else None
+        cached = self._results.get(key) if key is not None else None
+        if cached is None:
+            result = self._run(func, types, args, kwargs, key)
+            if key is not None:
+                self._store(key, func, args, kwargs, result)
             return result
-        result = self._run(func, types, args, kwargs, key)
-        self.result_cache.store(key, args, kwargs, result, self._scratch(func, args, kwargs, result))
+        self.num_hits += 1
+        inputs, new_tensors = _fake_tensors(args, kwargs), list[Tensor]()
+        results = [self._replay(recipe, inputs, new_tensors) for recipe in cached.recipes]
+        result = cached.container(results) if cached.container is not None else results[0]
+        for tensor in new_tensors:
+            self.ledger.track(tensor)
+        self._report(key, func, args, kwargs, result, cached.scratch)
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any, key: Hashable | None = None) -> Any:
@@ -116,13 +117,45 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
         if not self._depth:
             self._track_results(result)
-            self.ledger.record_scratch(self._scratch(func, args, kwargs, result))
-            if self.listener is not None:
-                self.listener(key, func, args, kwargs, result)
+            self._report(key, func, args, kwargs, result, scratch_bytes(func, args, kwargs, result))
         return result
 
-    def _scratch(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        return scratch_bytes(func, args, kwargs, result) if self.has_scratch else 0
+    def _report(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
+        if self.has_scratch:
+            self.ledger.record_scratch(scratch)
+        if self.listener is not None:
+            self.listener(key, func, args, kwargs, result)
+
+    def _store(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Stores the result of a call unless it cannot be replayed."""
+        inputs = _fake_tensors(args, kwargs)
+        container = type(result) if isinstance(result, tuple | list) else None
+        items = result if container else [result]
+        try:
+            recipes = [_make_recipe(item, inputs) for item in items]
+        except _UncacheableError:
+            return
+        pairs = zip(items, recipes, strict=True)
+        new_storages = [storage_id(item) for item, recipe in pairs if recipe is not None and recipe[0] == "new"]
+        if container in (None, tuple, list) and len(set(new_storages)) == len(new_storages):
+            self._results[key] = _CachedResult(container, recipes, scratch_bytes(func, args, kwargs, result))
+
+    def _replay(self, recipe: Any, inputs: Sequence[FakeTensor], new_tensors: list[Tensor]) -> Any:
+        """Returns the result that `recipe` describes, and adds it to `new_tensors` if it has new memory."""
+        if recipe is None:
+            return None
+        recipe_type, source, size, stride, dtype, device = recipe
+        if recipe_type == "same":
+            return inputs[source]
+        is_new = recipe_type == "new"
+        elem = torch.empty_strided(size if is_new else (0,), stride if is_new else (1,), dtype=dtype, device="meta")
+        if not is_new:
+            index, offset = source
+            elem.set_(inputs[index].untyped_storage(), offset, size, stride)
+        fake = self.fake(elem, device)
+        if is_new:
+            new_tensors.append(fake)
+        return fake
 
     def _track_results(self, result: Any) -> None:
         if isinstance(result, FakeTensor):
@@ -197,82 +230,30 @@ class _UncacheableError(Exception):
     """Raised for a call that cannot be cached."""
 
 
-class OpResultCache:
-    """Caches the results of operations for any `FakeTensors`. num_hits: the number of replayed calls."""
+class _CachedResult(NamedTuple):
+    """The result of a call: a tuple, a list or one value (None), how to make each value, and the operator's scratch bytes."""
 
-    def __init__(self) -> None:
-        self._results: dict[Hashable, Any] = {}
-        self.num_hits = 0
+    container: type | None
+    recipes: Sequence[Any]
+    scratch: int
 
-    def merge(self, cache: OpResultCache) -> None:
-        """Adds the entries of `cache`."""
-        self._results |= cache._results
 
-    def call_key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
-        """Returns the key of a call, which can be pickled, or None for a call that is never cached."""
-        name = _operator_name(func)
-        if name is None:
-            return None
-        try:
-            named = tuple((key, _argument_key(value)) for key, value in kwargs.items()) if kwargs else ()
-            return name, tuple(map(_argument_key, args)), named
-        except _UncacheableError:
-            return None
-
-    def replay(
-        self, mode: FakeTensors, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, Sequence[Tensor], int] | None:
-        """Returns the result of a cached call, made of fake tensors of `mode`, its tensors with new memory, and the operator's
-        scratch bytes. The caller counts the new memory. Returns None if the call is not cached.
-        """
-        cached = self._results.get(key)
-        if cached is None:
-            return None
-        self.num_hits += 1
-        inputs = _fake_tensors(args, kwargs)
-        new_tensors: list[Tensor] = []
-        results = [_replay_result(mode, recipe, inputs, new_tensors) for recipe in cached[1]]
-        return (cached[0](results) if cached[0] is not None else results[0]), new_tensors, cached[2]
-
-    def store(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
-        """Stores the result of a call unless it cannot be replayed."""
-        inputs = _fake_tensors(args, kwargs)
-        container = type(result) if isinstance(result, tuple | list) else None
-        items = result if container else [result]
-        try:
-            recipes = [_make_recipe(item, inputs) for item in items]
-        except _UncacheableError:
-            return
-        storage_ids = [storage_id(item) for item in items if isinstance(item, Tensor)]
-        tensor_recipes = [recipe for recipe in recipes if recipe is not None]
-        new_storages = [storage for storage, recipe in zip(storage_ids, tensor_recipes, strict=True) if recipe[0] == "new"]
-        if container in (None, tuple, list) and len(set(new_storages)) == len(new_storages):
-            self._results[key] = container, recipes, scratch
+def _call_key(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
+    """Returns the key of a call, or None for a call that is never cached."""
+    name = _operator_name(func)
+    if name is None:
+        return None
+    try:
+        named = tuple((key, _argument_key(value)) for key, value in kwargs.items()) if kwargs else ()
+        return name, tuple(map(_argument_key, args)), named
+    except _UncacheableError:
+        return None
 
 
 @cache
 def _operator_name(func: Any) -> str | None:
     is_uncached = func in _UNCACHED_OPS or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags
     return None if is_uncached else func.name()
-
-
-def _replay_result(mode: FakeTensors, recipe: Any, inputs: Sequence[FakeTensor], new_tensors: list[Tensor]) -> Any:
-    """Returns the result that `recipe` describes, and adds it to `new_tensors` if it has new memory."""
-    if recipe is None:
-        return None
-    recipe_type, source, size, stride, dtype, device = recipe
-    if recipe_type == "same":
-        return inputs[source]
-    elem = torch.empty_strided(
-        size if recipe_type == "new" else (0,), stride if recipe_type == "new" else (1,), dtype=dtype, device="meta"
-    )
-    if recipe_type == "view":
-        index, offset = source
-        elem.set_(inputs[index].untyped_storage(), offset, size, stride)
-    fake = mode.fake(elem, device)
-    if recipe_type == "new":
-        new_tensors.append(fake)
-    return fake
 
 
 def _argument_key(value: Any) -> Hashable:

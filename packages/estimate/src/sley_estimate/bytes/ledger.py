@@ -16,7 +16,8 @@ from torch._prims_common import elementwise_dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.run import Run
 
-ALIGNMENT = 64  # bytes, of torch's host allocations
+ADDRESS_FACTOR = 1 << 44
+"""The distance of addresses per unit of a storage's identifier, larger than any storage."""
 
 
 class StepPosition(NamedTuple):
@@ -79,8 +80,7 @@ class Ledger:
         self.current_bytes = 0
         self.num_events = 0
         self._live: dict[int, Allocation] = {}
-        self._addresses: dict[int, tuple[int, int]] = {}
-        self._next_address = ALIGNMENT
+        self._shared_addresses: dict[int, int] = {}
         self._to_poll: set[int] = set()
         self._polled: dict[int, int] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -144,25 +144,16 @@ class Ledger:
             self.allocations.append(Allocation(num_bytes, self.num_events - 1, position, self.num_events, position))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns the address of `storage`, valid until a resize and without overlap with other live storages, or 0 if it is
-        empty.
-        """
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if not num_bytes:
-            return 0
-        first, size = self._addresses.get(key, (0, 0))
-        if size != num_bytes or not (key in self._watched or key in self._ignored):
-            first, self._next_address = self._next_address, self._next_address + num_bytes + ALIGNMENT
-            self._next_address -= self._next_address % ALIGNMENT
-            self._addresses[key] = first, num_bytes
-        return first
+        """Returns an address of `storage` that does not overlap with other live storages, or 0 if it is empty."""
+        key = storage._cdata
+        return self._shared_addresses.get(key, key * ADDRESS_FACTOR) if storage.nbytes() else 0
 
     def share_address(self, tensor: Tensor, memory: Tensor) -> None:
         """Sets the address of `tensor`, which must be ignored, to the address of `memory`: both are the same memory."""
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
-        self._addresses[storage._cdata] = start, storage.nbytes()
+        self._shared_addresses[storage._cdata] = start
 
     def live_allocation(self, tensor: Tensor) -> Allocation | None:
         """Returns the live allocation of `tensor`, or None if it is empty or not counted."""
@@ -230,11 +221,10 @@ class Ledger:
 
     def _remove_ignored(self, key: int, _: object) -> None:
         del self._ignored[key]
-        self._addresses.pop(key, None)
+        self._shared_addresses.pop(key, None)
 
     def _record_free(self, key: int, _: object) -> None:
         self._watched.pop(key, None)
-        self._addresses.pop(key, None)
         if key in self._live:
             self._free(key)
 

@@ -30,7 +30,7 @@ from sley_core.memory.inventory import PARTS
 from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.plan import Plan
 from sley_core.run import Run
-from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
+from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, StepSimulation
 from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition, StepProgress
 from sley_estimate.layers.operators import imitate_cuda
@@ -72,43 +72,27 @@ class RankBytes:
     curve: Sequence[tuple[str, int]]
 
 
-def rank_bytes(
-    plan: Plan,
-    rank: int,
-    size: int,
-    result_cache: OpResultCache | None = None,
-    draft: Draft | None = None,
-    recording: Recording | None = None,
-) -> RankBytes:
+def rank_bytes(plan: Plan, rank: int, size: int, draft: Draft | None = None, recording: Recording | None = None) -> RankBytes:
     """Returns the bytes of rank `rank` of `size` from steps in a fake world. Needs no devices and no peers.
 
-    result_cache: the operation results of other ranks of this plan; new results are added. draft: the plan's model and stages,
-    which the run consumes. recording: records the last step. Raises PlanError for each failed check of the plan, and RunError
-    `estimate-layer` for a layer that needs values.
+    draft: the plan's model and stages, which the run consumes. recording: records the last step. Raises PlanError for each
+    failed check of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
-    result_cache = result_cache or OpResultCache()
-    result, is_exact = _run_steps(plan, rank, size, result_cache, draft, recording, is_first_full=False)
+    result, is_exact = _run_steps(plan, rank, size, draft, recording, is_first_full=False)
     if result.position.step == 1 and not is_exact:
-        result, _ = _run_steps(plan, rank, size, result_cache, None, recording, is_first_full=True)
+        result, _ = _run_steps(plan, rank, size, None, recording, is_first_full=True)
     return result
 
 
 def _run_steps(
-    plan: Plan,
-    rank: int,
-    size: int,
-    result_cache: OpResultCache,
-    draft: Draft | None,
-    recording: Recording | None,
-    *,
-    is_first_full: bool,
+    plan: Plan, rank: int, size: int, draft: Draft | None, recording: Recording | None, *, is_first_full: bool
 ) -> tuple[RankBytes, bool]:
     """Runs `STEPS` steps. Returns the bytes, and whether the first step had as many microbatches as the last.
 
     is_first_full: runs the first step with as many microbatches. Otherwise it has few, and pools count from its start, so that
     the peak is not underestimated.
     """
-    with fake_run(plan, rank, size, result_cache, draft) as (run, ledger, tensors):
+    with fake_run(plan, rank, size, draft) as (run, ledger, tensors):
         if recording is not None:
             recording.follow(run, tensors)
         num_plan_micro_batches = plan.num_micros(run.topology)
@@ -158,9 +142,7 @@ def _run_steps(
 
 
 @contextmanager
-def fake_run(
-    plan: Plan, rank: int, size: int, result_cache: OpResultCache | None = None, draft: Draft | None = None
-) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
+def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
     """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the mode that makes its tensors.
 
     Raises PlanError for each failed check of the plan.
@@ -170,7 +152,7 @@ def fake_run(
     progress = StepProgress()
     ledger = Ledger(progress)
     is_cuda = plan.run.device == "cuda"
-    tensors = FakeTensors(ledger, result_cache or OpResultCache(), has_scratch=not is_cuda)
+    tensors = FakeTensors(ledger, has_scratch=not is_cuda)
     device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
     device_type = assume_device_type("cuda") if is_cuda else nullcontext()
     world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))

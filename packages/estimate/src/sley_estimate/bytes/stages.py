@@ -28,7 +28,7 @@ from sley_core.model.layers import Layer
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan, iterate_values
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_tensors import FakeTensors, OpResultCache
+from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import meta_outputs
 from sley_estimate.bytes.ledger import Ledger, StepPosition
 from sley_estimate.bytes.rank import RankBytes, min_equivalent_micro_batches, rank_bytes
@@ -60,14 +60,7 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
 
 
 def run_stages(
-    plan: Plan,
-    size: int,
-    stages: Sequence[int],
-    draft: Draft,
-    cores: int,
-    *,
-    records: bool = False,
-    result_cache: OpResultCache | None = None,
+    plan: Plan, size: int, stages: Sequence[int], draft: Draft, cores: int, *, records: bool = False
 ) -> list[tuple[RankBytes, RankRecord | None]]:
     """Runs the steps of the first rank of each of `stages`. Returns their bytes, and with `records` their recorded steps, in
     order.
@@ -76,13 +69,12 @@ def run_stages(
     Raises the errors of `rank_bytes` and `run_calls`.
     """
     ranks_per_stage = plan.topology(size).ranks_per_stage
-    result_cache = result_cache or OpResultCache()
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord | None]:
         recording = Recording() if records else None
         stage_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
         stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, lists=draft.stage.lists))
-        memory = rank_bytes(plan, stage * ranks_per_stage, size, result_cache, stage_draft, recording)
+        memory = rank_bytes(plan, stage * ranks_per_stage, size, stage_draft, recording)
         return memory, recording.record if recording else None
 
     calls = [partial(estimate_stage, stage) for stage in stages]

@@ -20,7 +20,6 @@ import numpy as np
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
-from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.stages import run_calls
 from sley_estimate.layers.prices import Source
 from sley_estimate.machine import MachineFile
@@ -108,12 +107,11 @@ def search_layouts(
     result.smallest = layouts.get(ranking.smallest)
     ordered = order_by_variety([(layouts[number], rough) for number, rough in ranking.best], space)
     candidates = [layout for layout in ordered if _is_valid(layout, space, result)]
-    result_cache = OpResultCache()
     verified: list[Result] = []
 
     def estimate_layout(layout: Layout) -> ExactEstimate | SleyError:
         try:
-            estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine, result_cache=result_cache)
+            estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine)
         except SleyError as error:
             return error
         num_bytes = max(memory.peak for memory in estimate.memory)

@@ -157,8 +157,8 @@ class Layout(NamedTuple):
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout. Omits pipeline tables without stages, and explicit stage lengths if the stages or the
-        schedule differ from the plan. Raises PlanError for invalid tables.
+        """Returns `plan` in this layout. Omits pipeline tables without stages, and explicit stage lengths. Raises PlanError for
+        invalid tables.
         """
         written, schedule = plan.document.tables, self.schedule
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
@@ -183,13 +183,7 @@ class Layout(NamedTuple):
         if schedule is None:
             tables |= {"link": None, "partition": None}
         elif plan.partition is not None and plan.partition.name == "pp.explicit":
-            plan_schedule = plan.pipeline
-            is_same = plan_schedule is not None and (schedule.name, schedule.config) == (
-                plan_schedule.name,
-                plan_schedule.config,
-            )
-            if not is_same or plan.parallel.pp != self.pp:
-                tables["partition"] = None
+            tables["partition"] = None
         return replace_tables(plan, tables)
 
     def __str__(self) -> str:

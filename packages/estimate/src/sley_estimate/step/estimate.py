@@ -27,7 +27,6 @@ from sley_core.optim.shared import set_training_mode, skips_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
-from sley_estimate.bytes.fake_tensors import OpResultCache
 from sley_estimate.bytes.rank import RankBytes
 from sley_estimate.bytes.stages import build_first_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
@@ -70,22 +69,12 @@ class _OperatorSeconds(NamedTuple):
     number: int
 
 
-def simulate_records(
-    records: Records, num_micro_batches: int, machine: MachineFile, measured: Measured | None = None, *, waits: bool = False
-) -> StepTime:
-    """Returns the simulated step of `num_micro_batches` microbatches.
+class _Pricing:
+    """Prices recorded steps. If all layers of a chunk were measured, the operators of an action share their seconds.
 
     measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
-    update. Raises PlanError "machine-matmul", "machine-links" or "machine-host" for a missing part of the machine file, and
-    PlanError "estimate-seconds" for an action that was not recorded.
+    update.
     """
-    pricing = _Pricing(records, machine, measured or {}, num_micro_batches, waits=waits)
-    lists = records.lists.of_all_stages(num_micro_batches)
-    return simulate_programs([list(pricing.program(stage, entries)) for stage, entries in enumerate(lists)])
-
-
-class _Pricing:
-    """Prices recorded steps. If all layers of a chunk were measured, the operators of an action share their seconds."""
 
     def __init__(
         self, records: Records, machine: MachineFile, measured: Measured, num_micro_batches: int, *, waits: bool
@@ -261,24 +250,17 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
     return plan if plan.run.device == device_type else replace_values(plan, {("run", "device"): device_type})
 
 
-def estimate_plan(
-    plan: Plan,
-    size: int,
-    machine: MachineFile,
-    cores: int = 1,
-    *,
-    all_stages: bool = False,
-    result_cache: OpResultCache | None = None,
-) -> PlanEstimate:
+def estimate_plan(plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False) -> PlanEstimate:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`. Chunks whose layers are all measured use the
     measured seconds.
 
     cores: the number of parallel processes. all_stages: runs the steps of every stage instead of one per kind of work. Raises
-    PlanError for each failed check of the plan, and the errors of `run_stages` and `simulate_records`.
+    PlanError for each failed check of the plan, the errors of `run_stages`, PlanError "machine-matmul", "machine-links" or
+    "machine-host" for a missing part of the machine file, and PlanError "estimate-seconds" for an action that was not recorded.
     """
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
-    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages, result_cache=result_cache)
+    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages)
     layers = price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: Measured = {
@@ -289,19 +271,21 @@ def estimate_plan(
     }
     num_micro_batches = plan.num_micros(plan.topology(size))
     waits = machine.engine is not None and waits_before_updates(plan)
-    step = simulate_records(records, num_micro_batches, machine, measured, waits=waits)
+    pricing = _Pricing(records, machine, measured, num_micro_batches, waits=waits)
+    lists = records.lists.of_all_stages(num_micro_batches)
+    step = simulate_programs([list(pricing.program(stage, entries)) for stage, entries in enumerate(lists)])
     return PlanEstimate(step, layers, memory)
 
 
 def record_stages(
-    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, result_cache: OpResultCache | None = None
+    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False
 ) -> tuple[list[RankBytes], Records]:
     """Returns the bytes of the first rank of each stage that ran steps, and a recorded step for each stage. Raises the errors
     of `run_stages`.
     """
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
-    results = run_stages(plan, size, stages, draft, cores, records=True, result_cache=result_cache)
+    results = run_stages(plan, size, stages, draft, cores, records=True)
     recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True) if record is not None}
     lists = draft.stage.lists
     names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
