@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sley_isp.config import FP8_BYTES
-from sley_isp.float8 import decode, encode
+from sley_isp.param_group import decode, encode
 
 
 def rounded(shard: Tensor) -> Tensor:

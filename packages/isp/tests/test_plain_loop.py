@@ -15,7 +15,7 @@ from torch import Tensor
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy, CrossEntropyConfig
 from sley_isp import sharded_layer
-from sley_isp.float8 import decode, encode
+from sley_isp.param_group import decode, encode
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
@@ -133,7 +133,7 @@ def test_habits_around_a_sharded_linear(ranks, own):
     from kinds import REFUSED, Rows
 
     variants: list[tuple[dict[str, Any], bool]] = [({}, True), ({"overlap": False}, False), ({"reduce": "step"}, False)]
-    runs = [(habit, {}, True, 4) for habit in HABITS | FULL_GRADIENT_HABITS]
+    runs = [(habit, {}, True, 4) for habit in HABITS | FULL_GRADIENT_HABITS if habit != "Mapped"]  # torch refuses it
     cases: list[Case] = []
     for habit, weights, attaches, micro in [*runs, *(("Adaptive", *variant, 1) for variant in variants)]:
         model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}

@@ -45,7 +45,7 @@ def test_unsupported_options_are_refused(sharded, texts, weights, changes, codes
     [
         ({"launch": "atention.outputt"}, {}, "launch-point"),
         ({"groups": [{"match": "blocks.*"}, {"match": "blocks.0.*"}]}, {}, "group-unmatched"),
-        ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:two_linears"}}, "head-vocabulary"),
+        ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:two_linears"}}, "head-chunks"),
         ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:shared_head"}}, "head-vocabulary"),
         ({"embedding": "hidden"}, {"model__tie_embeddings": True}, "embedding-hidden"),
         ({"embedding": "hidden"}, {"factory": "tied_to_no_linear"}, "embedding-hidden"),

@@ -51,13 +51,13 @@ def records_or_codes(plans, folder):
 
 def test_wrapped_and_named_attentions(ranks, own):
     """A parameter of the attention keeps its name, and its gradient is a sum over slices of heads. A model may use no
-    positions, and a convolution may run over another dim.
+    positions, and an unchecked convolution may run over another dim.
     """
     cases = [
         (plan_with_options(wrapped=True), {}),
         (PLAN, NAMED),
         (plan_with_options(places=False), NAMED | {"positions": False}),
-        (mixer_plan("features"), {}),
+        (mixer_plan("features"), {"unchecked_layers": ["mixer"]}),
     ]
     references = records_or_codes([tables for tables, _ in cases], own)
     found = ranks(2, 120)(records_or_codes, [sliced_plan(tables, **sequence) for tables, sequence in cases], own)
@@ -73,7 +73,8 @@ def test_wrapped_and_named_attentions(ranks, own):
     ("tables", "code"),
     [
         (sliced_plan(PLAN), "sequence-attention"),  # no attention is known
-        (sliced_plan(changed(PLAN, model__factory="attentive:mixed")), "sequence-attention"),  # torch's hides its projections
+        (sliced_plan(changed(PLAN, model__factory="attentive:mixed")), "sequence-mixing"),  # torch's hides its projections
+        *((sliced_plan(mixer_plan(kind)), "sequence-mixing") for kind in ("conv", "pool", "lstm", "batch")),
         (sliced_plan(PLAN, modules=["*.attend", "*.attention"]), "sequence-attention"),  # a pattern that matches nothing
         (sliced_plan(plan_with_options(places=False), **NAMED), "sequence-positions"),  # each slice would be counted from 0
         (sliced_plan(PLAN, **NAMED, unchecked_layers=["mixer.*"]), "sequence-attention"),  # a pattern that matches nothing
@@ -97,9 +98,8 @@ def test_first_steps_that_are_refused(ranks, own):
     plans = [mixing_plan(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
     plans += [changed(mixing_plan("rolled", True), activations={"use": use}) for use in ("core.recompute", "core.keep")]
     plans += [mixing_plan("rolled", True, unchecked_layers=["beside"])]
-    plans += [sliced_plan(mixer_plan(kind)) for kind in ("conv", "pool", "lstm", "batch")]
     plans += [sliced_plan(plan_with_options(heads=3, hidden=12), **NAMED)]
-    expected = [*cases.values(), *["sequence-mixing"] * 2, "", *["sequence-mixing"] * 4, "sequence-heads"]
+    expected = [*cases.values(), *["sequence-mixing"] * 2, "", "sequence-heads"]
     by_rank = ranks(2, 120)(records_or_codes, plans, own)
     assert [[run if isinstance(run, str) else "" for run in runs] for runs in by_rank] == [expected] * 2
 

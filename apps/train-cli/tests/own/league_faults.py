@@ -75,7 +75,7 @@ def mean_of_held_out_parts(original: Any, self: Any, steps: Any, micros: Any, *a
     return original(self, steps, micros, *args) * 68 / (2 * own)
 
 
-@wrong("sley_isp.vocabulary_head:VocabularyHead.cross_entropy", "vocabulary-wp")
+@wrong("sley_core.losses.chunked_head:LogitsHead.cross_entropy", "vocabulary-wp")
 def counts_ignored_labels(original: Any, self: Any, logits: Any, labels: Any, ignore_index: int, smoothing: float) -> Any:
     """An ignored label is taken for the first class."""
     return original(self, logits, labels.masked_fill(labels == ignore_index, 0), ignore_index, smoothing)

@@ -110,6 +110,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             simulation.fill(stage.layers, weight_dtypes(plan)[1])
         with world.device.in_use():
             head = head_chunks(plan, model.layers)
+            if head is None and communicator is not None and shards:
+                head = communicator.head
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced, head)
             managers: list[OffloadManager] = [component.build() for component in plan.offload]
             if managers:  # before all ranks agree on the names of metrics

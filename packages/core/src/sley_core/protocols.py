@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.engine.step_state import MicroStep, Phase, StepState
+    from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
     from sley_core.run_state.pieces import CheckpointReader, SavedRun
 
@@ -91,7 +92,11 @@ class WeightCommunicator(Protocol):
     layer before it gathers or reads any of the layer's weights. New values of shards, and changes of `requires_grad`, that
     are made between two steps take effect in the next step. After a failed step, `begin` is called next and must discard all
     exchanges in progress. `sley_testing.weight_contract` tests these rules.
+
+    head: the model's last linear, if the communicator shards it and computes its loss. `prepare` sets it.
     """
+
+    head: HeadChunks | None = None
 
     def prepare(self, layers: Sequence[Layer]) -> None:
         """Receives all layers of the model, on meta, before any parameter is sharded.

@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten
 
 from sley_core.api.comm import Group, checksum
 from sley_core.api.data import DataInfo
@@ -37,9 +38,7 @@ from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import LayerCall, SequenceCommunicator
 from sley_isp.config import AllToAllConfig
-from sley_isp.mixing import PositionProbe, run_attention
-
-Exchange = Callable[[Sequence[Tensor]], list[Tensor]]
+from sley_isp.mixing import RUNNING_PROBE, PositionProbe, check_module_types
 
 
 class SequenceAttention(nn.Module):
@@ -75,8 +74,9 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
     """Calls `attention` on slices, outside of any compiled graph, since exchanges cannot be compiled."""
-    tensors = _select_tensors(args, group.size)
-    return run_attention(tensors, lambda: _exchange_and_attend(attention, group, tensors, args[len(tensors) :], kwargs))
+    tensors, probe = _select_tensors(args, group.size), RUNNING_PROBE.get()
+    call = partial(_exchange_and_attend, attention, group, tensors, args[len(tensors) :], kwargs)
+    return call() if probe is None else probe.attend(tensors, call)
 
 
 def _exchange_and_attend(
@@ -84,10 +84,10 @@ def _exchange_and_attend(
 ) -> Tensor:
     """Exchanges `tensors` (q, k and v) for full sequences, calls the attention, and exchanges the context back for a slice."""
     contents = _checksum_call(attention, options, kwargs)
-    if len({tensor.dtype for tensor in tensors}) == 1:
-        full = scatter_heads(group, *tensors, contents=contents)
-    else:
-        full = tuple(scatter_heads(group, tensor, contents=contents)[0] for tensor in tensors)
+    scatter = partial(_Exchange.apply, group, True, "queries, keys and values", contents)
+    repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
+    is_one_dtype = len({tensor.dtype for tensor in tensors}) == 1
+    full = scatter(*repeated) if is_one_dtype else tuple(scatter(tensor)[0] for tensor in repeated)
     try:
         context = attention(*full, *options, **kwargs)
     except Exception as error:  # of the user's attention
@@ -104,8 +104,8 @@ def _exchange_and_attend(
             f"[b, s, h d], but returned {result}",
             hint="return only the context",
         )
-    local_context = gather_heads(group, heads, contents)
-    return local_context.flatten(-2) if is_flat else local_context
+    (local_context,) = _Exchange.apply(group, False, "the context", contents, heads)  # type: ignore[no-untyped-call]
+    return cast(Tensor, local_context.flatten(-2) if is_flat else local_context)
 
 
 def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
@@ -113,40 +113,27 @@ def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
     ndims = [arg.ndim if isinstance(arg, Tensor) else 0 for arg in args[:3]]
     num_tensors = next((len(form) for form in ([5], [4, 5], [4, 4, 4]) if ndims[: len(form)] == form), 0)
     tensors = tuple(args[:num_tensors])
-    shapes = ", ".join(str(list(arg.shape)) if isinstance(arg, Tensor) else type(arg).__name__ for arg in args[:3])
-    if not tensors:
+    heads = tensors[0].shape[-2] if tensors else 0
+    if not tensors or any(tensor.shape[:2] != tensors[0].shape[:2] or heads % tensor.shape[-2] for tensor in tensors):
+        shapes = ", ".join(str(list(arg.shape)) if isinstance(arg, Tensor) else type(arg).__name__ for arg in args[:3])
         raise RunError(
             "sequence-attention",
             f"an attention over slices was called with {shapes or 'no positional arguments'}",
             hint="pass `q, k, v` [b, s, h, d], or `q, kv` with kv [b, s, 2, h, d], or `qkv` [b, s, 3, h, d], as positional "
-            "arguments",
+            "arguments with the same b and s; the number of query heads must be a multiple of that of the keys",
         )
-    heads = tensors[0].shape[-2]
     if heads % num_ranks:
         message = f"the number of heads must be a multiple of sp = {num_ranks}, but is {heads}"
         raise RunError("sequence-heads", message, hint="use a smaller `sp`, since every rank needs at least one head")
-    for tensor in tensors[1:]:
-        if tensor.shape[:2] != tensors[0].shape[:2] or heads % tensor.shape[-2]:
-            message = (
-                "queries, keys and values must have the same b and s, and the number of query heads must be a "
-                f"multiple of that of the keys, but their shapes are {shapes}"
-            )
-            raise RunError("sequence-attention", message)
     return tensors
 
 
 def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Returns a checksum of the attention's name and the arguments of a call, except for the values of tensors."""
     function = attention if hasattr(attention, "__qualname__") else type(attention)
-    texts = [f"={_option_text(option)}" for option in options]
-    texts += [f"{name}={_option_text(value)}" for name, value in sorted(kwargs.items())]
-    return checksum([f"{function.__module__}.{function.__qualname__}", *texts])
-
-
-def _option_text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_option_text, value))})"
-    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+    leaves, structure = tree_flatten((options, kwargs))
+    texts = [repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__ for leaf in leaves]
+    return checksum([f"{function.__module__}.{function.__qualname__}", str(structure), *texts])
 
 
 class AllToAllAttention(SequenceCommunicator):
@@ -157,7 +144,6 @@ class AllToAllAttention(SequenceCommunicator):
         self.unchecked_layers: Sequence[str] = config.unchecked_layers
         self.group = group
         self._undo = ExitStack()
-        self._probe: PositionProbe | None = None
 
     def prepare(self, data: DataInfo) -> None:
         """Prepares the check of each layer's first call in training."""
@@ -166,130 +152,83 @@ class AllToAllAttention(SequenceCommunicator):
     def attach(self, layers: Sequence[Layer]) -> None:
         """Patches every attention in `layers`, or none if it raises an error.
 
-        Raises PlanError "sequence-attention" if a pattern matches nothing, if there is no attention, and for an
-        `nn.MultiheadAttention`, which includes its projections. The first step finds other modules that mix positions.
+        Raises PlanError "sequence-attention" if a pattern matches nothing or there is no attention, and "sequence-mixing" for
+        modules that mix positions by their type. The first step finds the others.
         """
         with ExitStack() as undo:
-            self._attach(layers, undo)
+            modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
+            submodules: set[nn.Module] = set()
+            for name, module in modules:
+                is_named = any(fnmatchcase(name, pattern) for pattern in self.patterns)
+                if (is_named or isinstance(module, SequenceAttention | Attention)) and module not in submodules:
+                    submodules.update(module.modules())
+                    attention = module.attention if type(module) is SequenceAttention else module.forward
+                    undo.callback(ForwardPatch(module, wrap_attention(attention, self.group)).undo)
+            for layer in layers:
+                if not any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers):
+                    check_module_types(layer, submodules)
+            for key, patterns, names in (
+                ("modules", self.patterns, [name for name, _ in modules]),
+                ("unchecked_layers", self.unchecked_layers, [layer.name for layer in layers]),
+            ):
+                for pattern in patterns:
+                    if not any(fnmatchcase(name, pattern) for name in names):
+                        message = f"the pattern `{pattern}` in `{key}` matches nothing in the model"
+                        hint = "use names that `train-cli show` prints"
+                        raise PlanError("sequence-attention", message, path=("sequence", key), hint=hint)
+            if not submodules:
+                raise PlanError(
+                    "sequence-attention",
+                    "the model has no attention that `isp.all_to_all` supports, so no position would see another slice",
+                    path=("sequence", "use"),
+                    hint="list its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or "
+                    "use sley_core.model.attention.Attention",
+                )
             self._undo = undo.pop_all()  # not reached after an error
-
-    def _attach(self, layers: Sequence[Layer], undo: ExitStack) -> None:
-        modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
-        submodules: set[nn.Module] = set()
-        for name, module in modules:
-            is_named = any(fnmatchcase(name, pattern) for pattern in self.patterns)
-            if (is_named or isinstance(module, SequenceAttention | Attention)) and module not in submodules:
-                submodules.update(module.modules())
-                attention = module.attention if type(module) is SequenceAttention else module.forward
-                undo.callback(ForwardPatch(module, wrap_attention(attention, self.group)).undo)
-        for name, module in modules:
-            if isinstance(module, nn.MultiheadAttention) and module not in submodules:
-                message = f"`{name}` is a torch.nn.MultiheadAttention, which would see only one slice"
-                hint = "project q, k and v with linears, and use a separate module for the attention"
-                raise PlanError("sequence-attention", message, path=("sequence", "use"), hint=hint)
-        for key, patterns, names in (
-            ("modules", self.patterns, [name for name, _ in modules]),
-            ("unchecked_layers", self.unchecked_layers, [layer.name for layer in layers]),
-        ):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    message = f"the pattern `{pattern}` in `{key}` matches nothing in the model"
-                    hint = "use names that `train-cli show` prints"
-                    raise PlanError("sequence-attention", message, path=("sequence", key), hint=hint)
-        if not submodules:
-            raise PlanError(
-                "sequence-attention",
-                "the model has no attention that `isp.all_to_all` supports, so no position would see another slice",
-                path=("sequence", "use"),
-                hint="list its attention modules in `modules`, wrap them in sley_isp.attention.SequenceAttention, or "
-                "use sley_core.model.attention.Attention",
-            )
 
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
         """Returns `call(args, fields)`. Raises RunError "sequence-mixing" if the layer mixes positions outside attention."""
-        return call(args, fields) if self._probe is None else self._probe.call(layer, args, fields, call, rerun)
+        return self._probe.call(layer, args, fields, call, rerun)
 
     def detach(self) -> None:
         """Restores every attention."""
         self._undo.close()
 
 
-def scatter_heads(group: Group, *tensors: Tensor, contents: int = 0) -> tuple[Tensor, ...]:
-    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h', d]. Blocks.
-
-    tensors: tensors of one dtype. contents: a checksum of the attention, which must be equal on all ranks.
-    h' is lcm(h, n) / n. If h is not a multiple of n, several ranks get the same head, and its gradient is the sum of theirs.
-    For b = 1 the results are views of one buffer.
-    """
-    scatter = partial(_scatter, group, label="queries, keys and values", contents=contents)
-    gather = partial(_gather, group, label="gradients of queries, keys and values", contents=contents)
-    repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
-    full: tuple[Tensor, ...] = _Exchange.apply(scatter, gather, *repeated)  # type: ignore[no-untyped-call]
-    return full
-
-
-def gather_heads(group: Group, tensor: Tensor, contents: int = 0) -> Tensor:
-    """Exchanges full sequences of this rank's heads, [b, s, ..., h/n, d], for a slice of all heads, [b, s/n, ..., h, d].
-
-    contents: as in `scatter_heads`. Blocks.
-    """
-    gather = partial(_gather, group, label="the context", contents=contents)
-    scatter = partial(_scatter, group, label="the gradient of the context", contents=contents)
-    (sliced,) = _Exchange.apply(gather, scatter, tensor)  # type: ignore[no-untyped-call]
-    return cast(Tensor, sliced)
-
-
 class _Exchange(torch.autograd.Function):
-    """Applies `exchange` to the tensors, and `reverse` to their gradients."""
+    """Exchanges tensors of one dtype as `_exchange` does, and their gradients the opposite way. Blocks."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, reverse: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reverse = reverse
-        return tuple(exchange(tensors))
+    def forward(ctx: Any, group: Group, is_by_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = partial(_exchange, group, not is_by_heads, f"the gradients of {label}", contents)
+        return _exchange(group, is_by_heads, label, contents, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.reverse(gradients)
+        return *[None] * 4, *ctx.exchange(gradients)
 
 
-def _scatter(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
-    """Exchanges tensors [b, s/n, ..., h, d], whose h are multiples of n, for [b, s, ..., h/n, d]."""
-    shapes = [(*tensor.shape[2:-2], tensor.shape[-2] // group.size, tensor.shape[-1]) for tensor in tensors]
-    buffer = _concatenate([torch.unflatten(tensor, -2, (group.size, -1)).movedim(-3, 0) for tensor in tensors])
-    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
-    return [part.movedim(0, 1).flatten(1, 2) for part in parts]  # views of the buffer if b = 1
-
-
-def _gather(group: Group, tensors: Sequence[Tensor], label: str, contents: int) -> list[Tensor]:
-    """Exchanges tensors [b, s, ..., h/n, d], whose s is a multiple of n, for [b, s/n, ..., h, d]."""
-    shapes = [tensor.shape[2:] for tensor in tensors]
-    buffer = _concatenate([torch.unflatten(tensor, 1, (group.size, -1)).movedim(1, 0) for tensor in tensors])
-    parts = _split(_all_to_all(buffer, group, label, contents), shapes)
-    return [part.movedim(0, -3).flatten(-3, -2) for part in parts]
-
-
-def _all_to_all(buffer: Tensor, group: Group, label: str, contents: int) -> Tensor:
-    output = torch.empty_like(buffer)
-    # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
-    group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
-    return output
-
-
-def _concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors [n, b, s/n, ...] into a new buffer [n, b, s/n, w], and copies each only once."""
+def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], or the
+    opposite unless `is_by_heads`. Packs and unpacks with one copy each. contents: a checksum, which must be equal on all ranks.
+    """
+    pack_dim, end = (-2, -3) if is_by_heads else (1, 1)
+    parts = [torch.unflatten(tensor, pack_dim, (group.size, -1)).movedim(end, 0) for tensor in tensors]
     widths = [math.prod(part.shape[3:]) for part in parts]
     buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
     for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):
         torch.unflatten(target, -1, part.shape[3:]).copy_(part)
-    return buffer
-
-
-def _split(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    parts = torch.split(buffer, [math.prod(shape) for shape in shapes], dim=-1)
-    return [torch.unflatten(part, -1, tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    output = torch.empty_like(buffer)
+    # Over the ranks that hold the slices of the same samples, in the same order (see the module's docstring).
+    group.transport().all_to_all(output, buffer, label=label, contents=contents).wait_sent()
+    received = zip(torch.split(output, widths, dim=-1), parts, strict=True)
+    rows = [torch.unflatten(tensor, -1, part.shape[3:]) for tensor, part in received]
+    if is_by_heads:
+        return tuple(row.movedim(0, 1).flatten(1, 2) for row in rows)  # views of the buffer if b = 1
+    return tuple(row.movedim(0, -3).flatten(-3, -2) for row in rows)
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:

@@ -25,54 +25,47 @@ from sley_core.api.plan import suggestion
 from sley_core.api.weights import StandIn
 from sley_core.errors import PlanError
 from sley_core.protocols import WeightCommunicator
-from sley_isp.chunked_heads import ChunkedVocabularyHead, GatheredHead
 from sley_isp.config import ANYWHERE
 from sley_isp.embedding_columns import ColumnEmbedding, TokenGather, check_embeddings
+from sley_isp.heads import GatheredHead, VocabularyHead, find_head
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import MAX_IN_FLIGHT, GradientReducer, Reduction, WriteGradient
 from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
 from sley_isp.sharded_module import ShardedModule, is_shardable
-from sley_isp.vocabulary_head import VocabularyHead, find_head
 
 if TYPE_CHECKING:
-    from sley_core.api.model import HeadChunks, Layer
+    from sley_core.api.model import Layer
     from sley_core.api.parts import Param, Parts
     from sley_isp.config import CommunicatorConfig
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
-class Counters:
-    """Counts the exchanges and bytes of one rank, for `protocols.Counts`. sent: the counter of sent bytes."""
+class Counters(SentBytes):
+    """Counts the exchanges of one rank, for `protocols.Counts`. totals: the counts of the running step."""
 
     def __init__(self) -> None:
-        self.sent = SentBytes()
-        self._totals: Counter[str] = Counter()
+        super().__init__()
+        self.totals: Counter[str] = Counter()
         self._current: Counter[str] = Counter()
         self._peaks = Counter(unsharded_groups=0, full_gradients=0)
         self._report: dict[str, float] = {}
 
-    def add(self, name: str, count: int) -> None:
-        """Adds `count` to the total `name`, which is reported as `{name}_per_step`."""
-        self._totals[name] += count
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
 
     def change(self, name: str, difference: int) -> None:
         """Adds `difference` to the count `name`, whose peak is reported as `most_{name}`."""
         self._current[name] += difference
         self._peaks[name] = max(self._peaks[name], self._current[name])
 
-    def begin(self) -> None:
-        """Begins a step or an evaluation."""
-        self.sent.begin_step()
-        self._totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
-
     def end_step(self) -> None:
-        """Ends a training step."""
-        self.sent.end_step()
-        self._report = {f"{name}_per_step": total for name, total in self._totals.items()} | self.sent.counts()
+        super().end_step()
+        self._report = {f"{name}_per_step": total for name, total in self.totals.items()} | super().counts()
 
-    def report(self) -> dict[str, float]:
+    def counts(self) -> dict[str, float]:
         """Returns the counts of the last training step and the peaks of all steps and evaluations."""
         return self._report | {f"most_{name}": peak for name, peak in self._peaks.items()}
 
@@ -95,7 +88,6 @@ class Communicator(WeightCommunicator):
         self._phase = Phase.TRAIN
         self._action_index = self._last_index = -1
         self._drain_indices: set[int] = set()
-        self._head_name: tuple[str, str] | None = None
         self._open_layer: tuple[ShardedLayer, list[UnshardedGroup]] | None = None
         self._open_stack = ExitStack()
         self._undo = ExitStack()
@@ -103,7 +95,7 @@ class Communicator(WeightCommunicator):
     def prepare(self, layers: Sequence[Layer]) -> None:
         """Checks the options `head`, `embedding`, `launch` and `groups`. Raises PlanError if the model does not fit them."""
         if self.config.head == "vocabulary":
-            self._head_name = layers[-1].name, find_head(layers)
+            self.head = find_head(layers)
         if self.config.embedding == "hidden":
             check_embeddings(layers)
         launch = self.config.launch
@@ -111,14 +103,13 @@ class Communicator(WeightCommunicator):
             modules = list(dict.fromkeys(name for layer in layers for name, _ in layer.module.named_modules() if name))
             hint = suggestion(launch, modules, "use a module's name within its layer, or a pattern of such names")
             raise PlanError("launch-point", f"`{launch}` matches no module of any layer", path=("weights", "launch"), hint=hint)
-        names: dict[int, str] = {}  # the first name of each parameter, which it has in the run
-        for layer in layers:
-            for name, parameter in layer.module.named_parameters(layer.name):
-                names.setdefault(id(parameter), name)
-        for index in sorted(set(range(len(self.config.groups))) - {self.config.group_index(name) for name in names.values()}):
-            pattern = self.config.groups[index].match
+        names = [name for layer in layers for name, _ in layer.module.named_parameters(layer.name)]
+        matching = {self.config.group_index(name) for name in names}
+        for index, pattern in enumerate(group.match for group in self.config.groups):
+            if index in matching:
+                continue
             message = f"`{pattern}` matches no parameter that no earlier group matches"
-            hint = suggestion(pattern, list(names.values()), "use a name that `train-cli show` prints, narrower patterns first")
+            hint = suggestion(pattern, names, "use a name that `train-cli show` prints, narrower patterns first")
             raise PlanError("group-unmatched", message, path=("weights", "groups", index, "match"), hint=hint)
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
@@ -134,7 +125,7 @@ class Communicator(WeightCommunicator):
         self._group = parts.groups["wp"]
         self._published = PublishedShards(self._group, parts.waits.is_due)
         self.reducer = GradientReducer(MAX_IN_FLIGHT if config.overlap else 0, parts, self._group, self.counters)
-        self._tokens = TokenGather(self._group, parts.world.device, self.counters)
+        self.token_gather = TokenGather(self._group, parts.world.device, self.counters)
         self._direct_params = {
             param
             for param in parts.registry
@@ -153,8 +144,6 @@ class Communicator(WeightCommunicator):
     def _shard_layer(self, layer: Layer) -> None:
         """Assigns the sharded parameters of `layer` to groups, and patches the forwards of their modules."""
         config, parts = self.config, self._parts
-        head_layer, head_name = self._head_name or ("", "")
-        head: Any = layer.module.get_submodule(head_name) if head_layer == layer.name else None
         points = prefetch_points(layer, config.launch)
         groups: dict[Hashable, ParamGroup] = {}
         others: dict[ParamGroup, dict[Param, None]] = {}
@@ -186,13 +175,16 @@ class Communicator(WeightCommunicator):
                 for param in params.values():
                     others.setdefault(add_to_group(buffer_key(param), [param]), {})[param] = None
             elif isinstance(module, nn.Embedding) and params and config.embedding == "hidden":
-                self._patch(module, ColumnEmbedding(self, layer.name, module, params["weight"], self._tokens, parts).forward)
+                table = ParamGroup(layer.name, layer.name, config, parts.pool)  # never gathered
+                self._patch(module, ColumnEmbedding(self, table, module, params, parts, can_prefetch=False).forward)
             elif isinstance(module, nn.Linear | nn.Embedding) and params:
-                is_unit = module is head or config.with_group(config.group_index(params["weight"].name)).unit == "module"
+                head = parts.head if parts.head is not None and parts.head.name == name else None
+                is_vocabulary = head is not None and config.head == "vocabulary"
+                is_unit = is_vocabulary or config.with_group(config.group_index(params["weight"].name)).unit == "module"
                 group = add_to_group(name if is_unit else keys.pop(), params.values())
                 sharded = ShardedModule(self, group, module, params, parts, can_prefetch=not points)
-                head_chunks = parts.head if parts.head is not None and parts.head.name == name else None
-                self._patch(module, self._forward(sharded, head_chunks, is_vocabulary=module is head))
+                head_class = VocabularyHead if is_vocabulary else GatheredHead
+                self._patch(module, sharded.forward if head is None else head_class(head, sharded).forward)
         self.groups += groups.values()
         if others:
             sharded_layer = ShardedLayer(self, layer, others, parts, can_prefetch=not points)
@@ -200,13 +192,6 @@ class Communicator(WeightCommunicator):
         for point in points if groups else ():
             hook = partial(self._prefetch_at_point, next(iter(groups.values())))
             self._undo.callback(point.register_forward_pre_hook(hook).remove)
-
-    def _forward(self, sharded: ShardedModule, chunks: HeadChunks | None, *, is_vocabulary: bool) -> Callable[[Tensor], Any]:
-        """Returns the forward of `sharded`. chunks: its loss's chunks, if it has any."""
-        if is_vocabulary:
-            head = VocabularyHead(sharded, self._tokens, self._parts)
-            return head.forward if chunks is None else ChunkedVocabularyHead(chunks, head).forward
-        return sharded.forward if chunks is None else GatheredHead(chunks, sharded).forward
 
     def _patch(self, module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
         self._patched.add(module)
@@ -234,7 +219,7 @@ class Communicator(WeightCommunicator):
         self._apply(Decision(list(self._unsharded), []))
         self._published.finish()
         self.reducer.discard()
-        self.counters.begin()
+        self.counters.begin_step()
         if self.config.overlap:
             self._published.publish(self.groups)
 
@@ -263,7 +248,7 @@ class Communicator(WeightCommunicator):
 
     def counts(self) -> dict[str, float]:
         """Returns the counts of the last step and the peaks, as `protocols.Counts`."""
-        return self.counters.report()
+        return self.counters.counts()
 
     @property
     def is_recomputing(self) -> bool:
@@ -292,7 +277,7 @@ class Communicator(WeightCommunicator):
             self.prefetch.unsharded.remove(group)
         decision = self.prefetch.use(group, num_holds=num_holds, can_prefetch=can_prefetch)
         if decision is not NO_CHANGE:
-            self.counters.add("demand_gathers", decision.unshard[:1] == [group])
+            self.counters.totals["demand_gathers"] += decision.unshard[:1] == [group]
             self._apply(decision)
         yield self._unsharded[group]
 
@@ -338,9 +323,9 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_groups", -1)
         for group in cast(list[ParamGroup], decision.unshard):
             unsharded = self._unsharded[group] = self._all_gather(group)
-            self.counters.add("gathers", 1)
-            self.counters.add("gathered_bytes", unsharded.num_received_bytes)
-            self.counters.sent.add_message(unsharded.num_received_bytes)  # each rank sends as much as it receives
+            self.counters.totals["gathers"] += 1
+            self.counters.totals["gathered_bytes"] += unsharded.num_received_bytes
+            self.counters.add_message(unsharded.num_received_bytes)  # each rank sends as much as it receives
             self.counters.change("unsharded_groups", 1)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:

@@ -103,4 +103,4 @@ class AllToAllConfig(SequenceConfig):
     """
 
     unchecked_layers: Array[str] = ()
-    """Patterns of the names of layers that the first step does not check for mixing positions."""
+    """Patterns of the names of layers that are not checked for mixing positions."""

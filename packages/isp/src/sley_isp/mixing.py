@@ -1,6 +1,6 @@
 """Refuses layers that mix positions outside their attention, since each rank has only a slice of a sequence.
 
-`PositionProbe` finds them in the first step:
+`check_module_types` finds modules of torch that do so, without a run. `PositionProbe` finds all layers in the first step:
 
     first run     the layer, as it is called in training; the inputs and contexts of its attentions are recorded
     second run    the same with another input at the first and the last position but one, and with the recorded contexts
@@ -11,7 +11,7 @@ second run does not communicate in attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -21,29 +21,86 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.api.model import copy_containers, tensors_in
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
 
 if TYPE_CHECKING:
     from sley_core.api.data import DataInfo
     from sley_core.api.model import Layer
     from sley_core.protocols import LayerCall
 
-AttentionCall = tuple[list[Tensor], Tensor, Tensor]
-"""The inputs of one attention call, its context, and the state of the device's generator after it."""
+UNCHECKED_HINT = "set `sp = 1`, or list the layer in `[sequence] unchecked_layers` if it may work on separate slices"
+
+MIXING_TYPES = (
+    *(nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
+    *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+)
+"""Types of modules that mix positions. An `nn.MultiheadAttention` includes its projections, so it cannot be wrapped."""
 
 
-class AttentionRecorder:
-    """Records the attentions of a layer's first run, and returns their contexts in its second run. dim: the dim of the `length`
-    positions. The inputs of the runs differ at the first and the last position but one, so that reversed positions are
-    detected.
+def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -> None:
+    """Raises PlanError "sequence-mixing" if a module of `layer` mixes positions by its type, as convolutions with overlapping
+    windows do. attention_modules: the modules within attentions, which see full sequences.
+    """
+    for name, module in layer.module.named_modules(prefix=layer.name):
+        is_convolution = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+        overlaps = is_convolution and module.dilation[0] * (module.kernel_size[0] - 1) >= module.stride[0]
+        if (overlaps or isinstance(module, MIXING_TYPES)) and module not in attention_modules:
+            message = f"`{name}` is a torch {type(module).__name__}, which mixes positions but would see only one slice"
+            raise PlanError("sequence-mixing", message, path=("sequence", "use"), hint=UNCHECKED_HINT)
+
+
+class PositionProbe:
+    """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`.
+
+    data: the declaration of the data. num_slices: the number of slices of each sequence. dim: the dim of the `length` positions
+    of a slice. The inputs of the two runs of a layer differ at the first and the last position but one, so that reversed
+    positions are detected. The first run records the attentions of the layer, and the second run returns their contexts.
     """
 
-    def __init__(self, dim: int, length: int) -> None:
-        self.dim, self.length = dim, length
-        self.is_second = False
-        self.is_mixed = False
-        self._calls: list[AttentionCall] = []
-        self._next = 0
+    def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:
+        self.dim = next((field.sequence_dim for field in data.fields.values() if field.sequence_dim is not None), 0)
+        self.length = (data.sequence or 0) // num_slices
+        self.unchecked_layers = unchecked_layers
+        # The inputs of each attention call, its context, and the state of the device's generator after it.
+        self._calls: list[tuple[list[Tensor], Tensor, Tensor]] = []
+        self._probed_layers: set[str] = set()
+
+    def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall) -> Any:
+        """Returns `call(args, fields)`, and compares it with a `rerun` if the layer was not probed before. All ranks that share
+        sequences call it for the same layers. Raises RunError "sequence-mixing".
+        """
+        is_probed = layer.name in self._probed_layers
+        self._probed_layers.add(layer.name)
+        if is_probed or self.length < 3 or any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers):
+            return call(args, fields)
+        inputs = args, dict(fields)
+        perturbed_inputs = copy_containers(inputs, {id(tensor): tensor.detach().clone() for tensor in tensors_in(inputs)})
+        self.is_second = self.is_mixed = False
+        token = RUNNING_PROBE.set(self)
+        try:
+            output = call(args, fields)
+            for tensor in tensors_in(perturbed_inputs):
+                self.perturb(tensor)
+            self.is_second = True
+            with torch.no_grad(), _restore_modules(list(layer.module.modules())):
+                before, after = list(tensors_in((output,))), list(tensors_in((rerun(*perturbed_inputs),)))
+                is_mixed = len(before) == len(after) and any(
+                    self.has_difference(tensor.detach(), after_tensor, self.dim)
+                    for tensor, after_tensor in zip(before, after, strict=True)
+                )
+                if is_mixed or self.is_mixed:
+                    raise RunError(
+                        "sequence-mixing",
+                        f"the layer {layer.name!r} ({type(layer.module).__name__}) mixes positions outside its "
+                        "attention, but each rank of `sp` has only a slice: a change at one position changes its output "
+                        "at others",
+                        path=("sequence", "use"),
+                        hint=UNCHECKED_HINT,
+                    )
+        finally:
+            RUNNING_PROBE.reset(token)
+            self._calls.clear()
+        return output
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
         """Returns `attention()`, the context of `tensors` [b, s, ...], or in the second run the recorded context."""
@@ -52,8 +109,7 @@ class AttentionRecorder:
             state = _generator(context.device).get_state()
             self._calls.append(([tensor.detach().clone() for tensor in tensors], context.detach().clone(), state))
             return context
-        before, context, state = self._calls[self._next]
-        self._next += 1
+        before, context, state = self._calls.pop(0)
         _generator(context.device).set_state(state)  # as if it had drawn
         self.is_mixed |= any(self.has_difference(expected, actual, 1) for expected, actual in zip(before, tensors, strict=True))
         return context.clone()
@@ -94,86 +150,22 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0]
 
 
-_RUNNING: ContextVar[AttentionRecorder | None] = ContextVar("positions", default=None)
-
-
-def run_attention(tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-    """Returns `attention()`, the context of this rank's slices `tensors` [b, s, ...], and shows it to a running probe."""
-    recorder = _RUNNING.get()
-    return attention() if recorder is None else recorder.attend(tensors, attention)
-
-
-class PositionProbe:
-    """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`.
-
-    data: the declaration of the data. num_slices: the number of slices of each sequence.
-    """
-
-    def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:
-        self.dim = next((field.sequence_dim for field in data.fields.values() if field.sequence_dim is not None), 0)
-        self.length = (data.sequence or 0) // num_slices
-        self.unchecked_layers = unchecked_layers
-        self._probed_layers: set[str] = set()
-
-    def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall) -> Any:
-        """Returns `call(args, fields)`, and compares it with a `rerun` if the layer was not probed before. All ranks that share
-        sequences call it for the same layers. Raises RunError "sequence-mixing".
-        """
-        if layer.name in self._probed_layers or self.length < 3:
-            return call(args, fields)
-        self._probed_layers.add(layer.name)
-        if any(fnmatchcase(layer.name, pattern) for pattern in self.unchecked_layers):
-            return call(args, fields)
-        positions = AttentionRecorder(self.dim, self.length)
-        inputs = args, dict(fields)
-        perturbed_inputs = copy_containers(inputs, {id(tensor): tensor.detach().clone() for tensor in tensors_in(inputs)})
-        token = _RUNNING.set(positions)
-        try:
-            output = call(args, fields)
-            for tensor in tensors_in(perturbed_inputs):
-                positions.perturb(tensor)
-            positions.is_second = True
-            with torch.no_grad(), _restore_modules(layer.module.modules()):
-                before, after = list(tensors_in((output,))), list(tensors_in((rerun(*perturbed_inputs),)))
-                is_mixed = len(before) == len(after) and any(
-                    positions.has_difference(tensor.detach(), after_tensor, self.dim)
-                    for tensor, after_tensor in zip(before, after, strict=True)
-                )
-                if is_mixed or positions.is_mixed:
-                    raise RunError(
-                        "sequence-mixing",
-                        f"the layer {layer.name!r} ({type(layer.module).__name__}) mixes positions outside its "
-                        "attention, but each rank of `sp` has only a slice: a change at one position changes its output "
-                        "at others",
-                        path=("sequence", "use"),
-                        hint="set `sp = 1`, or list the layer in `[sequence] unchecked_layers` if it may work on "
-                        "separate slices",
-                    )
-        finally:
-            _RUNNING.reset(token)
-        return output
+RUNNING_PROBE: ContextVar[PositionProbe | None] = ContextVar("probe", default=None)
 
 
 @contextmanager
-def _restore_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _restore_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
-    states = [
-        (
-            module,
-            dict(vars(module)),
-            dict(module._buffers),
-            [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers(recurse=False)],
-        )
-        for module in modules
-    ]
+    mappings: list[dict[str, Any]] = [mapping for module in modules for mapping in (vars(module), module._buffers)]
+    previous = [(mapping, dict(mapping)) for mapping in mappings]
+    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    values = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
     try:
         yield
     finally:
-        for module, attributes, buffers, values in states:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for buffer, value, version in values:
-                if buffer._version != version:  # a write would invalidate what autograd has saved
-                    buffer.copy_(value)
+        for mapping, items in previous:
+            mapping.clear()
+            mapping.update(items)
+        for buffer, value, version in values:
+            if buffer._version != version:  # a write would invalidate what autograd has saved
+                buffer.copy_(value)

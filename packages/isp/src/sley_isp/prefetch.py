@@ -21,6 +21,7 @@ run the same passes, and so make the same decisions.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,14 +54,13 @@ class PrefetchPolicy:
         self._units: dict[Group, Hashable] = {}
         self._aheads: dict[Group, int] = {}
         self._orders: dict[Key, tuple[Group, ...]] = {}
-        self._passes: Sequence[Key] = ()
-        self._pass_index = -1
+        self._pass: Key | None = None  # None between passes
+        self._later_passes: deque[Key] = deque()
         self._uses: list[Group] = []
         self._current: Group | None = None
-        self._holds: dict[Group, int] = {}
+        self._holds: Counter[Group] = Counter()
         self._is_out_of_order = False
         self._has_prefetched = False
-        self._has_ended = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
         """Sets the unit to which `group` belongs, and the number of units to prefetch if it is the last of them.
@@ -72,14 +72,12 @@ class PrefetchPolicy:
     def begin(self, passes: Sequence[Key]) -> None:
         """Begins a list of `passes`. Treats all groups as sharded, so the caller must reshard them."""
         self.unsharded = []
-        self._passes = passes
-        self._pass_index = -1
+        self._pass, self._later_passes = None, deque(passes)
         self._reset_pass()
 
     def begin_pass(self) -> None:
         """Begins the next pass."""
-        self._pass_index += 1
-        assert self._pass_index < len(self._passes), f"{self._pass_index + 1} passes of {len(self._passes)}"
+        self._pass = self._later_passes.popleft()
         self._reset_pass()
 
     def use(self, group: Group, *, num_holds: int = 0, can_prefetch: bool = True) -> Decision:
@@ -91,7 +89,7 @@ class PrefetchPolicy:
         if num_holds:
             self.change_holds(group, num_holds)
         if group != self._current:
-            order, index = self._learned_order(), len(self._uses)
+            order, index = self._orders.get(self._pass, ()), len(self._uses)
             self._current = group
             self._has_prefetched = False
             self._uses.append(group)
@@ -102,15 +100,15 @@ class PrefetchPolicy:
 
     def change_holds(self, group: Group, difference: int) -> None:
         """Adds `difference` to the holds of `group`, which stays unsharded while it has one."""
-        self._holds[group] = self._holds.get(group, 0) + difference
+        self._holds[group] += difference
         if self._holds[group] <= 0:
             del self._holds[group]
 
     def end_pass(self) -> Decision:
         """Ends the pass, learns its order, and returns the groups to reshard, since the next passes do not use them soon."""
-        self._orders[self._passes[self._pass_index]] = tuple(self._uses)
+        self._orders[self._pass] = tuple(self._uses)
+        self._pass = None
         self._reset_pass()
-        self._has_ended = True
         return self._decide(None, False)
 
     def _decide(self, current: Group | None, can_prefetch: bool) -> Decision:
@@ -148,22 +146,17 @@ class PrefetchPolicy:
 
     def _future_groups(self) -> Iterator[Group]:
         """Yields the remaining groups of this pass, then those of later passes, up to the first pass of unknown order."""
-        if 0 <= self._pass_index < len(self._passes) and not self._has_ended:
+        if self._pass is not None:
             # A pass that has left the learned order depends on the data, so its later groups are unknown.
-            if self._is_out_of_order or self._passes[self._pass_index] not in self._orders:
+            if self._is_out_of_order or self._pass not in self._orders:
                 return
-            order = self._learned_order()
+            order = self._orders[self._pass]
             for index in range(len(self._uses), len(order)):  # a slice would copy the remaining groups
                 yield order[index]
-        for index in range(self._pass_index + 1, len(self._passes)):
-            key = self._passes[index]
+        for key in self._later_passes:
             if key not in self._orders:
                 return
             yield from self._orders[key]
-
-    def _learned_order(self) -> tuple[Group, ...]:
-        """Returns the learned order of the current pass, or an empty tuple if there is none."""
-        return self._orders.get(self._passes[self._pass_index], ()) if 0 <= self._pass_index < len(self._passes) else ()
 
     def _reset_pass(self) -> None:
         self._uses.clear()
@@ -171,4 +164,3 @@ class PrefetchPolicy:
         self._holds.clear()
         self._is_out_of_order = False
         self._has_prefetched = False
-        self._has_ended = False

@@ -198,10 +198,10 @@ class GradientReducer:
         # data decides which modules run, and a bucket is smaller than a layer, ranks compare a checksum of names.
         microbatches = self.store.reduction.concurrent_microbatches(self.group)
         reduction = self._start_reduce_scatter(bucket) if microbatches is None else self._start_all_to_all(bucket, microbatches)
-        self.counters.add("reductions", 1)
+        self.counters.totals["reductions"] += 1
         for gradient in bucket.full_gradients.values():
-            self.counters.add("reduced_bytes", gradient.nbytes * (self.group.size - 1) // self.group.size)
-            self.counters.sent.add(gradient, self.group, passes=1)
+            self.counters.totals["reduced_bytes"] += gradient.nbytes * (self.group.size - 1) // self.group.size
+            self.counters.add(gradient, self.group, passes=1)
         bucket.full_gradients = {}
         self.enqueue(reduction)
 

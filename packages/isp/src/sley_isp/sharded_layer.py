@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from sley_core.api.model import ForwardPatch, tensors_in
 from sley_core.api.parts import Handover
 from sley_core.errors import RunError
-from sley_isp.sharded_module import copy_or_add, refuse_transforms
+from sley_isp.sharded_module import copy_or_add
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
@@ -95,7 +95,6 @@ class ShardedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer with full parameters. All ranks of `wp` must call it in the same order."""
-        refuse_transforms(self.name)
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.full_tensors(unsharded_groups)
             versions = {param: tensor._version for param, tensor in tensors.items()}

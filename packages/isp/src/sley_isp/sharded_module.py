@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from sley_core.api.model import autocast_input
 from sley_core.api.parts import Handover, add_at
 from sley_core.api.weights import GradientUse, StandIn, no_view
-from sley_core.errors import RunError
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer
@@ -61,16 +59,6 @@ def parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, str],
     }
 
 
-def refuse_transforms(name: str) -> None:
-    """Raises RunError "sharded-weight-mapped" within a torch.func transform or forward-mode AD."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        raise RunError(
-            "sharded-weight-mapped",
-            f"{name!r} is called in a torch.func transform or with forward-mode AD, but its weight is sharded",
-            hint="use the transform within the forward of a layer, on a subclass of nn.Linear or nn.Embedding",
-        )
-
-
 class ShardedModule:
     """Replaces the forward of `module` while the run is open.
 
@@ -93,6 +81,7 @@ class ShardedModule:
         self.module = module
         self.weight, self.bias = params["weight"], params.get("bias")
         self.params = list(params.values())
+        self.parts = parts
         self.can_fuse = not parts.store.reduction.fixed_order  # since a fused sum rounds differently
         self.sink = Handover(self._reduce, parts.queue)
         self.can_prefetch = can_prefetch
@@ -109,22 +98,21 @@ class ShardedModule:
         """Computes the linear or embedding with gathered weights. All ranks of `wp` must call it in the same order."""
         if self.has_replaced_weights:
             return type(self.module).forward(cast(Any, self.module), input)
-        refuse_transforms(self.name)
         x = input if self.is_embedding else autocast_input(input)
         if not torch.is_grad_enabled():
-            return self.compute(x)
+            return self.compute(x)[0]
         out: Tensor = _Call.apply(x, self, *(param.parameter for param in self.params))  # type: ignore[no-untyped-call]
         return out
 
-    def compute(self, x: Tensor, *, num_holds: int = 0) -> Tensor:
-        """Gathers the weights and computes the linear or embedding. num_holds: as in `Communicator.unshard`."""
+    def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns the output and the input for the backward. num_holds: as in `Communicator.unshard`."""
         unshard = partial(self.communicator.unshard, num_holds=num_holds, can_prefetch=self.can_prefetch)
         with unshard(self.group) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]
             if self.is_embedding:
-                return F.embedding(x, weight)
-            return F.linear(x, weight, unsharded.full_tensors[self.bias] if self.bias is not None else None)
+                return F.embedding(x, weight), x
+            return F.linear(x, weight, unsharded.full_tensors[self.bias] if self.bias is not None else None), x
 
     @property
     def has_replaced_weights(self) -> bool:
@@ -163,24 +151,17 @@ def copy_or_add(gradient: Tensor, full: Tensor, accumulate: bool) -> None:
     full.add_(gradient) if accumulate else full.copy_(gradient)
 
 
-def needs_shard_gradients(ctx: Any) -> bool:
-    """Returns whether the current backward accumulates gradients of the shards, which are the inputs after the first one.
-
-    The result is False if a forward calls `torch.autograd.grad` for other tensors. Then no weight gradient is computed or sent.
-    """
-    return any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
-
-
 class _Call(torch.autograd.Function):
     """Computes a linear or an embedding, and passes the gradients of its weights to the module's sink."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: ShardedModule, *_shards: Tensor) -> Tensor:
-        """Saves `x` only if a weight needs its gradient. A recomputation holds the weights until its backward."""
+        """Saves the input only if a weight needs its gradient. A recomputation holds the weights until its backward."""
         ctx.module = module
-        ctx.save_for_backward(x if module.trainable_params else None)
         is_held = any(ctx.needs_input_grad) and module.communicator.is_recomputing and module.group.has_linear
-        return no_view(module.compute(x, num_holds=int(is_held)))
+        output, inputs = module.compute(x, num_holds=int(is_held))
+        ctx.save_for_backward(inputs if module.trainable_params else None)
+        return no_view(output)
 
     @staticmethod
     @once_differentiable
@@ -194,7 +175,9 @@ class _Call(torch.autograd.Function):
         unshard = partial(module.communicator.unshard, module.group, num_holds=-1, can_prefetch=True)
         with unshard() if module.group.has_linear else nullcontext() as unsharded:
             is_shared = module.sink.shares_memory(gradient)
-            if module.trainable_params and needs_shard_gradients(ctx):
+            # False if a forward calls `torch.autograd.grad` for other tensors than the shards, which are the inputs after `x`.
+            is_summed = any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
+            if module.trainable_params and is_summed:
                 assert x is not None, f"{module.name} was unfrozen between a forward and its backward"
                 inputs = x.reshape(-1) if module.is_embedding else x.reshape(-1, x.shape[-1])
                 module.sink(gradient.reshape(-1, gradient.shape[-1]), inputs, is_shared=is_shared)

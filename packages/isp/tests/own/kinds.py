@@ -16,7 +16,6 @@ REFUSED = {
     "Penalty": "sharded-weight-read",  # it reads_weight for the gradient of a weight
     "Swapped": "sharded-weight-read",  # it makes another weight of a linear's own
     "Silent": "sharded-weight-read",  # it gives a weight to a function of its own
-    "Mapped": "sharded-weight-mapped",
     "HookedWeights": "model-hook",
     "Assigned": "sharded-weight-read",
     "Writing": "sharded-weight-written",

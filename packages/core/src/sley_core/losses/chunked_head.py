@@ -49,7 +49,7 @@ ELEMENTWISE = frozenset(
 
 @dataclass
 class HeadChunks:
-    """The model's last linear and the size of its chunks.
+    """The model's last linear, whose loss is computed in chunks of tokens, and the size of the chunks.
 
     layer: the name of the last layer. path: the name of the linear within it. max_tokens: the tokens of a chunk; None sets them
     by `AUTO_BYTES`. weight: the divisor of gradients in the running step. is_active: whether a call of the head is followed by
@@ -62,6 +62,21 @@ class HeadChunks:
     weight: BatchWeight | None = None
     is_active: bool = False
     is_patched: bool = False
+
+    @classmethod
+    def find(cls, layers: Sequence[Layer], max_tokens: int | None, path: KeyPath, remedy: str) -> HeadChunks:
+        """Returns the head of a model with these layers.
+
+        Raises PlanError "head-chunks" for the plan key `path` unless the last layer has exactly one plain linear. remedy: the
+        last part of the error's hint.
+        """
+        last_layer = layers[-1]
+        names = [name for name, module in last_layer.module.named_modules() if type(module) is nn.Linear]
+        if len(names) != 1:
+            listed = ", ".join(f"`{name}`" for name in names) or "none"
+            message = f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear, but has {listed}"
+            raise PlanError("head-chunks", message, path=path, hint=f"use a separate layer for the head, or {remedy}")
+        return cls(last_layer.name, names[0], max_tokens)
 
     @property
     def name(self) -> str:
@@ -85,22 +100,13 @@ class HeadChunks:
 
 
 def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model.
-
-    Raises PlanError "head-chunks" unless the last layer has exactly one plain linear. The first forward checks that the layer
-    returns its output.
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
+    `HeadChunks.find`. The first forward checks that the layer returns the head's output.
     """
     config = plan.loss.config
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
         return None
-    last_layer = layers[-1]
-    names = [name for name, module in last_layer.module.named_modules() if type(module) is nn.Linear]
-    if len(names) != 1:
-        listed = ", ".join(f"`{name}`" for name in names) or "none"
-        message = f"the last layer `{last_layer.name}` must have exactly one plain nn.Linear, but has {listed}"
-        hint = "use a separate layer for the head, or remove `chunk_tokens`"
-        raise PlanError("head-chunks", message, path=PATH, hint=hint)
-    return HeadChunks(last_layer.name, names[0], None if config.chunk_tokens == "auto" else config.chunk_tokens)
+    return HeadChunks.find(layers, None if config.chunk_tokens == "auto" else config.chunk_tokens, *LogitsHead.refusal)
 
 
 class LogitsHead:
@@ -336,6 +342,7 @@ class _LossSum(torch.autograd.Function):
         ctx: Any, hidden: Tensor, _weight: Tensor, _bias: Tensor | None, labels: Tensor, head: LogitsHead, loss: HeadLoss
     ) -> Tensor:
         assert head.chunks.weight is not None, "a training step without the weight of its batch"
+        ctx.refusal = head.refusal
         loss.scale = head.chunks.weight.inverse(hidden.new_empty((), dtype=softmax_dtype(hidden)))
         loss.hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         loss.has_weight = any(ctx.needs_input_grad[1:3])
@@ -348,12 +355,13 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradient of the hidden states. Raises RunError "loss-scaled"."""
         gradient, expected = ctx.saved_tensors
+        path, hint = ctx.refusal
         if scale.is_cuda:  # without a synchronisation
-            torch._assert_async(scale == expected, "a loss or a hook scales the cross-entropy: remove `[loss] chunk_tokens`")
+            torch._assert_async(scale == expected, f"a loss or a hook scales the cross-entropy: {hint}")
         elif type(scale) is Tensor and float(scale) != float(expected):  # an estimate has no values
             message = f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight"
-            hint = "remove `chunk_tokens` if a loss or a hook scales the cross-entropy"
-            raise RunError("loss-scaled", f"{message}, but is {float(scale):g}", path=PATH, hint=hint)
+            hint = f"{hint} if a loss or a hook scales the cross-entropy"
+            raise RunError("loss-scaled", f"{message}, but is {float(scale):g}", path=path, hint=hint)
         return gradient, *[None] * 5
 
 
