@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
 
 OWN = Path(__file__).parent / "own"
+sys.path.insert(0, str(OWN))
 PLAN = small_plan(run__seed=3, model={"factory": "pp_parts:chain"}, data={"factory": "pp_parts:Rows"}, optimizer__lr=1e-2)
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+def own() -> Path:
     """The folder of the plans' modules, which is on the path of all ranks."""
-    monkeypatch.syspath_prepend(OWN)
     return OWN
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pp_parts import write_csv
 from torch.distributed.pipelining import schedules as stock
 
 from sley_core.actions.action import Action, Kind, Placement, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
-from sley_pp.schedules import interleaved, read_csv, write_csv, zero_bubble_h1, zero_bubble_v
+from sley_pp.schedules import interleaved, read_csv, zero_bubble_h1, zero_bubble_v
 
 Lists = list[list[Action]]
 

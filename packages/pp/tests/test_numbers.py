@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from pp_parts import write_csv
 
 from sley_core.actions.action import Placement
 from sley_core.comm.group import Group
 from sley_core.errors import RunError, SleyError
-from sley_pp.schedules import write_csv
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
 from sley_testing.parity import assert_same_bits

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pp_parts import write_csv
 
 from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
@@ -29,7 +30,6 @@ from sley_pp.schedules import (
     one_f_one_b,
     read_csv,
     round_sizes,
-    write_csv,
     zero_bubble_h1,
     zero_bubble_v,
 )

@@ -14,7 +14,6 @@ other.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
@@ -118,16 +117,12 @@ class Channels:
         return start(tensor, channel, coord, label=label)
 
 
-RECORD_BYTES = 512
-_DIGEST_BYTES = 16
-
-
 class WalkCheck:
     """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
-    At the start of a walk each stage sends its neighbours a record of fixed size, and compares theirs with its own. Otherwise
-    stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits until a
-    record is delivered. number: the number of walks so far.
+    At the start of a walk each stage sends its neighbours a digest of its microbatches, and compares theirs with its own.
+    Otherwise stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits
+    until a digest is delivered. number: the number of walks so far.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -138,50 +133,51 @@ class WalkCheck:
         self._confirmed_peers: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts to send a walk's record to the stages `peers`, without blocking. keys: the key of each microbatch."""
+        """Starts to send a walk's digest to the stages `peers`, without blocking. keys: the key of each microbatch."""
         self.number += 1
-        self._record = encode_walk(self.number, keys)
+        runs = [f"{len(list(run))} x {key}" for key, run in groupby(keys)]
+        self._text = f"{len(keys)} microbatches: {', '.join(runs)} (walk {self.number})"
+        self._digest = torch.frombuffer(bytearray(sha256(self._text.encode()).digest()), dtype=torch.uint8)
         for peer in peers:
             label = f"the microbatches of stage {self._channels.stage}, to stage {peer}"
-            self._sends[peer] = self._channels.send_host(self._record, peer, label)
+            self._sends[peer] = self._channels.send_host(self._digest, peer, label)
 
     def start_receive(self, peer: int, label: str) -> None:
-        """Starts to receive the record of `peer`, once per walk.
+        """Starts to receive the digest of `peer`, once per walk.
 
         label: the description of the next transfer, for the error of a failed wait.
         """
         if peer not in self._receives:
-            record = torch.empty(RECORD_BYTES, dtype=torch.uint8)
-            self._receives[peer] = self._channels.receive_host(record, peer, label), record
+            digest = torch.empty_like(self._digest)
+            self._receives[peer] = self._channels.receive_host(digest, peer, label), digest
 
     def is_confirmed(self, peer: int) -> bool:
-        """Returns whether `confirm` has compared the record of `peer` in this walk."""
+        """Returns whether `confirm` has compared the digest of `peer` in this walk."""
         return peer in self._confirmed_peers
 
     def confirm(self, peer: int, label: str) -> None:
-        """Blocks until the record of `peer` has arrived. Raises RunError `stages-differ` if it describes another walk."""
+        """Blocks until the digest of `peer` has arrived. Raises RunError `stages-differ` if that stage runs another walk."""
         if peer in self._confirmed_peers:
             return
         if not self._channels.group.has_peers:
             self._confirmed_peers.add(peer)
             return
         self.start_receive(peer, label)
-        pending, record = self._receives[peer]
+        pending, digest = self._receives[peer]
         pending.wait()
-        if not torch.equal(record, self._record):
-            self._sends[peer].wait()  # so that the peer has this stage's record and raises the same error
-            local, remote = describe_walk(self._record), describe_walk(record)
-            raise stages_differ_error(f"stage {peer} runs {remote}, but stage {self._channels.stage} runs {local}")
+        if not torch.equal(digest, self._digest):
+            self._sends[peer].wait()  # so that the peer has this stage's digest and raises the same error
+            raise stages_differ_error(f"stage {peer} does not run the {self._text[:500]} of stage {self._channels.stage}")
         self._confirmed_peers.add(peer)
 
     def finish(self) -> None:
-        """Blocks until the records of all peers have been compared and this stage's records are sent."""
+        """Blocks until the digests of all peers have been compared and this stage's digest is sent."""
         for peer, pending in self._sends.items():
             self.confirm(peer, f"the microbatches of stage {peer}")
             pending.wait()
 
     def discard(self) -> None:
-        """Drops all records, without waiting for those in flight."""
+        """Drops all digests, without waiting for those in flight."""
         self._sends.clear()
         self._receives.clear()
         self._confirmed_peers.clear()
@@ -194,35 +190,3 @@ def stages_differ_error(fault: str) -> RunError:
         fault,
         hint="run the same steps on all stages of a replica, with the same number and shapes of microbatches",
     )
-
-
-def encode_walk(number: int, keys: Sequence[Hashable]) -> Tensor:
-    """Returns the record of a walk, uint8 [RECORD_BYTES] on the host. keys: the key of each microbatch."""
-    record = bytearray(RECORD_BYTES)
-    digest, text = _digest_and_text(tuple(keys))
-    data = digest + number.to_bytes(4, "little") + text
-    record[: len(data)] = data
-    return torch.frombuffer(record, dtype=torch.uint8)
-
-
-def describe_walk(record: Tensor) -> str:
-    """Returns the text of a walk's record, for error messages."""
-    data = record.numpy().tobytes()
-    number = int.from_bytes(data[_DIGEST_BYTES : _DIGEST_BYTES + 4], "little")
-    text = data[_DIGEST_BYTES + 4 :].rstrip(b"\0").decode(errors="replace")
-    return f"{text} (walk {number})"
-
-
-@lru_cache(maxsize=64)
-def _digest_and_text(keys: tuple[Hashable, ...]) -> tuple[bytes, bytes]:
-    """Returns a digest of all `keys` and a text that lists as many of them as fit into a record."""
-    runs = [f"{len(list(run))} x {key}" for key, run in groupby(map(_key_text, keys))]
-    text = f"{len(keys)} microbatches: {', '.join(runs)}".encode()
-    return sha256("\n".join(runs).encode()).digest()[:_DIGEST_BYTES], text[: RECORD_BYTES - _DIGEST_BYTES - 4]
-
-
-def _key_text(key: Hashable) -> str:
-    """Returns `key` as text. Keys that differ only in their types, such as a tuple and a torch.Size, have equal texts."""
-    if isinstance(key, tuple):
-        return f"({', '.join(map(_key_text, key))})"
-    return str(key)

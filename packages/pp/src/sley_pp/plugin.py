@@ -14,7 +14,7 @@ def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
     return ScheduleRecord(
         name=name,
         config=table,
-        build=f"sley_pp.schedules:build_{name}",
+        build="sley_pp.schedules:build_csv" if table is config.CsvConfig else "sley_pp.schedules:build",
         link="pp.link",
         partition="pp.balanced",
         ties="pp.shared_modules",

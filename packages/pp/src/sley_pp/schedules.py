@@ -122,66 +122,41 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=...I3=
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
     """
-    simulations = [_StageSimulation(actions, stage, placement, max_inputs) for stage, actions in enumerate(lists)]
-    deliveries: set[Delivery] = set()
+    queues = [deque(actions) for actions in lists]
+    results: list[list[Action]] = [[] for _ in lists]
+    weight_queues: list[deque[Action]] = [deque() for _ in lists]
+    num_inputs = [0] * len(lists)
+    deliveries: set[Delivery | None] = {None}  # None is the input of an action that needs none
+
+    def can_run(stage: int) -> bool:
+        """Returns whether the next action of `stage` has its input, and no W must run before it."""
+        action, last_actions = queues[stage][0], results[stage][-1:]
+        is_pair = action.kind is Kind.INPUT_GRADIENT and any(last.kind is Kind.FORWARD for last in last_actions)
+        is_full = bool(weight_queues[stage]) and num_inputs[stage] >= max_inputs and not is_pair
+        return not is_full and placement.input_of(action, placement.position(stage, action.chunk)) in deliveries
+
     has_progress = True
     while has_progress:
-        new_deliveries = [simulation.tick(deliveries) for simulation in simulations]
-        deliveries.update(*new_deliveries)
-        has_progress = any(simulation.has_progress for simulation in simulations)
-    queues = [simulation.queue for simulation in simulations]
+        has_progress = False
+        new_deliveries: set[Delivery | None] = set()
+        for stage, result in enumerate(results):
+            if queues[stage] and can_run(stage):
+                action = queues[stage].popleft()
+                if action.kind is Kind.FORWARD:
+                    num_inputs[stage] += 1
+                else:
+                    weight_queues[stage].append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
+                new_deliveries.add(placement.output_of(action, placement.position(stage, action.chunk)))
+            elif weight_queues[stage]:
+                action = weight_queues[stage].popleft()
+                num_inputs[stage] -= 1
+            else:
+                continue
+            result.append(action)
+            has_progress = True
+        deliveries |= new_deliveries
     assert not any(queues), f"the stages are deadlocked: {queues}"
-    return [simulation.actions for simulation in simulations]
-
-
-class _StageSimulation:
-    """Simulates one stage. queue: the actions that have not run. actions: the actions that have run, including each W."""
-
-    def __init__(self, actions: Sequence[Action], stage: int, placement: Placement, max_inputs: int) -> None:
-        self.queue = deque(actions)
-        self.actions: list[Action] = []
-        self.has_progress = False
-        self._stage = stage
-        self._placement = placement
-        self._max_inputs = max_inputs
-        self._weight_queue: deque[Action] = deque()
-        self._num_inputs = 0
-
-    def tick(self, deliveries: set[Delivery]) -> set[Delivery]:
-        """Runs at most one action, and returns its delivery to another stage, if any.
-
-        deliveries: the deliveries of all stages in earlier ticks.
-        """
-        self.has_progress = True
-        if self.queue and not self._is_full() and self._has_input(deliveries):
-            return self._run(self.queue.popleft())
-        if self._weight_queue:
-            self._num_inputs -= 1
-            self.actions.append(self._weight_queue.popleft())
-        else:
-            self.has_progress = False
-        return set()
-
-    def _is_full(self) -> bool:
-        """Returns whether a W must run before the next action, since the stage holds its maximum of inputs."""
-        is_pair = self.actions and self.actions[-1].kind is Kind.FORWARD and self.queue[0].kind is Kind.INPUT_GRADIENT
-        return bool(self._weight_queue) and self._num_inputs >= self._max_inputs and not is_pair
-
-    def _has_input(self, deliveries: set[Delivery]) -> bool:
-        """Returns whether `deliveries` include the input of the next action, or the action needs none."""
-        action = self.queue[0]
-        delivery = self._placement.input_of(action, self._placement.position(self._stage, action.chunk))
-        return delivery is None or delivery in deliveries
-
-    def _run(self, action: Action) -> set[Delivery]:
-        """Runs an F or an I, queues the W of an I, and returns the delivery to another stage, if any."""
-        self.actions.append(action)
-        if action.kind is Kind.FORWARD:
-            self._num_inputs += 1
-        else:
-            self._weight_queue.append(Action(Kind.WEIGHT_GRADIENT, action.chunk, action.micro))
-        delivery = self._placement.output_of(action, self._placement.position(self._stage, action.chunk))
-        return set() if delivery is None else {delivery}
+    return results
 
 
 def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
@@ -241,26 +216,15 @@ def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Sym
     yield from [I0] * (num_later + 1)
 
 
-def build_gpipe(config: GPipeConfig) -> Schedule:
-    return Schedule(gpipe)
-
-
-def build_one_f_one_b(config: OneFOneBConfig) -> Schedule:
-    return Schedule(one_f_one_b)
-
-
-def build_interleaved(config: InterleavedConfig) -> Schedule:
-    """Returns the interleaved schedule with the table's number of chunks per stage."""
-    return Schedule(interleaved, config.chunks)
-
-
-def build_zero_bubble_h1(config: ZeroBubbleH1Config) -> Schedule:
-    return Schedule(zero_bubble_h1)
-
-
-def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:
-    """Returns the ZB-V schedule, with two chunks per stage in a V."""
-    return Schedule(zero_bubble_v, chunks=2, place=v_placement)
+def build(config: GPipeConfig | OneFOneBConfig | InterleavedConfig | ZeroBubbleH1Config | ZeroBubbleVConfig) -> Schedule:
+    """Returns the schedule of a plan's table."""
+    if isinstance(config, InterleavedConfig):
+        return Schedule(interleaved, config.chunks)
+    if isinstance(config, ZeroBubbleVConfig):
+        return Schedule(zero_bubble_v, chunks=2, place=v_placement)
+    if isinstance(config, ZeroBubbleH1Config):
+        return Schedule(zero_bubble_h1)
+    return Schedule(gpipe if isinstance(config, GPipeConfig) else one_f_one_b)
 
 
 def build_csv(config: CsvConfig) -> Schedule:
@@ -297,21 +261,11 @@ def build_csv(config: CsvConfig) -> Schedule:
 # -- schedules in files ------------------------------------------------------------------------------------------------
 
 ACTION_TYPES = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
-LETTERS = {action_type: letter for letter, action_type in ACTION_TYPES.items()}
 ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 CsvAction = tuple[int, Kind, int]
 """The position, type and microbatch of an action."""
-
-
-def write_csv(lists: Sequence[Sequence[Action]], placement: Placement) -> str:
-    """Returns the CSV text of compute lists, one line per stage, without empty cells."""
-    rows = [
-        [f"{placement.position(stage, action.chunk)}{LETTERS[action.kind]}{action.micro}" for action in actions]
-        for stage, actions in enumerate(lists)
-    ]
-    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:

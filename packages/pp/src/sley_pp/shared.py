@@ -31,11 +31,14 @@ class SharedModules(GradientHandler):
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Collects the ties in the registry."""
+        """Collects the ties in the registry by the axis of their group, sorted by axis and name."""
         self._parts = parts
         self._groups = parts.groups
         self._store = parts.store
-        self._ties = sorted(param.name for param in parts.registry if param.tie_group is not None)
+        ties = sorted((str(param.tie_group), param.name) for param in parts.registry if param.tie_group is not None)
+        self._ties: dict[str, list[Param]] = {axis: [] for axis, _ in ties}
+        for axis, name in ties:
+            self._ties[axis].append(parts.registry[name])
 
     def finish_step(self, step: StepState) -> None:
         """All-reduces this rank's gradients of ties over their stages, and waits for the sums.
@@ -44,7 +47,7 @@ class SharedModules(GradientHandler):
         """
         self._sent.begin_step()
         reductions = []
-        for axis, params in self._ties_by_axis().items():
+        for axis, params in self._ties.items():
             # After a reduce-scatter, all ranks of the group have the same elements of a gradient, or none.
             gradients = [self._store.part(param) for param in params if param in self._store]
             gradients = [gradient for gradient in gradients if gradient.numel()]
@@ -64,15 +67,6 @@ class SharedModules(GradientHandler):
                 )
         self._sent.end_step()
 
-    def _ties_by_axis(self) -> dict[str, list[Param]]:
-        """Returns the ties by the axis of their group, sorted by axis and name."""
-        ties: dict[str, list[Param]] = {}
-        for name in self._ties:
-            param = self._parts.registry[name]
-            assert param.tie_group is not None, name
-            ties.setdefault(param.tie_group, []).append(param)
-        return dict(sorted(ties.items()))
-
     def counts(self) -> dict[str, float]:
         """Returns the number of bytes that this rank sent for the sums of the last step."""
         return self._sent.counts()
@@ -86,19 +80,14 @@ class SharedModules(GradientHandler):
     def _check_drift(self, step: int) -> None:
         """Raises RunError `tie-drifted` on all stages of a tie whose copies are no longer equal bit for bit."""
         self._parts.weights.settle()
-        for name in self._ties:
-            param = self._parts.registry[name]
-            assert param.tie_group is not None, name
-            group = self._groups[param.tie_group]
+        for group, param in [(self._groups[axis], param) for axis, params in self._ties.items() for param in params]:
             value = param.parameter.detach()
             maximum, minimum = value.clone(), value.clone()
             # Over the tie's group, whose ranks check the same ties after the same step.
-            group.all_reduce(maximum, "max", label=f"the tied weight {name}").wait()
-            group.all_reduce(minimum, "min", label=f"the tied weight {name}").wait()
+            group.all_reduce(maximum, "max", label=f"the tied weight {param.name}").wait()
+            group.all_reduce(minimum, "min", label=f"the tied weight {param.name}").wait()
             if not torch.equal(maximum, minimum):
                 difference = float((maximum - minimum).abs().max())
-                raise RunError(
-                    "tie-drifted",
-                    f"after step {step} the copies of {name} on stages {list(param.stages)} differ by up to {difference:g}",
-                    hint="load weights on every stage, and use the same optimizer options for all copies",
-                )
+                copies = f"the copies of {param.name} on stages {list(param.stages)}"
+                hint = "load weights on every stage, and use the same optimizer options for all copies"
+                raise RunError("tie-drifted", f"after step {step} {copies} differ by up to {difference:g}", hint=hint)
