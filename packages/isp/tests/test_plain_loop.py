@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy, CrossEntropyConfig
 from sley_isp import sharded_layer
+from sley_isp.config import FP8_BYTES
 from sley_isp.param_group import decode, encode
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
@@ -86,13 +89,25 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_models_that_use_weights_in_unusual_ways(ranks, own):
+KIND_PAIRS = [
+    ("Experts", VARIANTS[4]),
+    *(("Stacked", VARIANTS[index]) for index in (0, 2)),
+    *(("Inner", VARIANTS[index]) for index in (1, 3)),
+    *((kind, VARIANTS[2]) for kind in ("Writing", "Returning")),
+]
+MORE_KIND_PAIRS = [
+    *zip(("Detached", "Shapes", "Looking", "Recurrent"), VARIANTS, strict=False),
+    *(("Stacked", VARIANTS[index]) for index in (1, 3, 4)),
+    *(("Inner", VARIANTS[index]) for index in (0, 2, 4)),
+]
+
+
+@pytest.mark.parametrize("pairs", [KIND_PAIRS, pytest.param(MORE_KIND_PAIRS, marks=pytest.mark.campaign)], ids=["few", "more"])
+def test_models_that_use_weights_in_unusual_ways(ranks, own, pairs):
     """Tests blocks of `kinds` with variants of the communicator."""
-    from kinds import KINDS, REFUSED, model
+    from kinds import REFUSED, model
 
     cases: list[Case] = []
-    pairs = [(kind, VARIANTS[index % len(VARIANTS)]) for index, kind in enumerate(KINDS) if kind not in ("Stacked", "Inner")]
-    pairs += [(kind, variant) for kind in ("Stacked", "Inner") for variant in VARIANTS]
     for kind, (weights, changes) in pairs:
         options = {"kind": kind, "width": 9, "tied": "embedding" not in weights}
         tables = plan({"factory": "kinds:model", "options": options}, weights=weights, **changes)
@@ -126,14 +141,19 @@ def test_canonical_sums_of_sharded_norms_have_the_bits_of_one_process(ranks: Any
         assert_same_bits(reference.weights, run.weights)
 
 
-def test_habits_around_a_sharded_linear(ranks, own):
+FEW_HABITS = ["InPlace", "GradientWithin", "Penalty", "HookedWeights"]
+
+
+@pytest.mark.parametrize("is_campaign", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_habits_around_a_sharded_linear(ranks, own, is_campaign):
     """Tests user code around a linear. Ranks that call a layer as often as their data require make exchanges in the same
     order, with and without overlap.
     """
     from kinds import REFUSED, Rows
 
     variants: list[tuple[dict[str, Any], bool]] = [({}, True), ({"overlap": False}, False), ({"reduce": "step"}, False)]
-    runs = [(habit, {}, True, 4) for habit in HABITS | FULL_GRADIENT_HABITS if habit != "Mapped"]  # torch refuses it
+    habits = (HABITS | FULL_GRADIENT_HABITS).keys() - {"Mapped"}  # torch refuses it
+    runs = [(habit, {}, True, 4) for habit in (sorted(habits) if is_campaign else FEW_HABITS)]
     cases: list[Case] = []
     for habit, weights, attaches, micro in [*runs, *(("Adaptive", *variant, 1) for variant in variants)]:
         model = {"factory": "sley_testing.habits:model", "options": {"habit": habit}}
@@ -145,15 +165,21 @@ def test_habits_around_a_sharded_linear(ranks, own):
     assert_equal_loops(ranks, own, cases)
 
 
-def test_unusual_models(assert_parities):
+DIRECT = {"precision": {"compute": "fp64", "accumulation": "direct"}}
+MODELS: dict[str, Any] = {"adapted": {}, "encoder": {}, "replaced": {}, "half_sharded": DIRECT}
+MORE_MODELS: dict[str, Any] = {
+    **{name: {} for name in ("mixed", "frozen_start", "padded_tokens", "tied_to_no_linear")},
+    "recomputing": {"options": {"reentrant": True}},
+}
+
+
+@pytest.mark.parametrize("models", [MODELS, pytest.param(MORE_MODELS, marks=pytest.mark.campaign)], ids=["few", "more"])
+def test_unusual_models(assert_parities, models):
     """Tests linears of different sizes, without bias or used twice; adapters, trainable biases of frozen weights, a frozen
     start, a padding token, and torch's older checkpoint; a sharded bias without its weight, torch's fast path in evaluations,
     parametrized weights, replaced forwards, functional calls, and a parameter that another type of module also holds.
     """
-    models = ["mixed", "adapted", "frozen_start", "padded_tokens", "encoder", "replaced", "tied_to_no_linear"]
-    direct = {"precision": {"compute": "fp64", "accumulation": "direct"}}
-    unusual = [{"factory": "recomputing", "options": {"reentrant": True}}, {"factory": "half_sharded"} | direct]
-    assert_parities(2, [*({"factory": name} for name in models), *unusual])
+    assert_parities(2, [{"factory": name, **changes} for name, changes in models.items()])
 
 
 def test_autocast(ranks, sharded, texts):
@@ -215,7 +241,7 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["Experts", "Stacked"])
+@pytest.mark.parametrize("kind", ["Experts", pytest.param("Stacked", marks=pytest.mark.campaign)])
 def test_groups_change_no_bit(ranks: Any, own: Path, kind: str) -> None:
     """With one microbatch, the order of sums does not depend on `reduce`. Experts that a rank does not call are gathered."""
     plans = [kind_plan(kind, weights, precision={"compute": "fp32"}) for weights in GROUPS]
@@ -225,13 +251,39 @@ def test_groups_change_no_bit(ranks: Any, own: Path, kind: str) -> None:
             assert_same_bits(reference.weights, run.weights)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Returns `weight` as two ranks gather it."""
-    rows = -(-len(weight) // 2)
-    padded = torch.cat([weight, weight.new_zeros(rows * 2 - len(weight), *weight.shape[1:])])
+def rounded(weight: Tensor, num_ranks: int = 2) -> Tensor:
+    """Returns `weight` as the ranks gather it."""
+    rows = -(-len(weight) // num_ranks)
+    padded = torch.cat([weight, weight.new_zeros(rows * num_ranks - len(weight), *weight.shape[1:])])
     full = torch.empty_like(padded)
-    decode(torch.stack([encode(shard) for shard in padded.chunk(2)]), full)
+    decode(torch.stack([encode(shard) for shard in padded.chunk(num_ranks)]), full)
     return full[: len(weight)]
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=300),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_error_of_e4m3_numbers(values: list[float], dtype: torch.dtype) -> None:
+    """Three bits of mantissa, and subnormals of a block whose largest element is at least 224 units."""
+    weight = torch.tensor(values, dtype=dtype)
+    error = (rounded(weight, 1) - weight).abs().double()
+    assert (error <= 2**-4 * weight.abs().double() + 2**-18 * weight.abs().max().double()).all()
+    assert torch.equal(rounded(rounded(weight, 1), 1), rounded(weight, 1)), "a rounded weight is not rounded again"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_e4m3_numbers_of_a_weight_that_is_not_finite_are_not_finite(value: float) -> None:
+    weight = torch.ones(256)
+    weight[3] = value
+    assert rounded(weight, 1)[3].isnan()
+    assert rounded(weight, 1)[128:].eq(1.0).all()
+
+
+def test_the_size_of_encoded_shards() -> None:
+    """The estimator multiplies elements by FP8_BYTES."""
+    assert encode(torch.zeros(1280)).nbytes == 1280 * FP8_BYTES
 
 
 def record_counts(tables: dict[str, Any], folder: Path) -> Any:

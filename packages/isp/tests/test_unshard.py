@@ -63,11 +63,15 @@ def count_gathers(plans: list[dict[str, Any]], folder: Path) -> list[dict[str, A
     return seen
 
 
-def test_counts_of_one_micro_batch(ranks, sharded, texts):
+@pytest.mark.parametrize(
+    "cases",
+    [[("layer", 0.0), ("module", 1.0)], pytest.param([("layer", 1.0), ("module", 0.0)], marks=pytest.mark.campaign)],
+    ids=["few", "more"],
+)
+def test_counts_of_one_micro_batch(ranks, sharded, texts, cases):
     """Each group is gathered twice, however much is recomputed. The table, and groups that are still unsharded when their
     backward starts, are gathered once. An evaluation gathers each group once.
     """
-    cases = [(unit, fraction) for unit in ("layer", "module") for fraction in (0.0, 1.0)]
     plans = [
         sharded(2, weights={"unit": unit}, activations={"use": "core.recompute", "fraction": fraction}, **DEEP)
         for unit, fraction in cases

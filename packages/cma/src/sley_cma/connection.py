@@ -66,7 +66,8 @@ _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
 
 
 class Inbox:
-    """An inbox for `size` ranks with `num_rings` rings each. words: its memory, which is initially zero.
+    """An inbox for `size` ranks with `num_rings` rings each. words: its memory, which is initially zero and needs no pages for
+    rings that are never written.
 
         token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
@@ -76,9 +77,8 @@ class Inbox:
     def __init__(self, size: int, num_rings: int, token: int) -> None:
         self.num_rings = num_rings
         num_words = 1 + size * num_rings * _RING_WORDS
-        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(
-            _allocate_zeros(num_words * WORD_BYTES)
-        )
+        memory = mmap.mmap(-1, num_words * WORD_BYTES)
+        self.words: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * num_words).from_buffer(memory)
         self.words[0] = token
         _inboxes.append(self.words)
 
@@ -102,16 +102,6 @@ class Inbox:
     def confirmation_index(self, peer: int, ring: int, slot: int) -> int:
         """Returns the index of the word in which `peer` confirms reads, with the number of this rank's offer."""
         return 1 + (peer * self.num_rings + ring) * _RING_WORDS + SLOTS * _OFFER_WORDS + slot
-
-
-def _allocate_zeros(num_bytes: int) -> mmap.mmap:
-    """Allocates zeros whose pages need memory only after they are written, so that unused rings need none.
-
-    Systems other than Linux cannot attach, but each rank needs an inbox until all ranks know this.
-    """
-    if sys.platform == "linux":
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, num_bytes)
 
 
 _YIELD_S = 1e-3
@@ -178,10 +168,6 @@ class Connection:
         """
         num_bytes = -1 if self._has_ended(peer) else read(self._addresses[peer].pid, local, remote)
         self._check_copy(num_bytes, remote, peer, label)
-
-    def try_read(self, peer: int, local: MemorySpan, remote: MemorySpan) -> bool:
-        """Copies `remote` of the peer's memory to `local`, and returns whether all of it was copied. Never raises."""
-        return not self._has_ended(peer) and read(self._addresses[peer].pid, [local], [remote]) == local.num_bytes
 
     def push(self, peer: int, local: Sequence[MemorySpan], index: int, label: str) -> None:
         """Copies the spans `local`, one after another, to the peer's inbox, starting at the word `index`.

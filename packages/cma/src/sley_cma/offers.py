@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from sley_cma.connection import NUMBER_OFFSET, SLOTS, WORD_BYTES, Connection, Offer
 from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Turn
+from sley_core.errors import RunError
 
 RING = SLOTS
 """The maximum number of open offers. If all are open, the next offer of every rank first completes the oldest."""
@@ -157,8 +159,9 @@ class Offers:
         """Returns the text of the mark of a peer's offer, or an empty text if the peer's memory cannot be read."""
         text = ctypes.create_string_buffer(offer.text_bytes)
         local = MemorySpan(ctypes.addressof(text), offer.text_bytes)
-        is_read = self.connection.try_read(peer, local, MemorySpan(offer.text, offer.text_bytes))
-        return text.raw.rstrip(b"\0").decode("utf-8", "replace") if is_read else ""
+        with suppress(RunError):
+            self.connection.read(peer, [local], [MemorySpan(offer.text, offer.text_bytes)], "a mark")
+        return text.raw.rstrip(b"\0").decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,18 +25,7 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _load_function(name: str) -> Any:
-    """Returns the function `name` of the C library, or None if the library has no such function."""
-    try:
-        function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (AttributeError, OSError, TypeError):
-        return None
-    function.restype = ctypes.c_ssize_t
-    return function
-
-
-_readv = _load_function("process_vm_readv")
-_writev = _load_function("process_vm_writev")
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # ranks of other systems never connect
 
 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
@@ -44,7 +33,7 @@ def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) ->
 
     Returns the number of copied bytes, or -1 if the copy is not permitted.
     """
-    return _copy(_readv, pid, local, remote)
+    return _copy(_LIBC.process_vm_readv, pid, local, remote)
 
 
 def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
@@ -52,13 +41,11 @@ def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -
 
     Returns the number of copied bytes, or -1 if the copy is not permitted.
     """
-    return _copy(_writev, pid, local, remote)
+    return _copy(_LIBC.process_vm_writev, pid, local, remote)
 
 
 def _copy(function: Any, pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
     """Calls `function` as often as Linux's limits require, and returns the number of copied bytes, or -1 if a call fails."""
-    if function is None:  # the C library has no such function
-        return -1
     num_copied = 0
     for local_part, remote_part in _split_calls(local, remote):
         local_vectors, remote_vectors = _vectors(local_part), _vectors(remote_part)

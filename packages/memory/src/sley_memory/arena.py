@@ -6,7 +6,9 @@ import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -83,13 +85,14 @@ class HostArena:
         slot = self._used_slots.pop(memory.data_ptr())
         self.num_lent_bytes -= slot.size
         slot.block.num_free += 1
-        insort(self._free_slots, slot, key=_size)
+        insort(self._free_slots, slot, key=attrgetter("size"))
 
     def trim(self, num_bytes: int = 0) -> int:
         """Frees unused blocks, small ones first, until at most `num_bytes` remain; returns the freed bytes. Waits for all
         copies.
         """
-        unused = sorted((block for block in self._blocks if block.num_free == block.num_slots), key=_num_bytes)
+        unused = [block for block in self._blocks if block.num_free == block.num_slots]
+        unused.sort(key=lambda block: block.memory.num_bytes)
         freed = 0
         while unused and self.num_bytes > num_bytes:
             if not freed:
@@ -108,7 +111,7 @@ class HostArena:
         yield from ((f"host.{number}", block.memory.data) for number, block in enumerate(self._blocks))
 
     def _pop_fitting(self, size: int) -> _Slot | None:
-        index = bisect_left(self._free_slots, size, key=_size)
+        index = bisect_left(self._free_slots, size, key=attrgetter("size"))
         if index == len(self._free_slots) or self._free_slots[index].size > size * self._max_waste:
             return None
         slot = self._free_slots.pop(index)
@@ -119,16 +122,13 @@ class HostArena:
         """Allocates a block with a slot for each of `sizes`, and returns the slots."""
         if self._frees_unused:  # otherwise memory whose size changes at each offload would grow without limit
             self.trim()
-        end = sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
-        block = _Block(self._allocate(end), counters, len(sizes))
+        starts = list(accumulate((round_up(size, ALIGNMENT_BYTES) for size in sizes), initial=0))
+        block = _Block(self._allocate(starts[-1]), counters, len(sizes))
         self._blocks.append(block)
         self.num_allocations += 1
         self.num_bytes += block.memory.num_bytes
         if counters is not None:
             counters.host_bytes += block.memory.num_bytes
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + round_up(size, ALIGNMENT_BYTES))
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
     def _allocate(self, num_bytes: int) -> HostMemory:
@@ -145,11 +145,3 @@ class HostArena:
                 stacklevel=5,
             )
         return HostMemory(num_bytes, lock=False)
-
-
-def _size(slot: _Slot) -> int:
-    return slot.size
-
-
-def _num_bytes(block: _Block) -> int:
-    return block.memory.num_bytes

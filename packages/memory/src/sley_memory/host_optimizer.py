@@ -98,9 +98,7 @@ class HostOptimizer(OffloadManager):
         fetches = [self._fetch(index) for index in range(min(RING, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):
-                fetches[index].end.wait()
-                if self._device.is_async:
-                    self._count_gradients(fetches[index])
+                self._finish_fetch(fetches[index])
                 for param, host_gradient in zip(bucket.stepped, bucket.gradients, strict=True):
                     param.parameter.grad = host_gradient.to(param.parameter.dtype) if param.param in self._store else None
                 yield bucket.stepped
@@ -116,9 +114,7 @@ class HostOptimizer(OffloadManager):
             raise
         streams.into.record().hold_device()
         for sent in self._sent.values():
-            sent.end.wait()
-            if self._device.is_async:
-                self._count_weights(sent)
+            self._finish_send(sent)
         self._sent.clear()
 
     def _fetch(self, index: int) -> BucketCopies:
@@ -130,39 +126,34 @@ class HostOptimizer(OffloadManager):
                 self._streams.out.copy(host_gradient, gradient)
                 num_bytes += gradient.nbytes
         self._moved["optimizer_states"].copied_out += num_bytes
-        copies = BucketCopies(self._streams.out.record(), start_s, num_bytes)
-        if not self._device.is_async:  # the copies are done
-            self._count_gradients(copies)
-        return copies
+        return BucketCopies(self._streams.out.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
         """Casts the weights of bucket `index` to the device's dtype on the host, and starts their copies to the device."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
+        if index % RING in self._sent:
+            self._finish_send(self._sent[index % RING])
         if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
             weights = masters
         else:
-            if index % RING in self._sent:
-                self._sent[index % RING].end.wait()
-                if self._device.is_async:
-                    self._count_weights(self._sent[index % RING])
             torch._foreach_copy_(weights, masters)
         start_s = time.perf_counter()
         for param, value in zip(bucket, weights, strict=True):
             self._streams.into.copy(param.working, value)
         num_bytes = sum(value.nbytes for value in weights)
         self._moved["masters"].copied_in += num_bytes
-        copies = self._sent[index % RING] = BucketCopies(self._streams.into.record(), start_s, num_bytes)
-        if not self._device.is_async:
-            self._count_weights(copies)
+        self._sent[index % RING] = BucketCopies(self._streams.into.record(), start_s, num_bytes)
 
-    def _count_gradients(self, copies: BucketCopies) -> None:
-        """Counts the seconds and bytes of gradient copies, as measured on the host."""
+    def _finish_fetch(self, copies: BucketCopies) -> None:
+        """Waits for gradient copies, and counts their seconds and bytes, as measured on the host."""
+        copies.end.wait()
         self._moved["optimizer_states"].seconds_out += time.perf_counter() - copies.start_s
         self._moved["optimizer_states"].timed_out += copies.num_bytes
 
-    def _count_weights(self, copies: BucketCopies) -> None:
-        """Counts the seconds and bytes of weight copies, as measured on the host."""
+    def _finish_send(self, copies: BucketCopies) -> None:
+        """Waits for weight copies, and counts their seconds and bytes, as measured on the host."""
+        copies.end.wait()
         self._moved["masters"].seconds_in += time.perf_counter() - copies.start_s
         self._moved["masters"].timed_in += copies.num_bytes
 

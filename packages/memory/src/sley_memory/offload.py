@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, StorageEntry, Where, storage_id
+from sley_core.api.model import Layer
 from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
 from sley_memory.arena import HostArena
@@ -117,31 +118,6 @@ class BetweenSteps(Mover):
         return pieces
 
 
-class Gate:
-    """Hooks every module of `modules` while it is closed; an open gate has no hooks and costs nothing.
-
-    check: called before a module's forward; waits for weights that are coming, or raises an error for weights that are away.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], check: Callable[[], None]) -> None:
-        self._modules = modules
-        self._before = lambda *_: check()
-        self.hooks: list[RemovableHandle] = []
-
-    def close(self) -> None:
-        """Adds the hooks, before those of the program."""
-        for layer in () if self.hooks else self._modules:
-            for module in layer.modules():
-                self.hooks.append(module.register_forward_pre_hook(self._before, prepend=True))
-                self.hooks.append(module.register_state_dict_pre_hook(self._before))  # type: ignore[no-untyped-call]
-
-    def open(self) -> None:
-        """Removes the hooks."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-
-
 class Manager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
@@ -153,7 +129,8 @@ class Manager(OffloadManager):
         self.config = config
         self._moved: dict[Part, Moved] = {part: Moved() for part in config.moves}
         self._movers: dict[Part, Mover] = {part: Mover(moved) for part, moved in self._moved.items()}
-        self._gate = Gate((), self._check_layers)
+        self._layers: Sequence[Layer] = ()
+        self._hooks: list[RemovableHandle] = []
         self._streams: Streams | None = None
 
     @property
@@ -165,12 +142,12 @@ class Manager(OffloadManager):
         device, budget = parts.world.device, self.config.host_budget_mb
         self._streams = Streams(device.copy_stream)
         arena = HostArena(device.host_memory, self._streams.wait, None if budget is None else int(budget * MB))
-        self._gate = Gate([layer.module for layer in parts.layers], self._check_layers)
+        self._layers = parts.layers
         for layer in parts.layers:
-            # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations the gate is
-            # open on all ranks.
+            # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations no rank has
+            # hooks.
             check = partial(self._check_layers, "a use of a layer's weights")
-            parts.waits.before_layer(layer.name, check, lambda: bool(self._gate.hooks))
+            parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:
             self._movers[part] = self._mover(part, parts, inventory, arena)
 
@@ -197,13 +174,13 @@ class Manager(OffloadManager):
         away.
         """
         if part in LAYER_PARTS:
-            self._gate.close()
+            self._hook_layers()
         self._movers[part].offload()
         return self._movers[part].wait
 
     def onload(self, part: Part) -> Callable[[], None]:
         self._movers[part].onload()
-        self._open_gate()
+        self._unhook_layers()
         return self._movers[part].wait
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
@@ -217,7 +194,7 @@ class Manager(OffloadManager):
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
             raise StateError.offloaded_error(part, caller)
         mover.require()
-        self._open_gate()
+        self._unhook_layers()
 
     def where(self, part: Part) -> Where:
         return self._movers[part].where
@@ -230,14 +207,23 @@ class Manager(OffloadManager):
         for part in LAYER_PARTS:
             if part in self._movers:
                 self._movers[part].close()
-        self._gate.open()
+        self._unhook_layers()
         if self._streams is not None:
             self._streams.wait()  # host memory is freed with this object
 
-    def _open_gate(self) -> None:
-        """Opens the gate if weights and buffers are on the device."""
+    def _hook_layers(self) -> None:
+        """Adds hooks to every module, before those of the program, that check for weights or buffers before a call."""
+        for layer in () if self._hooks else self._layers:
+            for module in layer.module.modules():
+                self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))
+                self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._check_layers()))  # type: ignore[no-untyped-call]
+
+    def _unhook_layers(self) -> None:
+        """Removes the hooks if weights and buffers are on the device, so that a call costs nothing."""
         if all(self._movers[part].where is Where.HERE for part in LAYER_PARTS if part in self._movers):
-            self._gate.open()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def _check_layers(self, label: str = "a layer's forward") -> None:
         for part in LAYER_PARTS:

@@ -177,11 +177,16 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Intercepts the functions of one run of a layer, and activates the operator mode in calls that may be attention."""
+    """Intercepts the functions of one run of a layer, and activates the operator mode in calls that may be attention.
+
+    In the first forward it counts the attentions before the last tensor that the checkpoint saves, since the recomputation
+    stops there. The recomputation starts with the first result.
+    """
 
     def __init__(self, results: KeptAttention, *, is_first: bool) -> None:
         super().__init__()
         self.results = results
+        self.is_first = is_first
         self._operators = _OperatorMode(results, is_first=is_first)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,49 +196,28 @@ class _AttentionMode(TorchFunctionMode):
         with self._operators:
             return func(*args, **(kwargs or {}))
 
-
-class _FirstForward(_AttentionMode):
-    """The mode of the first forward. Counts the attentions before the last tensor that the checkpoint saves, since the
-    recomputation stops there.
-    """
-
-    def __init__(self, results: KeptAttention) -> None:
-        super().__init__(results, is_first=True)
-
-    def __enter__(self) -> _FirstForward:
-        # The checkpoint's hooks, entered just before. Hooks within the layer save other tensors.
-        pack, unpack = _top_saved_tensors_default_hooks(False)
+    def __enter__(self) -> _AttentionMode:
         results = self.results
+        results.rewind()
+        if self.is_first:
+            # The checkpoint's hooks, entered just before. Hooks within the layer save other tensors.
+            pack, unpack = _top_saved_tensors_default_hooks(False)
 
-        def save(tensor: Tensor) -> Any:
-            results.on_save()
-            return pack(tensor)
+            def save(tensor: Tensor) -> Any:
+                results.on_save()
+                return pack(tensor)
 
-        self._hooks = saved_tensors_hooks(save, unpack)
-        self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.__exit__(*error)
-        del self._hooks  # it references the kept results, which must be freed with the graph
-
-
-class _Recomputation(_AttentionMode):
-    """The mode of the recomputation. Starts with the first result."""
-
-    def __init__(self, results: KeptAttention) -> None:
-        super().__init__(results, is_first=False)
-
-    def __enter__(self) -> _Recomputation:
-        self.results.rewind()
+            self._hooks = saved_tensors_hooks(save, unpack)
+            self._hooks.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        if kind is None or kind is _StopRecomputationError:
+        if self.is_first:
+            self._hooks.__exit__(kind, *error)
+            del self._hooks  # it references the kept results, which must be freed with the graph
+        elif kind is None or kind is _StopRecomputationError:
             self.results.check_all_reused()
 
 
@@ -267,7 +251,7 @@ class SelectiveRecompute(Recompute):
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Returns the contexts of a layer's first forward, which keeps attention, and of its recomputation, which reuses it."""
         results = KeptAttention(self.stats)
-        return _FirstForward(results), _Recomputation(results)
+        return _AttentionMode(results, is_first=True), _AttentionMode(results, is_first=False)
 
     def counts(self) -> Mapping[str, float]:
         """Returns counts of kept and recomputed attentions; those of compiled layers are not counted."""

@@ -44,8 +44,6 @@ IMPLIED: dict[Named, str] = {
     ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
     ("_step", "wait_for_device", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
-    ("_step", "wait", 1): "the device was held until these copies were done, the next step's gradients follow it, and the "
-    "host waits for them before it writes",
 }
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
 
