@@ -169,19 +169,16 @@ def test_host_memory_is_used_again(compare_with_keep: Any) -> None:
 
 
 def test_a_budget_of_host_memory_is_kept(compare_with_keep: Any) -> None:
-    free = compare_with_keep(HOST, model=MODEL)
     counts = compare_with_keep(HOST | {"budget_bytes": 40_000}, model=MODEL)
     assert 20_000 < counts["max_away_bytes"] <= 40_000
-    assert counts["over_budget_bytes"] == free["moved_bytes"] - counts["moved_bytes"] > 0
-    counts = compare_with_keep(HOST | {"budget_bytes": 0}, model=MODEL)
-    assert (counts["moved_bytes"], counts["over_budget_bytes"]) == (0, free["moved_bytes"])
+    none = compare_with_keep(HOST | {"budget_bytes": 0}, model=MODEL)
+    assert none["moved_bytes"] == 0
+    assert none["over_budget_bytes"] == counts["over_budget_bytes"] + counts["moved_bytes"]
 
 
 def test_chosen_layers(compare_with_keep: Any) -> None:
-    every = compare_with_keep(HOST, model=MODEL)["moved_bytes"]
-    assert compare_with_keep(HOST | {"layers": 1}, model=MODEL)["moved_bytes"] == every / 3
-    assert compare_with_keep(HOST | {"layers": ["2", "3"]}, model=MODEL)["moved_bytes"] == every * 2 / 3
-    assert compare_with_keep(HOST | {"layers": 9}, model=MODEL)["moved_bytes"] == every
+    one = compare_with_keep(HOST | {"layers": 1}, num_steps=1, model=MODEL)["moved_bytes"]
+    assert compare_with_keep(HOST | {"layers": ["2", "3"]}, num_steps=1, model=MODEL)["moved_bytes"] == 2 * one > 0
 
 
 def test_unknown_layers_are_refused(texts: Path) -> None:
@@ -265,7 +262,6 @@ def test_a_budget_of_attentions_is_kept(compare_with_keep: Any) -> None:
     counts = compare_with_keep(SELECTIVE | {"budget_bytes": 2 * one}, model=MODEL)
     assert counts["max_kept_bytes"] == 2 * one
     assert counts["recomputed_attentions"] == counts["kept_attentions"] / 2
-    assert compare_with_keep(SELECTIVE | {"budget_bytes": 0}, model=MODEL)["kept_attentions"] == 0
 
 
 def test_a_backward_may_run_twice(own: Path) -> None:

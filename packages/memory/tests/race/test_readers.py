@@ -77,7 +77,7 @@ def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("orders", [ORDERS[::2], ORDERS[1::2]])
