@@ -11,8 +11,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_dp.config import BF16_TOLERANCE
-from sley_dp.plugin import sley_estimate_hints
+from sley_dp.plugin import BF16_TOLERANCE, sley_estimate_hints
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import small_plan
 

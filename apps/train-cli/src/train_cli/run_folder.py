@@ -76,7 +76,7 @@ def recorder() -> RunRecorder:
     """Returns the recorder of sley-doctor if it is installed, else one that records nothing."""
     if find_spec("sley_doctor") is None:
         return RunRecorder()
-    doctor_recorder: RunRecorder = import_module("sley_doctor.recorder").DoctorRecorder()
+    doctor_recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
     return doctor_recorder
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,13 @@ from pydantic import TypeAdapter
 
 from sley_core.files import write_atomically
 from sley_core.json_text import to_json
-from train_cli.run_folder import FAULTS
+from train_cli.run_folder import FAULTS, RunRecorder
 
 if TYPE_CHECKING:
     from sley_core.comm.progress import Turn
     from sley_core.comm.world import World
+    from sley_core.data.feed import Feed
+    from sley_core.engine.parts import Parts
     from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
@@ -246,3 +248,26 @@ def _thread_stacks() -> dict[str, tuple[str, ...]]:
             lines = [line for part in traceback.format_stack(frame) for line in part.splitlines()]
             stacks[thread.name] = tuple(lines[-MAX_LINES:])
     return stacks
+
+
+class DoctorRecorder(RunRecorder):
+    """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail. train-cli loads it if it is installed."""
+
+    def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+        from sley_doctor.work_recorder import record_work  # needs torch, which the launcher does not import
+
+        return record_work(parts, feed, folder, notes)
+
+    def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+        report_error(folder, world, diagnostic, error)
+
+    def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+        report_stuck(folder, world, diagnostic)
+
+    def launched(
+        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+    ) -> None:
+        write_launch_report(folder, LaunchReport(world, codes, silent, first))
+
+    def forget(self, folder: Path) -> None:
+        remove_reports(folder)

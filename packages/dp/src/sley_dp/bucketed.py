@@ -22,7 +22,7 @@ from sley_dp.sums import Bf16Sums, ExactSums
 if TYPE_CHECKING:
     from sley_core.api.comm import Group
     from sley_core.api.parts import GradientBuffer, Param, Parts, StepState
-    from sley_dp.config import BucketedConfig
+    from sley_dp.plugin import BucketedConfig
 
 
 class BucketedReducer(GradientHandler):

@@ -19,13 +19,13 @@ from sley_core.api.parts import BufferShard, Layout, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 from sley_dp.bucketed import last_params, split_by_family
-from sley_dp.config import SUMS, WEIGHTS, shards_axis
+from sley_dp.plugin import SUMS, WEIGHTS, shards_axis
 from sley_dp.sums import ShardSums
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Work
     from sley_core.api.parts import GradientBuffer, Param, Parts, StepState, Sums
-    from sley_dp.config import ShardedConfig
+    from sley_dp.plugin import ShardedConfig
 
 
 class WeightGathers:

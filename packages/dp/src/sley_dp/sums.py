@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sley_core.api.comm import Work
 from sley_core.api.parts import Sums, round_up
-from sley_dp.config import SUMS, copies_axis
+from sley_dp.plugin import SUMS, copies_axis
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Group, SentBytes, Transport, Work
