@@ -9,15 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.call import Keep, compile_layers, count_graphs, recompile_reasons
 from sley_core.model.layers import Layer
-from sley_core.plan.load import plan_from_dict
 from sley_core.plan.tables import CompileConfig
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import assert_equal_replicas, assert_parity, record
+from sley_testing.runs import record
 
 
 class TestEach(GradientHandlerContract):
@@ -61,53 +58,3 @@ def test_each_shape_of_a_layer_is_compiled_and_recompilations_have_reasons(own, 
             layers[0].module(torch.ones(5, 2))
     assert count_graphs() - num_before == len(layers) + 1
     assert recompile_reasons() == reasons, "an evaluation has graphs of its own"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("global_size", [2, 6])
-def test_what_one_rank_uses_is_summed_with_the_zeros_of_the_other(ranks, own, small, recompute, global_size):
-    """Samples go to ranks in halves: of 2 rank 0 has an even one and rank 1 an odd one, of 6 both have both kinds."""
-    tables = small(
-        model={"factory": "own_models:model", "options": {"kind": "Branch"}},
-        batch={"global_size": global_size, "micro_size": 1},
-        data__shuffle=False,
-        activations={"use": "core.recompute" if recompute else "core.keep"},
-    )
-    reference = record(tables, 4, folder=own)
-    layouts = ranks(2)(record, tables, 4, folder=own)
-    assert_parity(reference, layouts, "fp64")
-    assert_equal_replicas(layouts)
-    for found in layouts:
-        for wanted, gradients in zip(reference.gradients, found.gradients, strict=True):
-            assert_close_gradients(wanted, gradients, 1e-10, floor=1e-12)
-            assert gradients["blocks.0.even.weight"].any()
-            assert gradients["blocks.0.odd.weight"].any()
-            assert not gradients["blocks.0.never.weight"].any()
-    for name, value in reference.first.items():
-        assert torch.equal(value, reference.weights[name]) == (".never." in name)
-
-
-LARGE = {
-    "run": {"name": "fake", "steps": 1},
-    "model": {"use": "models.llama", "num_layers": 4, "hidden": 1024, "heads": 8},
-    "data": {"use": "data.text", "source": "python-stdlib", "sequence": 64},
-    "batch": {"global_size": 256, "micro_size": 2},
-    "optimizer": {"use": "core.adamw", "lr": 1e-3},
-}
-
-
-def test_every_rank_of_a_large_world_is_assembled_without_memory_for_a_parameter():
-    tables, size = set(), 4
-    for rank in range(size):
-        with World.fake(rank, size) as world, assemble(plan_from_dict(LARGE), world) as run:
-            assert run.registry.num_parameters > 50_000_000
-            assert all(param.parameter.is_meta for param in run.registry)
-            assert all(buffer.data.is_meta for buffer in run.store.buffers)
-            assert run.rows == slice(256 // size * rank, 256 // size * (rank + 1))
-            assert run.groups["stage"].ranks == tuple(range(size))
-            tables.add(tuple((axis, group.size, tuple(group.channels)) for axis, group in run.groups.items()))
-    assert len(tables) == 1
-    assert not torch.distributed.is_initialized()
-    with World.fake(0, 3) as world, pytest.raises(Exception, match="a multiple of dp x micro_size = 3 x 2 = 6, but is 256"):
-        assemble(plan_from_dict(LARGE), world)

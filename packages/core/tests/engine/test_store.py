@@ -284,15 +284,13 @@ def test_rows_are_added_at_their_indices_in_every_step(store_of):
         assert harness.ready == ["l0.weight"]
 
 
-def test_a_layout_of_a_store_without_memory_has_none(store_of):
-    """A reducer that lays buckets out anew, as a load of a checkpoint makes it, while gradients are away."""
+def test_a_store_without_memory_takes_no_contribution_and_no_step(store_of):
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     harness = store_of(a, b)
     (x,) = inputs(1)
     losses = [lambda: b(a(x)).square().sum()]
     wanted = harness.step(losses)
     harness.store.free()
-    harness.store.lay_out(harness.planner)
     assert not [view for _, view in harness.store.named_tensors() if view.untyped_storage().nbytes()]
     with pytest.raises(RunError, match=r"run\.store\.begin_step\(\)"):
         harness.store.add(harness.registry["l0.weight"], wanted["l0.weight"])

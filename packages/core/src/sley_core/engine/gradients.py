@@ -214,10 +214,7 @@ class GradientStore:
     # Layouts and steps
 
     def lay_out(self, planner: Planner) -> None:
-        """Replaces the buffers by the layout that `planner` returns. Discards all gradients, and a step in flight.
-
-        After `free`, the new buffers have no memory until `build`.
-        """
+        """Replaces the buffers by the layout that `planner` returns. Discards all gradients, and a step in flight."""
         self._planner = planner
         trainable = self.registry.trainable
         layout = planner(trainable[::-1])
@@ -242,8 +239,6 @@ class GradientStore:
         self._has_learned_passes = self._has_learned_passes and self._accumulators.keys() <= expected_passes.keys()
         if self._is_watching:
             self.watch()
-        if not self._has_memory:
-            self.free()
 
     def watch(self) -> None:
         """Installs the autograd hooks in this layout and in later layouts; the first `begin_step` calls it otherwise. Gradients

@@ -396,17 +396,18 @@ def step_buckets(
     values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps` if two
     calls leave different values.
     """
-    groups = _BucketGroups(optimizer)
+    all_params = [group["params"] for group in optimizer.param_groups]
     before = copy_values(shared_values(optimizer))
     after: Shared = {}
     try:
         with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
             for bucket in order:
-                groups.choose(bucket)
+                bucket_ids = {id(stepped.parameter) for stepped in bucket}
+                for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
+                    group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
                 if after:
                     set_values(optimizer, copy_values(before))
                 step()
-                before |= groups.new_group_options()
                 changes = changed_values(before, shared_values(optimizer))
                 for location, value in changes.items():
                     if location in after and can_compare(value) and not is_equal(value, after[location]):
@@ -420,37 +421,5 @@ def step_buckets(
         if after:
             set_values(optimizer, before | after)
     finally:
-        groups.restore()
-
-
-class _BucketGroups:
-    """Restricts an optimizer's groups to the parameters of one bucket at a time."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._all_params: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
-
-    def choose(self, bucket: Sequence[Stepped]) -> None:
-        bucket_ids = {id(stepped.parameter) for stepped in bucket}
-        for group, parameters in zip(self._optimizer.param_groups, self._all_params, strict=True):
-            group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
-
-    def new_group_options(self) -> Shared:
-        """Returns the options of groups that a step created from parameters of other groups."""
-        num_groups = len(self._all_params)
-        new_groups = self._optimizer.param_groups[num_groups:]
-        moved_ids = {id(parameter) for group in new_groups for parameter in group["params"]}
-        if new_groups:
-            self._all_params = [
-                [parameter for parameter in parameters if id(parameter) not in moved_ids] for parameters in self._all_params
-            ]
-            self._all_params += [group["params"] for group in new_groups]
-            values = shared_values(self._optimizer)
-            return copy_values(
-                {location: value for location, value in values.items() if location[0] == "option" and location[1] >= num_groups}
-            )
-        return {}
-
-    def restore(self) -> None:
-        for group, parameters in zip(self._optimizer.param_groups, self._all_params, strict=True):
+        for group, parameters in zip(optimizer.param_groups, all_params, strict=False):
             group["params"] = parameters

@@ -103,19 +103,6 @@ def batch_norm(data: DataInfo, declared: bool = False) -> Model:
     return Model(around([Normalised()], data), per_rank_buffers=patterns)
 
 
-class Branch(nn.Module):
-    """Uses `even` where the first token of the microbatch is even, `odd` where it is odd, and `never` not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even = nn.Linear(HIDDEN, HIDDEN)
-        self.odd = nn.Linear(HIDDEN, HIDDEN)
-        self.never = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return hidden + (self.odd if int(tokens[0, 0]) % 2 else self.even)(hidden).tanh()
-
-
 class Poisoned(nn.Module):
     """Divides zero by zero where a row starts with `token`."""
 
