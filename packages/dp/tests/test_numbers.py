@@ -237,28 +237,6 @@ def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small
             assert_close_gradients(before, after, 1e-12)
 
 
-def steps_with_nan(tables, folder):
-    """Returns the error code of the third step, in which the second rank has a NaN gradient, and the numbers of later steps."""
-    numbers = iter(range(9))
-    with running(tables, folder) as run:
-
-        def spoil(param):
-            if param.name == "layer1.bias" and next(numbers) == 2 and run.world.rank == 1:
-                run.store.gradient(param).fill_(float("nan"))
-
-        run.store.on_ready.insert(0, spoil)
-        run.step()
-        run.step()
-        with pytest.raises(RunError) as caught:
-            run.step()
-        return caught.value.diagnostics[0].code, [run.step()["step"] for _ in range(2)]
-
-
-def test_a_nan_on_one_rank_ends_all_in_the_same_step(ranks, small, own):
-    """All ranks get the same norm, even from an inexact sum. The step counts, and later steps run."""
-    assert ranks(2)(steps_with_nan, small({"reduction": "bf16"}), own) == [("not-finite", [4, 5])] * 2
-
-
 def fail_on_one_rank(tables, folder):
     with running(tables, folder) as run:
         run.step()

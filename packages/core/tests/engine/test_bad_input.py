@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from sley_core.errors import PlanError, RunError
 from sley_testing.parity import assert_same_bits
-from sley_testing.runs import assert_by_hand, record, running, weights
+from sley_testing.runs import running, weights
 
 
 @pytest.fixture
@@ -118,17 +117,6 @@ def test_a_mean_is_refused_at_the_first_batch_with_the_way_to_write_a_sum(alone,
             assert caught.value.diagnostics[0].code == "loss-not-additive"
         assert all(torch.equal(param.parameter, before[param.name]) for param in run.registry)
         assert run.num_steps_done == 0
-
-
-def test_what_the_hint_says_is_the_loop_by_hand_with_labels_ignored_unevenly(own, small):
-    import own_data
-    import own_models
-
-    batches = [own_data.batch(5 * step, 4) for step in range(3)]
-    batches[1]["labels"][2] = -100  # a microbatch of which nothing counts
-    found = record(by_factory(small, "Sum"), 3, folder=own, batches=batches)
-    by_hand = partial(torch.optim.SGD, lr=0.1)
-    assert_by_hand(found, own_models.plain(own_data.Rows.info), batches, by_hand, micro_size=1)
 
 
 @pytest.mark.parametrize(("name", "parameter"), [("Tempered", "temperature"), ("Centres", "parts.bias"), ("Closed", "loss")])

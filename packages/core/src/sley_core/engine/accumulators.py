@@ -37,11 +37,11 @@ class Accumulator:
     gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the
     parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in earlier
     steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
-    is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view.
+    is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view. has_hook: whether a hook
+    accumulates each gradient of autograd. Otherwise autograd adds them up in `parameter.grad` until the end of the chunk, which
+    only a `LooseAccumulator` supports.
     """
 
-    watches_autograd = True
-    """Whether a hook accumulates each gradient of autograd."""
     rows: list[Tensor]
 
     def __init__(self, param: Param, view: Tensor) -> None:
@@ -51,6 +51,7 @@ class Accumulator:
         self.view = view
         self.dtype = view.dtype
         self.expected_passes: int | None = 0
+        self.has_hook = True
         self.reset()
 
     @property
@@ -126,7 +127,7 @@ class Accumulator:
     def is_assigned(self) -> bool:
         """Returns whether a backward called by the user assigned `parameter.grad` without a hook call."""
         gradient = self.parameter.grad
-        return gradient is not None and gradient is not self.view
+        return self.has_hook and gradient is not None and gradient is not self.view
 
     def accumulate_product(self, left: Tensor, right: Tensor) -> None:
         """Adds left^T right. Needs no temporary tensor if all dtypes are equal, and otherwise that of a few rows."""
@@ -195,34 +196,23 @@ class LooseAccumulator(Accumulator):
         add_at(self.view, indices, rows.to(self.dtype))
 
     def finalize(self) -> None:
+        if not self.has_hook and self.parameter.grad is not None:
+            self._accumulate_owned(_require_dense(self.parameter.grad, self.param))
+            self.contributions += 1
+            self.parameter.grad = None
         if not self.contributions:
             self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+
+    def check_no_late_gradient(self) -> None:
+        """Asserts that no contribution followed `finalize` if no hook would notice one."""
+        is_late = not self.has_hook and self.parameter.grad is not None and self.parameter.grad is not self.view
+        assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
     def _accumulate_owned(self, gradient: Tensor) -> None:
         if self.contributions:
             self.view.add_(gradient)
         else:
             self.view = gradient.to(self.dtype).contiguous()  # the strides of another tensor may be anything
-
-
-class UnwatchedAccumulator(LooseAccumulator):
-    """Lets autograd add up a gradient of the store's dtype in `parameter.grad`, without a hook, until the end of the chunk."""
-
-    watches_autograd = False
-    is_assigned = False
-
-    def finalize(self) -> None:
-        if self.parameter.grad is not None:
-            self._accumulate_owned(_require_dense(self.parameter.grad, self.param))
-            self.contributions += 1
-            self.parameter.grad = None
-        super().finalize()
-
-    def check_no_late_gradient(self) -> None:
-        """Asserts that no contribution followed `finalize`: no hook would notice one."""
-        gradient = self.parameter.grad
-        is_late = gradient is not None and gradient is not self.view
-        assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
 
 
 def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:

@@ -210,7 +210,10 @@ def build_evaluation_feeds(
             info_by_set[f"data of the set {name}, with the digest"] = str(dataset.data_digest)
         # With a fixed order of sums, the position of every microbatch must not depend on `dp`.
         is_fixed, unit = parts.store.reduction.fixed_order, parts.topology.dp * plan.batch.micro_size
-        batch_size = size if is_fixed else evaluation_batch_size(num_samples, size, unit)
+        batch_size = size
+        if not is_fixed:  # the multiple of `unit` that splits the samples into the fewest batches with the least padding
+            num_batches = -(-num_samples // size)
+            batch_size = -(-num_samples // (num_batches * unit)) * unit
         feed = build_feed(dataset, batch_size, shuffle=evaluation_set.data.config.shuffle)
         feeds[name] = EvaluationFeed(feed, num_samples, batch_size, feed.rows.start, dataset.info.fields)
     if info_by_set:
@@ -285,14 +288,6 @@ def _build_custom_metric(plan: Plan) -> Metric:
     except SleyError as error:
         raise plan.add_places(error) from error.__cause__
     return cast("Metric", metric)
-
-
-def evaluation_batch_size(num_samples: int, global_size: int, unit: int) -> int:
-    """Returns the batch size, a multiple of `unit`, that splits `num_samples` into the fewest batches with the least padding.
-    global_size: the largest allowed size, a multiple of `unit`.
-    """
-    num_batches = -(-num_samples // global_size)
-    return -(-num_samples // (num_batches * unit)) * unit
 
 
 class Best:

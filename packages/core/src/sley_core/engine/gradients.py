@@ -17,7 +17,7 @@ wrong tensors without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.comm.copies import free, grow
-from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, UnwatchedAccumulator, mark_irregular
+from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, mark_irregular
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
@@ -117,14 +117,6 @@ class GradientStore:
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
 
-    def parts(self, params: Sequence[Param]) -> list[Tensor | None]:
-        """Returns the `part` of each of `params`, or None for a frozen parameter."""
-        self._check_not_freed()
-        parts, accumulators = self._parts, self._accumulators
-        return [
-            parts[param] if param in parts else accumulators[param].view if param in accumulators else None for param in params
-        ]
-
     def elements(self, param: Param) -> ElementRange | None:
         """Returns the range of the gradient's elements that this rank gets, or None if it gets the full gradient."""
         return self._buffer_of[param].ranges[param] if param in self._parts else None
@@ -147,7 +139,7 @@ class GradientStore:
             yield NormGroup([buffer.local_part], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         for accumulator in self._loose:
-            if isinstance(accumulator, UnwatchedAccumulator):
+            if isinstance(accumulator, LooseAccumulator):
                 accumulator.check_no_late_gradient()
             family = accumulator.param.reduce_group, accumulator.param.stages
             families.setdefault(family, []).append(accumulator.view)
@@ -245,17 +237,14 @@ class GradientStore:
         that no handler reduces, and that have the store's dtype, get no hook: autograd sums them without a Python call.
         """
         self._is_watching = True
-        for number, accumulator in enumerate(self._order):
-            param = accumulator.param
-            is_unused = not self.buffers and type(accumulator) is LooseAccumulator and not param.has_products
-            if is_unused and param.shard is None and accumulator.parameter.dtype == self.dtype:
-                self._order[number] = self._accumulators[param] = UnwatchedAccumulator(param, accumulator.view)
-                continue
-            parameter = accumulator.parameter
-            hook_function = partial(self._accumulate_from_autograd, accumulator)
-            hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
-        self._loose = [self._accumulators[accumulator.param] for accumulator in self._loose]
+        for accumulator in self._order:
+            param, parameter = accumulator.param, accumulator.parameter
+            is_unused = not self.buffers and isinstance(accumulator, LooseAccumulator) and not param.has_products
+            accumulator.has_hook = not is_unused or param.shard is not None or parameter.dtype != self.dtype
+            if accumulator.has_hook:
+                hook_function = partial(self._accumulate_from_autograd, accumulator)
+                hook = parameter.register_post_accumulate_grad_hook(hook_function)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
 
     def free(self) -> None:
         """Discards all gradients between two steps, and frees their memory. `build` must be called before the next step."""
@@ -390,7 +379,7 @@ class GradientStore:
     def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
         accumulator.end_contributions()
-        if not accumulator.watches_autograd or not self.state.is_last_of_list(accumulator.chunks):
+        if not accumulator.has_hook or not self.state.is_last_of_list(accumulator.chunks):
             return
         accumulator.count_pass(is_first_step=not self._has_learned_passes)
         if not accumulator.is_open and accumulator is self._order[self._next]:

@@ -287,10 +287,10 @@ class Masters:
         self.follow()
         if self.home is not None:
             return
-        stepped_here = [stepped for stepped in self.optimizer_params if not stepped.is_owned]
-        gradients = self.store.parts([stepped.param for stepped in stepped_here])
-        for stepped, gradient in zip(stepped_here, gradients, strict=True):
-            stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
+        for stepped in self.optimizer_params:
+            if not stepped.is_owned:
+                gradient = self.store.part(stepped.param) if stepped.param in self.store else None
+                stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
         if self.owners is not None:
             self.gather_owned_params()
             self.owners.gather_gradients()
