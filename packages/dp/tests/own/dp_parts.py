@@ -166,9 +166,7 @@ def only_flagged() -> list[tuple[str, nn.Module]]:
 
 
 class Unusual(torch.optim.Optimizer):
-    """Does what a plain loop allows: assigns `p.data`, keeps the last gradient, looks at dims, and counts steps in an attribute
-    and under a key of its own.
-    """
+    """Does what a plain loop allows: assigns `p.data`, keeps the last gradient, looks at dims, and counts its steps."""
 
     def __init__(self, params, lr, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -177,12 +175,10 @@ class Unusual(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         self.count += 1
-        shared = self.state.setdefault("all", {"count": torch.zeros(3)})
-        shared["count"] += 1
         for group in self.param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is not None:
                     before = self.state[parameter].get("before", gradient)
                     self.state[parameter]["before"] = gradient
-                    rate = group["lr"] * parameter.ndim / (self.count + float(shared["count"][0]))
+                    rate = group["lr"] * parameter.ndim / (2 * self.count)
                     parameter.data = parameter.data - rate * (1.5 * gradient - 0.5 * before)
