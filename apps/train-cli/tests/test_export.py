@@ -69,7 +69,7 @@ def transformers_model(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_logits_of_the_run(cli: Any, trained: Trained, folder: Path, name: str) -> None:
     run, logits = trained(changed(PLAN, **{f"model__{key}": value for key, value in MODELS[name].items()}))

@@ -97,7 +97,7 @@ EXPORTS: dict[str, tuple[str, Tables, list[str]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", EXPORTS)
 def test_a_moved_export_computes_the_logits_of_the_run(cli: Any, trained: Trained, folder: Path, case: str) -> None:
     family, changes, options = EXPORTS[case]
@@ -187,7 +187,7 @@ SOURCES: dict[str, tuple[str, Tables, str]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_run_starts_from_the_weights_of_another_and_is_exported(
     cli: Any, trained: Trained, folder: Path, source: str
