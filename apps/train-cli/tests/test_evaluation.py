@@ -76,7 +76,7 @@ def one_by_one(folder: Path) -> dict[str, float]:
 EVALUATED = ["wp2 sp2", "alone", "dp2 each", "dp2 sharded", "pp2", "wp2", "sp2", "wp2 head", "interleaved"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", EVALUATED)
 def test_each_sample_counts_once_in_every_layout(ranks: Any, texts: Path, layout: str) -> None:
     tables = layout_of(layout.removesuffix(" head"), PLAN)

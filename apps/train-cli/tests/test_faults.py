@@ -22,7 +22,7 @@ def failure(rank: int, code: int, at: float) -> FailedRank:
 
 
 def reported(rank: int, error: Exception, at: float, code: int = 1) -> FailedRank:
-    return FailedRank(rank, code, replace(Fault.of(error), exit_code=code), at)
+    return FailedRank(rank, code, replace(Fault.from_error(error), exit_code=code), at)
 
 
 KILLED = -signal.SIGKILL
@@ -111,7 +111,7 @@ def test_torchrun_gets_a_later_time_for_failures_of_peers(report: Path) -> None:
     """torchrun shows the rank that failed first, in whole seconds, and notices a death after its peers have reported."""
     infos = []
     for error in (CLOSED, ZeroDivisionError("no")):
-        write_report(Fault.of(error))
+        write_report(Fault.from_error(error))
         infos.append(json.loads(report.read_text("utf-8"))["message"]["extraInfo"])
         report.unlink()
     assert int(infos[0]["timestamp"]) >= int(infos[1]["timestamp"]) + 5
@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_no_partial_report(report: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fill_disk)
-    write_report(Fault.of(ValueError("no")))
+    write_report(Fault.from_error(ValueError("no")))
     assert list(report.parent.iterdir()) == []
 
 
@@ -156,7 +156,7 @@ ALLOCATION_ERROR = "DefaultCPUAllocator: can't allocate memory: you tried to all
     ],
 )
 def test_errors_of_the_machine_have_codes(error: Exception, code: str) -> None:
-    (diagnostic,) = Fault.of(error).diagnostics
+    (diagnostic,) = Fault.from_error(error).diagnostics
     assert diagnostic.code == code
 
 

@@ -125,7 +125,7 @@ def test_formula_counts_tied_weight_once(layout: dict[str, Any]) -> None:
     layouts = layouts_of(plan, "micro_size", "schedule", world=2)
     reducers = {candidate.reducer.name for candidate in layouts if candidate.reducer}
     assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
-    for candidate in layouts[:3]:
+    for candidate in layouts[:2]:
         peak = max(rank_bytes(candidate.apply(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
         assert 0.6 * peak < roofline.estimate(candidate).num_bytes <= peak, candidate
 

@@ -30,7 +30,7 @@ def stop_run():
 
 WAITS = """
 with Stopping(lines.append) as stop:
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     print("ready")
     while not stops:
         time.sleep(0.01)
@@ -40,14 +40,14 @@ with Stopping(lines.append) as stop:
 
 HANGS = """
 with Stopping(lines.append, report_stuck=lambda: print("late")) as stop:
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     print("ready")
     time.sleep(3600)
 """
 
 WARNED = """
 with Stopping(lines.append, warnings=("SIGUSR1", "SIGXCPU")) as stop:
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     print("ready")
     while not stops:
         time.sleep(0.01)
@@ -67,7 +67,7 @@ with Stopping():
 
 RANK = """
 with Stopping() as stop:  # says nothing, as a rank, whose launcher does
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     print("ready")
     time.sleep(0.5)
     print(len(stops))
@@ -77,7 +77,7 @@ with Stopping() as stop:  # says nothing, as a rank, whose launcher does
 HURRIES = """
 stopping.SECOND_TERM_S, stopping.TOGETHER_S = 0.2, 0.05
 with Stopping(terminated_s=1.0) as stop:
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     stopping._kill_workers = lambda: print(time.monotonic() - stops[0] < 0.9)
     print("ready")
     time.sleep(3600)
@@ -107,7 +107,7 @@ with Stopping() as stop:
         is_at_work.set()
         time.sleep(3600)
     worker = fork.Process(target=work, daemon=True)
-    stop.working(stop_run)
+    stop.call_at_signal(stop_run)
     worker.start()
     is_at_work.wait()
     print(f"ready {worker.pid}")

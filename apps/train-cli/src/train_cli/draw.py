@@ -51,7 +51,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     return "\n".join([*lines, *legend]) + "\n"
 
 
-def label(action: Action) -> str:
+def action_label(action: Action) -> str:
     """Returns letter and microbatch, such as `F3`. The letter is lower case for every chunk but the first."""
     letter = action.kind.value if action.chunk == 0 else action.kind.value.lower()
     return f"{letter}{action.micro}"
@@ -81,7 +81,7 @@ def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.stage_spans(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)
-        text = label(span.action) if chunk is None else label(span.action).upper()
+        text = action_label(span.action) if chunk is None else action_label(span.action).upper()
         text = text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
         cells[first:end] = text if chunk in (None, span.action.chunk) else " " * (end - first)
     return "".join(cells)

@@ -65,7 +65,7 @@ class Fault:
     unexpected: bool = False
 
     @classmethod
-    def of(cls, error: Exception) -> Fault:
+    def from_error(cls, error: Exception) -> Fault:
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)

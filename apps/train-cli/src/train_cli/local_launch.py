@@ -78,7 +78,7 @@ def launch(
         )
         # -P: a file in the current folder must not replace a module of the same name.
         ranks.start([sys.executable, "-P", "-m", "train_cli", target, json.dumps(arguments)], num_ranks)
-        stopping.working(lambda: ranks.ask_to_stop(signal.Signals((stopping.exit_code or EXIT_TERMINATED) - 128)))
+        stopping.call_at_signal(lambda: ranks.ask_to_stop(signal.Signals((stopping.exit_code or EXIT_TERMINATED) - 128)))
         failed = ranks.wait()
     if stopping.exit_code is not None:
         return Fault((), stopping.exit_code)
@@ -89,7 +89,7 @@ def launch(
         with suppress(OSError):  # the fault matters more than its report
             ends = {rank.rank: rank.code for rank in failed}
             first = min(failed, key=lambda rank: rank.failed_at_s).rank
-            recorder().launched(run_folder, num_ranks, ends, ranks.silent, first)
+            recorder().report_launch(run_folder, num_ranks, ends, ranks.silent, first)
     return fault
 
 

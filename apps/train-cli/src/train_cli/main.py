@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from train_cli.faults import Fault
 
-        fault = Fault.of(error)
+        fault = Fault.from_error(error)
         print_fault(fault, settings)
         return fault.exit_code
     finally:
@@ -220,7 +220,7 @@ def not_installed_error(package: str, feature: str) -> PluginError:
     return PluginError("command-missing", message, hint=install_hint(package))
 
 
-def module_of(package: str, module: str, feature: str) -> Any:
+def import_optional(package: str, module: str, feature: str) -> Any:
     """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
     if find_spec(module.partition(".")[0]) is None:
         raise not_installed_error(package, feature)

@@ -81,7 +81,7 @@ class RankFaults(AbstractContextManager["RankFaults"]):
             return
         from train_cli.faults import Fault, write_report
 
-        fault = Fault.of(error)
+        fault = Fault.from_error(error)
         shows = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
         if self.has_begun:
             shows = shows or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)

@@ -72,7 +72,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
             _report_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
             return stopping.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
-        with recorder().working(run.parts, run.feed, folder, run.notes):
+        with recorder().record_steps(run.parts, run.feed, folder, run.notes):
             if run.num_steps_done >= plan.run.steps or run.stopped_early:  # all ranks have loaded one checkpoint
                 _report_finished(run, _save_final_weights(run, folder))
                 return stopping.exit_code or EXIT_OK
@@ -82,7 +82,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
             reporter = _start_reporter(run, folder, totals, resume, line) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
-                    stopping.working(run.stop)
+                    stopping.call_at_signal(run.stop)
                     outcome: Outcome = run.train()
             except BaseException:
                 if reporter is not None:
@@ -112,7 +112,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
         """Reports, to the launcher and in the run folder, that this rank was asked to end and cannot."""
         diagnostic = write_late_report()
         for world in worlds:
-            recorder().stuck(folder, world, diagnostic)
+            recorder().report_stuck(folder, world, diagnostic)
 
     with ExitStack() as stack:
         # Our own launcher has informed the user already, and asks why a rank does not end.
@@ -128,11 +128,11 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             if isinstance(error, SleyError):
                 plan.add_places(error)
             # Before cleanup, which may hang: the launcher needs the first error.
-            fault = Fault.of(error)
+            fault = Fault.from_error(error)
             write_report(fault)
             stopping.limit_cleanup(fault.exit_code)
             if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a refused plan needs no report of ranks
-                recorder().failed(folder, worlds[0], fault.diagnostics[0], error)
+                recorder().report_failure(folder, worlds[0], fault.diagnostics[0], error)
             raise
         if stopping.exit_code is not None:
             stopping.limit_cleanup(stopping.exit_code)

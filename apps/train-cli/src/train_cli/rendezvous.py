@@ -192,7 +192,7 @@ class Rendezvous:
         """
         num_readers = self.size - 1
         if self.rank == 0:
-            for _ in _polls(timeout_s):
+            for _ in _poll_until(timeout_s):
                 if self._read_key("verdict") is not None or self._add_count("arrived", 0) == self.size - 1:
                     self._write_once("verdict", {})
                     break
@@ -213,7 +213,7 @@ class Rendezvous:
         if self.rank != 0:
             self._add_count("readers")
         elif self.ends_store:
-            for _ in _polls(BUILDERS_S if self.num_rounds else STRAGGLERS_S):
+            for _ in _poll_until(BUILDERS_S if self.num_rounds else STRAGGLERS_S):
                 if self._add_count("readers", 0) >= num_readers:
                     break
 
@@ -226,7 +226,7 @@ class Rendezvous:
         return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": occasion[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
-        for _ in _polls(timeout_s):
+        for _ in _poll_until(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value
         raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _OTHERS_HINT)
@@ -275,7 +275,7 @@ def _reused_store_error() -> RunError:
     return _preflight_error("the launcher's store contains keys of an earlier attempt of this run", hint)
 
 
-def _polls(timeout_s: float) -> Iterator[None]:
+def _poll_until(timeout_s: float) -> Iterator[None]:
     """Yields at once, and then at growing intervals until `timeout_s` are over. `store.wait` would block in C, where Python
     handles no signals.
     """

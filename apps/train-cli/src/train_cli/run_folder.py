@@ -45,20 +45,20 @@ WORK = "work"
 class RunRecorder:
     """Records nothing. sley-doctor's recorder overrides all methods. `folder` is always the run folder."""
 
-    def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+    def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         """Returns a context manager that records this rank's steps. It must not wait for other ranks.
 
         feed: the run's data feed. notes: the run's notes, to which a recorder that cannot write adds one.
         """
         return nullcontext()
 
-    def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+    def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
-    def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
         """Reports what this rank does if it was asked to end and did not; called in a second thread."""
 
-    def launched(
+    def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
         """Reports how the `world` ranks of a local launch ended, if one failed.
@@ -67,7 +67,7 @@ class RunRecorder:
         first: the rank that ended first.
         """
 
-    def forget(self, folder: Path) -> None:
+    def delete_reports(self, folder: Path) -> None:
         """Removes the reports of an earlier attempt before a run starts."""
 
 
@@ -206,7 +206,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
             with _folder_errors(plan, folder):
                 _initialize(plan, folder, overwrite=overwrite)
         if not is_second:  # else keep the reports of torchrun's first attempt
-            recorder().forget(folder)
+            recorder().delete_reports(folder)
         yield folder
     finally:
         if _is_unused(folder) and not (folder / FAULTS).exists():

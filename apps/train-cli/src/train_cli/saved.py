@@ -112,7 +112,7 @@ def _files_or_none(plan: Plan | None) -> CheckpointFiles | None:
     return checkpoint_files(Loader() if plan is None else plan.loader, plan)
 
 
-def _paths_in(files: CheckpointFiles, folder: str) -> list[str]:
+def _checkpoint_paths(files: CheckpointFiles, folder: str) -> list[str]:
     """Returns the paths or URLs of the complete checkpoints in `folder`, newest first."""
     return [f"{folder.rstrip('/')}/{name}" for name in files.names(folder)]
 
@@ -155,7 +155,7 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
     checkpoints = checkpoint_folder(plan, folder)
     if is_remote(checkpoints) or Path(checkpoints).is_dir():
         files = checkpoint_reader(plan)
-        descriptions = {path: _description_or_none(files, path) for path in _paths_in(files, checkpoints)}
+        descriptions = {path: _description_or_none(files, path) for path in _checkpoint_paths(files, checkpoints)}
         readable = [(saved, path) for path, saved in descriptions.items() if saved is not None]
         for saved, path in sorted(readable, key=lambda pair: pair[0].step, reverse=True):
             if best and not saved.is_best:
@@ -258,7 +258,7 @@ def continues_in_folder(plan: Plan, resume: str | None) -> bool:
     attempt = read_attempt(folder)
     if attempt is None or (files := _files_or_none(plan)) is None:
         return False
-    candidates = (_description_or_none(files, path) for path in _paths_in(files, resume))
+    candidates = (_description_or_none(files, path) for path in _checkpoint_paths(files, resume))
     saved = _description_or_none(files, resume) or next(candidates, None)
     return saved is not None and attempt.is_writer_of(saved.lineage)
 

@@ -173,7 +173,7 @@ class Stopping(AbstractContextManager["Stopping"]):
         """The exit code of the first signal, such as 130; None if there was no signal."""
         return None if self._first is None else self._codes[self._first]
 
-    def working(self, stop: Callable[[], None]) -> None:
+    def call_at_signal(self, stop: Callable[[], None]) -> None:
         """Makes signals call `stop` from another thread. Before this call they raise in the main thread."""
         self._stop = stop
         self._is_working = True

@@ -253,21 +253,21 @@ def _thread_stacks() -> dict[str, tuple[str, ...]]:
 class DoctorRecorder(RunRecorder):
     """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail. train-cli loads it if it is installed."""
 
-    def working(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+    def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         from sley_doctor.work_recorder import record_work  # needs torch, which the launcher does not import
 
         return record_work(parts, feed, folder, notes)
 
-    def failed(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+    def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
         report_error(folder, world, diagnostic, error)
 
-    def stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
         report_stuck(folder, world, diagnostic)
 
-    def launched(
+    def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
         write_launch_report(folder, LaunchReport(world, codes, silent, first))
 
-    def forget(self, folder: Path) -> None:
+    def delete_reports(self, folder: Path) -> None:
         remove_reports(folder)

@@ -47,7 +47,7 @@ def chat(
     messages = list(first)
     generator.encode_chat([*first, {"role": "user", "content": "?"}])  # refuses a model without a template at once
     print_line(HELP)
-    for line in _lines():
+    for line in _typed_lines():
         if line == "/quit":
             return
         if line == "/reset":
@@ -60,7 +60,7 @@ def chat(
             messages.append({"role": "assistant", "content": _print_answer(text_ids, steps)})
 
 
-def _lines() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Yields the lines that the user types, until the end of stdin."""
     while True:
         if sys.stdin.isatty():
@@ -134,10 +134,10 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
         raise PluginError("command-missing", f"{feature} needs sley-hf, which is not installed", hint=install_hint("hf"))
     generate = import_module("sley_hf.generate")
     if is_exported(run):
-        text_ids = text_ids_of(None, tokenizer or Path(run))
+        text_ids = load_text_ids(None, tokenizer or Path(run))
         return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
     plan, source = open_weights(run, best=best)
-    text_ids = text_ids_of(plan, tokenizer)
+    text_ids = load_text_ids(plan, tokenizer)
     if plan.adapters is not None:
         source = merged_weights(plan, source)
     model = hugging_face_model(plan, source)
@@ -150,7 +150,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
         return generate.Generator(Path(folder), state, () if text_ids.end is None else (text_ids.end,)), text_ids
 
 
-def text_ids_of(plan: Plan | None, tokenizer: Path | None) -> TextIds:
+def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
     """Returns the mapping between text and ids of `tokenizer`, or of the plan's data if `tokenizer` is None.
 
     Raises UsageError "no-vocabulary" if the plan's data has no such mapping, and PluginError if sley-data is needed and not

@@ -25,7 +25,7 @@ from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
 from sley_core.words import describe_type, suggestion
 from train_cli import templates
 from train_cli.console import FormatOption, OutputFormat, print_line
-from train_cli.main import module_of
+from train_cli.main import import_optional
 
 
 def plugins(
@@ -62,7 +62,7 @@ def _check_distribution(dist: str | None, form: OutputFormat) -> int:
         raise UsageError(
             "plugins", "`plugins check` needs a distribution", hint="use `train-cli plugins check sley-dp`, for example"
         )
-    certify = module_of("testing", "sley_testing.certify", "`train-cli plugins check`").certify
+    certify = import_optional("testing", "sley_testing.certify", "`train-cli plugins check`").certify
     verdicts = []
     for verdict in certify(dist):
         verdicts.append(verdict)
@@ -129,11 +129,11 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
             "kind": kind_name(record_kind),
             "table": headers.get(record_kind),
             "summary": " ".join((record.config.__doc__ or "").split()),
-            "options": [_option(key, info) for key, info in record.config.model_fields.items()],
+            "options": [_option_entry(key, info) for key, info in record.config.model_fields.items()],
         }
 
 
-def _option(key: str, info: FieldInfo) -> dict[str, Any]:
+def _option_entry(key: str, info: FieldInfo) -> dict[str, Any]:
     """Returns the JSON entry of one option: its name, type, default and description."""
     option: dict[str, Any] = {
         "name": key,

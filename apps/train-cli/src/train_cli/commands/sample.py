@@ -27,7 +27,7 @@ from sley_core.files import PLAN
 from sley_core.json_text import write_json
 from sley_core.plan.tables import row_name
 from sley_core.records import DatasetRecord, ModelRecord
-from train_cli.commands.chat import limit_tokens, open_generator, text_ids_of
+from train_cli.commands.chat import limit_tokens, load_text_ids, open_generator
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.one_process import open_trained_run, plan_with_data
 from train_cli.progress import SUMMARY, repetition_note
@@ -68,7 +68,7 @@ def sample(
         _sample_windows(Path(run), plan, prompt[0], tokens, tokenizer, seed, best, options)
         return
     if plan is not None:
-        text_ids_of(plan, tokenizer)  # refuses data without a vocabulary before weights are read
+        load_text_ids(plan, tokenizer)  # refuses data without a vocabulary before weights are read
     generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
     if chat:
         ids = [generator.encode_chat([{"role": "user", "content": text}]) for text in prompt]
@@ -119,7 +119,7 @@ def _sample_windows(
     """Prints text after a prompt with the run's own layers, which compute the whole window for each token."""
     import torch
 
-    text_ids = text_ids_of(plan, tokenizer)
+    text_ids = load_text_ids(plan, tokenizer)
     ids = _encode(text_ids, prompt)
     with open_trained_run(run, plan, best=best) as model:
         generator = torch.Generator().manual_seed(seed)

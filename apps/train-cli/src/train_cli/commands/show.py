@@ -29,7 +29,7 @@ from train_cli.console import (
     world_size,
 )
 from train_cli.draw import draw_text
-from train_cli.main import module_of
+from train_cli.main import import_optional
 
 MAX_RANKS = 32
 """The maximum number of ranks to list."""
@@ -132,7 +132,7 @@ def show(
     if rank is not None and rank >= topology.world:
         raise PlanError("layout", f"the rank must be from 0 to {topology.world - 1}, but is {rank}")
     if timeline and machine is not None:
-        estimates = module_of("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
+        estimates = import_optional("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)
         typer.echo("\n".join(estimates.draw_step(resolved, topology.world, machine_file)))
     elif timeline:

@@ -31,7 +31,7 @@ from train_cli.console import (
     print_fault,
     print_line,
 )
-from train_cli.main import module_of
+from train_cli.main import import_optional
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
 from train_cli.stopping import terminated_s
 
@@ -61,7 +61,7 @@ def verify(
     settings = context.ensure_object(Settings)
     if "RANK" in os.environ:
         raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="run it without a launcher")
-    module_of("testing", "sley_testing", "`train-cli verify`")
+    import_optional("testing", "sley_testing", "`train-cli verify`")
     changes = overrides or []
     loaded = load_plan(plan, changes)
     size = check_size(loaded, world or loaded.world_size(num_devices(loaded)))
@@ -113,7 +113,7 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
                     "random numbers for each slice"
                 )
                 raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
-            stopping.working(run.stop)
+            stopping.call_at_signal(run.stop)
             save_reference(run, arguments["steps"], folder)
         if stopping.exit_code is not None:
             raise typer.Exit(stopping.exit_code)
@@ -137,6 +137,6 @@ def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> i
     from train_cli.rank import open_run
 
     with open_run(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
-        stopping.working(run.stop)
+        stopping.call_at_signal(run.stop)
         compare_steps(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK

@@ -66,7 +66,7 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
         with World.join(device, timeout_s=TIMEOUT_S) as world:
             machine = measure_machine(world, resolved, TIMEOUT_S)
     except Exception as error:
-        write_report(Fault.of(error))
+        write_report(Fault.from_error(error))
         raise
     if machine is not None:
         Path(out).write_text(machine_text(machine), "utf-8")
