@@ -67,19 +67,19 @@ class CrossEntropy(Loss):
         checked. On other devices that would synchronise, so the highest label seen by `weight` is checked.
         """
         labels = self._labels(batch)
-        shape: tuple[int, ...] = getattr(output, "shape", ())
-        if shape[:-1] == labels.shape and shape[-1:]:
-            labels = self._check_labels(labels, shape[-1])
-        if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
-            _check_fit(output.shape, labels, output.dtype)
-            return output.cross_entropy(labels, self.config.ignore_index, self.config.label_smoothing)
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor | SplitLogits):
             message = f"cross-entropy needs a tensor of logits, but the last layer returned `{type(output).__name__}`"
             hint = "return only the logits from the last layer, or set your own loss by `factory`"
             raise RunError("loss-output", message, hint=hint)
-        _check_fit(output.shape, labels, output.dtype)
+        if not output.dtype.is_floating_point or not output.shape or output.shape[:-1] != labels.shape:
+            message = f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}"
+            hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
+            raise RunError("loss-output", message, hint=hint)
+        labels = self._check_labels(labels, output.shape[-1])
         options = self.config.ignore_index, self.config.label_smoothing
-        return cross_entropy_of_logits(output, labels, *options, sum_many=self._compiled_sum)
+        if isinstance(output, Tensor):
+            return cross_entropy_of_logits(output, labels, *options, sum_many=self._compiled_sum)
+        return output.cross_entropy(labels, *options)
 
     def _label_range(self, labels: Tensor) -> tuple[int, int]:
         """Returns the lowest and highest label. The lowest is negative if any label is ignored, the highest if all are."""
@@ -200,13 +200,6 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
-
-
-def _check_fit(shape: tuple[int, ...], labels: Tensor, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point or shape[:-1] != labels.shape:
-        message = f"logits of shape {list(shape)} and {dtype} do not fit labels of shape {list(labels.shape)}"
-        hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
-        raise RunError("loss-output", message, hint=hint)
 
 
 NOT_TOKENS = frozenset({"positions", "cu_seqlens"})

@@ -115,19 +115,18 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         self._metadata = metadata
         self._folder = folder
         self._files = files
-        self._file_by_tensor = {spec.name: name for name, specs in files.items() for spec in specs}
+        self._pending = {spec.name: (file, spec) for file, specs in files.items() for spec in specs}
         self._file: BinaryIO | None = None
         self._file_name = ""
         self._starts: dict[str, int] = {}
-        self._missing: dict[str, Spec] = {}
 
     def add(self, name: str, value: Tensor) -> None:
         """Writes a tensor. The first tensor of a file closes the previous file."""
-        if self._file is None or self._file_name != self._file_by_tensor[name]:
+        assert name in self._pending, f"{name} is added twice"
+        file_name, spec = self._pending.pop(name)
+        if self._file is None or self._file_name != file_name:
             self.close()
-            self._file = self._open(self._file_by_tensor[name])
-        spec = self._missing.pop(name, None)
-        assert spec is not None, f"{name} is added twice"
+            self._file = self._open(file_name)
         assert Spec.from_dtype(name, value.dtype, value.shape) == spec, f"{name}: {value.dtype} {list(value.shape)} for {spec}"
         self._file.seek(self._starts[name])
         self._file.write(bytes_of(value.detach().cpu().contiguous()))
@@ -135,7 +134,8 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
     def close(self) -> None:
         """Closes the last file after it has been synced to the disk."""
         if self._file is not None:
-            assert not self._missing, f"{sorted(self._missing)} were not written"
+            missing = sorted(name for name, (file_name, _) in self._pending.items() if file_name == self._file_name)
+            assert not missing, f"{missing} were not written"
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -148,8 +148,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
 
     def _open(self, name: str) -> BinaryIO:
         """Opens a new file with its header and full size."""
-        specs = self._files[name]
-        self._file_name, self._missing = name, {spec.name: spec for spec in specs}
+        specs, self._file_name = self._files[name], name
         header, self._starts = build_header(specs, self._metadata)
         file = (self._folder / name).open("xb")
         try:
