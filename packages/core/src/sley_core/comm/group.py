@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,21 +41,12 @@ all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single")
 """Renamed in torch 2.13."""
 
 
-class Imitate(Protocol):
-    """Simulates the exchanges of a group whose other members do not exist."""
-
-    def __call__(self, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str, /) -> Callable[[], None]:
-        """Simulates an exchange of `tensor` on `channel`, which fills `result`, maybe the same tensor. Returns a function to
-        call when the rank waits for it. label: the description of the exchange in errors.
-        """
-
-
 @dataclass(frozen=True)
 class Group(Members):
     """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per channel.
 
     A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges without
-    marks. imitate: simulates exchanges if the other ranks do not exist.
+    marks. simulation: simulates exchanges if the other ranks do not exist.
 
     In the collectives below tensors are contiguous, all members make the same calls on one channel in one order, and `label`
     describes the content, for errors.
@@ -64,12 +55,12 @@ class Group(Members):
     channels: dict[str, dist.ProcessGroup]
     transports: dict[str, Transport] = field(default_factory=dict)
     log: ExchangeLog = field(default_factory=ExchangeLog)
-    imitate: Imitate | None = field(default=None, compare=False, repr=False)
+    simulation: Simulation | None = field(default=None, compare=False, repr=False)
 
     @property
     def has_peers(self) -> bool:
         """Returns whether this group has other ranks to exchange values with."""
-        return self.size > 1 and self.imitate is None
+        return self.size > 1 and self.simulation is None
 
     def channel(self, name: str = DEFAULT_CHANNEL) -> dist.ProcessGroup:
         """Returns the communicator of the channel `name`. A group of one rank has no communicators."""
@@ -111,16 +102,16 @@ class Group(Members):
         communicator directly, which numbers members as the group does, since the overhead of `dist.isend` is a fifth of the
         call.
         """
-        if self.imitate is not None:
-            return GroupWork([], _finish=self.imitate("send", tensor, tensor, channel, label))
+        if self.simulation is not None:
+            return GroupWork([], _finish=self.simulation.imitate(self, "send", tensor, tensor, channel, label))
         turn = begin_turn("send", self, label, channel, tensor.nbytes, (self.coord, peer))
         message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
         return GroupWork([run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn)], (), turn)
 
     def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
-        if self.imitate is not None:
-            return GroupWork([], _finish=self.imitate("receive", tensor, tensor, channel, label))
+        if self.simulation is not None:
+            return GroupWork([], _finish=self.simulation.imitate(self, "receive", tensor, tensor, channel, label))
         turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
             host_tensor = torch.empty_like(tensor, device="cpu")
@@ -154,8 +145,8 @@ class Group(Members):
             if result is not tensor:
                 result.copy_(tensor)
             return Work()
-        if self.imitate is not None:
-            return GroupWork([], _finish=self.imitate(kind, result, tensor, channel, label))
+        if self.simulation is not None:
+            return GroupWork([], _finish=self.simulation.imitate(self, kind, result, tensor, channel, label))
         operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
         turn = begin_turn(operation, self, label, channel, tensor.nbytes)
         return GroupWork([run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn)], (), turn)
@@ -168,21 +159,12 @@ class Group(Members):
 _HOST = torch.device("cpu")
 
 
-class Groups(Mapping[str, Group]):
+class Groups(dict[str, Group]):
     """Maps each axis to this rank's group: `groups["dp"]`. progress: this rank's exchanges in all groups."""
 
     def __init__(self, groups: Mapping[str, Group], progress: Progress | None = None) -> None:
-        self._groups = dict(groups)
+        super().__init__(groups)
         self.progress = progress or Progress()
-
-    def __getitem__(self, axis: str) -> Group:
-        return self._groups[axis]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     def close(self) -> None:
         """Drops all communicators, so that their threads end before the interpreter exits.
@@ -190,7 +172,7 @@ class Groups(Mapping[str, Group]):
         A gloo thread frees a tensor some time after its result is complete. In an exiting interpreter that aborts the process
         (exit status -6): without `close`, in one of five successful runs.
         """
-        for group in self._groups.values():
+        for group in self.values():
             group.channels.clear()
             group.transports.clear()
 
@@ -242,13 +224,11 @@ def make_groups(
     groups = {}
     for axis, ranks in members_of(lines, extra, rank).items():
         members, log, axis_channels = Members(axis, ranks, rank, progress=progress), ExchangeLog(), channels.get(axis, {})
-        imitate: Imitate | None = None
         if simulation is None:
             transports = choose_transports(members, axis_channels, log, device)
         else:
             transports = simulation.transports(members, axis_channels, cross_memory=axis in axes_with_memory)
-            imitate = partial(simulation.imitate, members)
-        groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, imitate, progress=progress)
+        groups[axis] = Group(axis, ranks, rank, axis_channels, transports, log, simulation, progress=progress)
     if simulation is None and cross_memory and topology.world > 1 and sends_from_host(backend, device):
         records = common_transports(groups["control"], channels["control"][DEFAULT_CHANNEL])
         # Connecting is a collective: all ranks connect the same axes in the same order.
@@ -325,7 +305,9 @@ class Simulation:
     def imitate(
         self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
-        """Simulates an exchange of `members`, as `Imitate` describes."""
+        """Simulates an exchange of `tensor` by `members` on `channel`, which fills `result`, maybe the same tensor. Returns a
+        function to call when the rank waits for it. label: the description of the exchange in errors.
+        """
         return do_nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
