@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, LocalFolder, open_folder
 from sley_checkpoint.reader import INDEX, Checkpoint, Damage, complete_checkpoints, examine, index_or_none
-from sley_checkpoint.saving import Destination, SavePreparation, absolute_path
+from sley_checkpoint.saving import SavePreparation
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
 from sley_core.api.state import TrainingState, shorten_names
@@ -30,7 +30,7 @@ class AnyLayout(Checkpointer):
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
         self.state = state
-        self.folder = None if state.folder is None else absolute_path(state.folder)
+        self.folder = None if state.folder is None else open_folder(state.folder).text
         self._counts = dict.fromkeys(("saved", "failed", "seconds_blocked", "seconds_waited"), 0.0)
         self._is_save_requested = self._is_probed = False
         self._background_writer: BackgroundWriter | None = None
@@ -49,8 +49,7 @@ class AnyLayout(Checkpointer):
     def save(self, path: str | Path | None, step: int) -> str:
         """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
         self.finish()
-        destination = Destination(self._run_folder(), True) if path is None else Destination(absolute_path(path), False)
-        writer = self._prepare(destination, step)
+        writer = self._prepare(path, step)
         failure = ""
         try:
             writer.run()
@@ -109,7 +108,7 @@ class AnyLayout(Checkpointer):
             if self.table.mode == "sync":
                 self.save(None, step)
             else:
-                writer = self._prepare(Destination(self._run_folder(), True), step)
+                writer = self._prepare(None, step)
                 self._background_writer = BackgroundWriter(writer, self._host)
 
     def finish_training(self, step: int, *, was_stopped: bool) -> None:
@@ -184,10 +183,13 @@ class AnyLayout(Checkpointer):
                 self.state.attempt.record_save(background.writer.index.step)
         self._host.free()
 
-    def _prepare(self, destination: Destination, step: int) -> RankWriter:
+    def _prepare(self, path: str | Path | None, step: int) -> RankWriter:
+        """Returns the writer of this rank's part of a checkpoint at `path`, or in the run's folder if `path` is None."""
+        folder = open_folder(self._run_folder() if path is None else path)
         self.state.agree("saving a checkpoint")
         self.state.attempt.begin(step)
-        return self._preparation.prepare(destination, step, self.table.keep if self.table else None)
+        keep = self.table.keep if self.table else None
+        return self._preparation.prepare(folder, step, keep, is_run_folder=path is None)
 
     def _check_success(self, failure: str) -> None:
         """Counts a complete save. Raises RunError `checkpoint-failed` on all ranks if the save failed on any rank."""
@@ -210,7 +212,7 @@ class AnyLayout(Checkpointer):
         self.state.agree("loading a checkpoint")
         if is_auto := str(path) == AUTO:
             self._run_folder()
-        load_path = None if is_auto else absolute_path(path)
+        load_path = None if is_auto else open_folder(path).text
         candidates = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
         checkpoint, damaged_checkpoints = choose_checkpoint(self.state, candidates.paths)
         if checkpoint is None and load_path is not None:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
@@ -33,13 +32,6 @@ from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, Te
 from sley_core.errors import RunError, SleyError, format_cause
 
 
-class Destination(NamedTuple):
-    """Holds the path of a save. has_many_checkpoints: whether `path` is a folder of checkpoints, not the checkpoint itself."""
-
-    path: str
-    has_many_checkpoints: bool
-
-
 class SavePreparation:
     """Prepares the saves of one rank of the run with `state`.
 
@@ -54,10 +46,11 @@ class SavePreparation:
         self._assignment: tuple[list[str], WriteAssignment] | None = None
         self._lineages: dict[str, tuple[Lineage, bool]] = {}
 
-    def prepare(self, destination: Destination, step: int, keep: int | None) -> RankWriter:
+    def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
         """Agrees on a save with all ranks, and returns the writer of this rank's part.
 
-        keep: the number of the run's checkpoints to keep in a folder of checkpoints; None for all.
+        folder: the run's folder of checkpoints, or the folder of the checkpoint itself. keep: the number of checkpoints to keep
+        in the run's folder; None for all.
 
         All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of a rank have changed.
         Raises the same RunError on all ranks.
@@ -67,11 +60,15 @@ class SavePreparation:
         pieces, rank_values, problem = self._rank_values()
         infos = describe_pieces(pieces)
         # Only rank 0 has the attempt.
-        target = ["", "", ""] if attempt is None or problem else self._choose_target(destination, step, attempt)
+        target = (
+            ["", "", ""]
+            if attempt is None or problem
+            else self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
+        )
         state_digest = sha256(json.dumps(description.state).encode()).hexdigest()
         # All ranks join the exchange, even after an error, so no rank waits for another.
         reports = control.gather_objects(
-            [problem, destination.path, state_digest, _digest(infos), target], label="the contents of a save"
+            [problem, folder.text, state_digest, _digest(infos), target], label="the contents of a save"
         )
         problems, paths, state_digests, digests, targets = (list(column) for column in zip(*reports, strict=True))
         path, token, target_problem = targets[0]
@@ -93,9 +90,7 @@ class SavePreparation:
             # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
             lambda piece: tensor_chunks(piece.tensor),
-            partial(self._prune, open_folder(destination.path), keep, attempt)
-            if keep and destination.has_many_checkpoints and attempt is not None
-            else lambda: None,
+            partial(self._prune, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,
         )
 
     def problem(self, path: str) -> str:
@@ -146,13 +141,12 @@ class SavePreparation:
         except Exception as error:  # any error of a stateful part: the other ranks wait for the report
             return [], {}, format_cause(error)
 
-    def _choose_target(self, destination: Destination, step: int, attempt: Attempt) -> list[str]:
+    def _choose_target(self, folder: Folder, step: int, attempt: Attempt, *, is_run_folder: bool) -> list[str]:
         """Removes unfinished saves. Returns the folder of the checkpoint, a token for this save, and an error message or ""."""
         try:
-            folder = open_folder(destination.path)
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
-            if not destination.has_many_checkpoints:
+            if not is_run_folder:
                 problem = f"the folder {folder.text} is not empty" if names else ""
                 return [folder.text, token, problem]
             remove_unfinished(folder, attempt)
@@ -160,7 +154,7 @@ class SavePreparation:
                 return ["", "", problem]
             return [folder.child(step_name(step, names)).text, token, ""]
         except Exception as error:  # any file system error
-            return ["", "", f"the folder {destination.path} cannot be read: {format_cause(error)}"]
+            return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
 
     def _agree_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
         """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
@@ -188,11 +182,6 @@ def _writing_attempt(folder: Folder, name: str) -> str:
             if file.endswith(".safetensors"):
                 return str(read_header(folder.child(name), file)[1]["token"]).partition(".")[0]
     return ""
-
-
-def absolute_path(path: str | Path) -> str:
-    """Returns the absolute path of `path`, or the URL unchanged."""
-    return open_folder(path).text
 
 
 def _digest(infos: list[PieceInfo]) -> str:

@@ -32,24 +32,49 @@ PATH = ("model", "weights")
 _MAX_PROBLEMS = 4
 
 
-class StoredWeights:
-    """The weights in `folder` under the names and in the layouts of transformers' model.
+class FileInitializer:
+    """Sets the parameters of a module to the values in the files of `folder`, in the layouts and dtypes of the parameters.
 
-    folder: as in `open_weights`; the names in a run are those of the layers. causal: the model, whose parameters may be on
-    meta. Raises RunError "weight-files" if the files cannot be read.
+    folder: as in `open_weights`; the names in a run are those of the layers. causal: the transformers model, whose parameters
+    may be on meta. Raises PlanError "model-weights" if the files cannot be read or belong to another model.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
-        self._weights = open_weights(folder)
+        try:
+            self._folder, self._weights = folder, open_weights(folder)
+        except RunError as error:
+            diagnostic = error.diagnostics[0]
+            raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
         self._causal = causal
-        transforms = get_model_conversion_mapping(causal)
+        self._converters: dict[str, WeightConverter] = {}  # by source pattern
+        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
+        self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
+        self._find_sources({layer_name(name, structure): name for name in causal.state_dict()})
+        tied = set(causal._tied_weights_keys or ()) if causal.config.tie_word_embeddings else set()
+        parameters = {n: p for n, p in causal.named_parameters(remove_duplicate=False) if n not in tied}
+        self._names = {layer_name(name, structure): name for name in parameters}
+        problems = []
+        for name, parameter in parameters.items():
+            if name not in self._targets:
+                problems.append(f"{name!r} is missing")
+                continue
+            stored, pattern = self._sources[self._targets[name]][0]
+            # The shape of a converted tensor is only known after the conversion.
+            if pattern is None and (shape := self._weights.kind(stored).shape) != tuple(parameter.shape):
+                problems.append(f"{name!r} is {list(shape)} and not {list(parameter.shape)}")
+        if problems:
+            number = len(problems) - _MAX_PROBLEMS
+            text = ", ".join(problems[:_MAX_PROBLEMS]) + (f", and {number} more" if number > 0 else "")
+            message = f"the files in `{folder}` are not the weights of this model: {text}"
+            raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
+
+    def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
+        """Finds the stored tensors of each name in transformers' model. names_in_runs: these names by their names in runs."""
+        transforms = get_model_conversion_mapping(self._causal)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
         self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
-        self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
-        prefix, state = causal.base_model_prefix, causal.state_dict()
-        names_in_runs = {layer_name(name, structure): name for name in state}
+        prefix, state = self._causal.base_model_prefix, self._causal.state_dict()
         for stored in sorted(self._weights.names, key=dot_natural_key):
             target, pattern = rename_source_key(stored, renamings, converters, prefix, state)
             if stored in names_in_runs or (target not in state and stored in state):
@@ -60,16 +85,18 @@ class StoredWeights:
                 first, *other_patterns = self._converters[pattern].target_patterns
                 self._targets |= {target.replace(first, name): target for name in other_patterns}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._targets
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
+                value = self._read(hf_name)
+                if value.shape != parameter.shape:
+                    message = f"{hf_name!r} in `{self._folder}` is {list(value.shape)}, not {list(parameter.shape)}"
+                    raise RunError("weight-files", message)
+                parameter.copy_(value)
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the stored shape of the parameter `name`; None if it is only known after a conversion."""
-        stored, pattern = self._sources[self._targets[name]][0]
-        return self._weights.kind(stored).shape if pattern is None else None
-
-    def read(self, name: str) -> Tensor:
-        """Returns the value of the parameter `name`. Raises RunError "weight-files" if a file cannot be read."""
+    def _read(self, name: str) -> Tensor:
+        """Returns the value of a parameter by transformers' name. Raises RunError "weight-files" if a file cannot be read."""
         target = self._targets[name]
         stored, pattern = self._sources[target][0]
         if pattern is None:
@@ -121,43 +148,3 @@ class HubWeights:
         if self._layer[0] != layer:
             self._layer = layer, self._convert(layer, self._source.tensor)
         return self._layer[1][name]
-
-
-class FileInitializer:
-    """Sets the parameters of a module to the values in the files of `folder`, converted to its dtypes.
-
-    Raises PlanError "model-weights" if the files cannot be read or belong to another model.
-    """
-
-    def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
-        try:
-            self._folder, self._stored = folder, StoredWeights(folder, causal, structure)
-        except RunError as error:
-            diagnostic = error.diagnostics[0]
-            raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
-        tied = set(causal._tied_weights_keys or ()) if causal.config.tie_word_embeddings else set()
-        self._names: dict[str, str] = {}
-        problems = []
-        for name, parameter in causal.named_parameters(remove_duplicate=False):
-            if name in tied:
-                continue
-            if name not in self._stored:
-                problems.append(f"{name!r} is missing")
-            elif (shape := self._stored.shape(name)) not in (None, tuple(parameter.shape)):
-                problems.append(f"{name!r} is {list(shape or ())} and not {list(parameter.shape)}")
-            self._names[layer_name(name, structure)] = name
-        if problems:
-            number = len(problems) - _MAX_PROBLEMS
-            text = ", ".join(problems[:_MAX_PROBLEMS]) + (f", and {number} more" if number > 0 else "")
-            message = f"the files in `{folder}` are not the weights of this model: {text}"
-            raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
-
-    def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
-                value = self._stored.read(hf_name)
-                if value.shape != parameter.shape:
-                    message = f"{hf_name!r} in `{self._folder}` is {list(value.shape)}, not {list(parameter.shape)}"
-                    raise RunError("weight-files", message)
-                parameter.copy_(value)
