@@ -26,7 +26,7 @@ from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeRe
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
-from train_cli.draw import draw_text
+from train_cli.commands.show import draw_text
 
 FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
 SLOW = {"latency_s": 1e-5, "bandwidth": 1e6}

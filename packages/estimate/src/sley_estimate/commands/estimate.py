@@ -19,7 +19,7 @@ from sley_core.actions.action import Delivery, in_words
 from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_estimate.machine import load_machine
-from train_cli.commands.show import WIDTH
+from train_cli.commands.show import WIDTH, draw_text
 from train_cli.console import (
     FormatOption,
     NodesOption,
@@ -30,7 +30,6 @@ from train_cli.console import (
     WorldOption,
     world_size,
 )
-from train_cli.draw import draw_text
 from train_cli.environment import num_cores
 
 if TYPE_CHECKING:
