@@ -22,7 +22,7 @@ from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
 from sley_core.engine.agreement import agree
-from sley_core.engine.buffers import group_by_reduce_group, loose
+from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.load import collect_names, load_weights
@@ -168,7 +168,7 @@ def make_parts(
     head: HeadChunks | None = None,
 ) -> Parts:
     """Builds the parts to which plugins are attached. The store has no buffers if no other rank has the same weights."""
-    planner = loose if groups["stage"].size == 1 else group_by_reduce_group
+    planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
     reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
     gradients = DTYPES[plan.precision.gradients]
     return Parts(

@@ -171,25 +171,25 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     """
     config: Any = plan.optimizer.config
     device = parts.world.device
-    home = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
-    wide = torch.promote_types(parts.weights.dtype, torch.float32)
+    master_device = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
+    master_dtype = torch.promote_types(parts.weights.dtype, torch.float32)
     roles = parameter_roles(plan.optimizer, model.layers)
     owners = None
     if scope_of(plan.optimizer.record, config) != "elementwise":
         elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
-        owners = MatrixOwners(parts.groups, parts.store, wide, elementwise)
-    masters = Masters(parts.weights, parts.store, wide, home, owners)
+        owners = MatrixOwners(parts.groups, parts.store, master_dtype, elementwise)
+    masters = Masters(parts.weights, parts.store, master_dtype, master_device, owners)
     masters.add(parts.registry.trainable)
     for param in parts.registry:
         if not param.trainable:
             parts.weights.adopt(param)
-    optimizer_device = home or device.torch_device
+    optimizer_device = master_device or device.torch_device
     # With a fixed order of sums, CPU kernels must round all elements equally, because a shard and its tensor end differently.
     is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
     is_probed = checks and not plan.optimizer.name.startswith("core.")
-    traits = probe_optimizer(plan, parts, model, factor, masters.wide, optimizer_device) if is_probed else TORCH_TRAITS
+    traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device) if is_probed else TORCH_TRAITS
     averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
     if averages is not None and traits.has_modes:
         message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sley_core.actions.action import Action, Kind, loop, select_actions, sequential
 from sley_core.actions.lower import lower
-from sley_core.engine.buffers import Planner, group_by_reduce_group, loose
+from sley_core.engine.buffers import Planner, group_by_reduce_group, plan_without_buffers
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry
@@ -57,7 +57,7 @@ class Harness:
         return {param.name: self.store.gradient(param).clone() for param in self.store.params}
 
 
-@pytest.fixture(params=[group_by_reduce_group, loose], ids=["buffers", "loose"])
+@pytest.fixture(params=[group_by_reduce_group, plan_without_buffers], ids=["buffers", "loose"])
 def store_of(request: pytest.FixtureRequest) -> Callable[..., Harness]:
     """`store_of(*modules, dtype=fp32)`: a harness of a store over these layers.
 

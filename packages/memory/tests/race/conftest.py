@@ -58,7 +58,7 @@ def _train(
     plan = plan_from_dict(tables, folder)
     with World.join(device or "cpu") as world, assemble(plan, world) as run:
         masters = run.stepper.update.masters
-        for _, master in masters.named_tensors() if device and masters.home else ():
+        for _, master in masters.named_tensors() if device and masters.device else ():
             device.mark_host_memory(master)
         if prepare is not None:
             prepare(run)

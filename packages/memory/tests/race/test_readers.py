@@ -69,7 +69,7 @@ def one_step(tables: Tables, folder: Path, order: int | None) -> Iterator[Run]:
         assemble(plan_from_dict(tables, folder), world) as run,
     ):
         masters = run.stepper.update.masters
-        for _, master in masters.named_tensors() if device and masters.home else ():
+        for _, master in masters.named_tensors() if device and masters.device else ():
             device.mark_host_memory(master)
         run.step()
         with torch.no_grad():

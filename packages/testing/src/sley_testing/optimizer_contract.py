@@ -91,10 +91,8 @@ def train(
         stepped = run.stepper.update.masters.stepped
 
         def record_gradients() -> None:  # clones, since the update may write to gradients
-            parts = zip(stepped, run.store.parts([stepped_param.param for stepped_param in stepped]), strict=True)
-            observation.step_gradients.append(
-                {stepped_param.name: gradient.clone() for stepped_param, gradient in parts if gradient is not None}
-            )
+            trained = [stepped_param.param for stepped_param in stepped if stepped_param.param in run.store]
+            observation.step_gradients.append({param.name: run.store.part(param).clone() for param in trained})
 
         run.parts.events.gradients_done.append(record_gradients)
         observation.first = {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}

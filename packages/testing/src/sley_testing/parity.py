@@ -156,7 +156,7 @@ def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
                 if state_tensor is not None:
                     yield f"{param.name} {state_name}", state_tensor.tensor
                 continue
-            dtype = run.stepper.update.masters.wide if state_tensor is None else state_tensor.tensor.dtype
+            dtype = run.stepper.update.masters.dtype if state_tensor is None else state_tensor.tensor.dtype
             is_owned = owners is not None and param in owners.params and state_name not in (MASTER, AVERAGE)
             full_shape = param.shape if is_owned else param.parameter.shape
             full_state = torch.zeros(full_shape, dtype=dtype, device=param.parameter.device)

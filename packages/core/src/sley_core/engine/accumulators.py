@@ -39,7 +39,7 @@ class Accumulator:
     steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
     is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view. has_hook: whether a hook
     accumulates each gradient of autograd. Otherwise autograd adds them up in `parameter.grad` until the end of the chunk, which
-    only a `LooseAccumulator` supports.
+    only a `UnbufferedAccumulator` supports.
     """
 
     rows: list[Tensor]
@@ -169,7 +169,7 @@ class Accumulator:
         self.accumulate(gradient)
 
 
-class LooseAccumulator(Accumulator):
+class UnbufferedAccumulator(Accumulator):
     """Accumulates a gradient that no handler reduces, in autograd's own tensor or in a new one for each step."""
 
     def __init__(self, param: Param, empty: Tensor) -> None:

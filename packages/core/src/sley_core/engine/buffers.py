@@ -169,7 +169,7 @@ Planner = Callable[[list[Param]], Layout]
 """Returns the layout of parameters, which are passed in reverse order of use."""
 
 
-def loose(params: list[Param]) -> Layout:
+def plan_without_buffers(params: list[Param]) -> Layout:
     """Returns a layout without buffers, for a run without a reduction."""
     return Layout([], params, params)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.comm.copies import free, grow
-from sley_core.engine.accumulators import Accumulator, LooseAccumulator, State, mark_irregular
+from sley_core.engine.accumulators import Accumulator, State, UnbufferedAccumulator, mark_irregular
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
@@ -139,7 +139,7 @@ class GradientStore:
             yield NormGroup([buffer.local_part], buffer.reduce_group, buffer.stages, buffer.num_shards)
         families: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
         for accumulator in self._loose:
-            if isinstance(accumulator, LooseAccumulator):
+            if isinstance(accumulator, UnbufferedAccumulator):
                 accumulator.check_no_late_gradient()
             family = accumulator.param.reduce_group, accumulator.param.stages
             families.setdefault(family, []).append(accumulator.view)
@@ -239,7 +239,7 @@ class GradientStore:
         self._is_watching = True
         for accumulator in self._order:
             param, parameter = accumulator.param, accumulator.parameter
-            is_unused = not self.buffers and isinstance(accumulator, LooseAccumulator) and not param.has_products
+            is_unused = not self.buffers and isinstance(accumulator, UnbufferedAccumulator) and not param.has_products
             accumulator.has_hook = not is_unused or param.shard is not None or parameter.dtype != self.dtype
             if accumulator.has_hook:
                 hook_function = partial(self._accumulate_from_autograd, accumulator)

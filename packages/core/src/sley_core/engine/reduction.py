@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from sley_core.engine.accumulators import Accumulator, LooseAccumulator
+from sley_core.engine.accumulators import Accumulator, UnbufferedAccumulator
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Reduction:
 
     def new_accumulator(self, param: Param, view: Tensor, *, is_loose: bool) -> Accumulator:
         """Returns a new accumulator for `param`. view: the parameter's part of a buffer; an empty tensor if it is in none."""
-        return LooseAccumulator(param, view) if is_loose else Accumulator(param, view)
+        return UnbufferedAccumulator(param, view) if is_loose else Accumulator(param, view)
 
     def partial_sums(self) -> Sequence[Tensor]:
         """Returns this step's tensors other than the gradients."""

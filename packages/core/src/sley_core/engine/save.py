@@ -191,7 +191,7 @@ class WeightSaver:
     def _list_sources(self, precision: Precision) -> Iterator[_Source]:
         """Yields the tensors that this rank's stage writes, in the order of the registry, equal on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
-        master_dtype = self._masters.wide if precision == "full" else None
+        master_dtype = self._masters.dtype if precision == "full" else None
         for param in self._parts.registry:
             if param.stages[0] == stage:  # of a tie, the first stage
                 yield _Source(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
@@ -253,7 +253,7 @@ class WeightSaver:
 
     def _master_shard(self, param: Param) -> Tensor:
         """Returns the master weight of this rank's shard of `param`, gathered from the ranks that update parts of it."""
-        parameter, master_dtype = param.parameter, self._masters.wide
+        parameter, master_dtype = param.parameter, self._masters.dtype
         stepped, shard = self._stepped.get(param), self._shards.get(param)
         if shard is None:
             value = parameter.detach() if stepped is None else stepped.parameter.detach()

@@ -122,7 +122,7 @@ class Update:
                 return totals
         self._add_unfrozen_params()
         is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
-        is_on_device &= self.masters.home is None
+        is_on_device &= self.masters.device is None
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
         else:

@@ -220,20 +220,20 @@ class Stepped:
 class Masters:
     """Holds the tensors that the optimizer updates, in the order of `add` calls.
 
-    weights: the store of the working weights, with their dtype. store: the gradient store, with this rank's elements. wide: the
-    dtype of the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise
+    weights: the store of the working weights, with their dtype. store: the gradient store, with this rank's elements. dtype:
+    the dtype of the updated tensors. If the weights have this dtype, the parameters or views of them are updated. Otherwise
     parameters are narrowed, and their former values become master weights: in one flat buffer for each call of `add`, and one
-    for this rank's part of each sharded buffer. home: the device of the masters; None for the device of the parameters. With a
-    home there are always masters, and the code that updates them copies gradients there and weights back. owners: exchange the
-    matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the weights.
-    optimizer_params: the tensors in the optimizer's groups, i.e. `stepped`, but of split matrices the full tensors that this
-    rank owns.
+    for this rank's part of each sharded buffer. device: the device of the masters; None for the device of the parameters. With
+    a `device` there are always masters, and the code that updates them copies gradients there and weights back. owners:
+    exchange the matrices that the optimizer needs whole; None if it can update parts. stepped: this rank's parts of the
+    weights. optimizer_params: the tensors in the optimizer's groups, i.e. `stepped`, but the full tensors of the split matrices
+    that this rank owns.
     """
 
     weights: WeightStore
     store: GradientStore
-    wide: torch.dtype
-    home: torch.device | None = None
+    dtype: torch.dtype
+    device: torch.device | None = None
     owners: MatrixOwners | None = None
     stepped: list[Stepped] = field(default_factory=list, init=False)
     optimizer_params: list[Stepped] = field(default_factory=list, init=False)
@@ -245,8 +245,8 @@ class Masters:
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
         """Adds `params`, and narrows them to the working dtype if needed. Returns the tensors that the optimizer updates."""
-        narrow = [param for param in params if self.weights.dtype_of(param) != self.wide or self.home is not None]
-        masters = self._wide_copies(narrow)
+        narrow = [param for param in params if self.weights.dtype_of(param) != self.dtype or self.device is not None]
+        masters = self._copy_to_masters(narrow)
         added = []
         for param in params:
             self.weights.adopt(param)
@@ -281,11 +281,11 @@ class Masters:
             yield stepped.name, stepped.parameter
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and without a `home` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
+        """Calls `follow`, and without a `device` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
         get values and gradients of their matrices from the other ranks.
         """
         self.follow()
-        if self.home is not None:
+        if self.device is not None:
             return
         for stepped in self.optimizer_params:
             if not stepped.is_owned:
@@ -311,11 +311,11 @@ class Masters:
     def write_back(self, *, are_sent: bool | None = None) -> None:
         """Rounds the masters into the working weights, and drops references to gradients. Parts of other ranks may be
         incomplete until `weights.settle`. are_sent: whether the working weights already have the values; by default, if there
-        is a `home`.
+        is a `device`.
         """
         self._copy_back()
         if masters := list(self._masters.values()):
-            if not (self.home is not None if are_sent is None else are_sent):
+            if not (self.device is not None if are_sent is None else are_sent):
                 values = [stepped.master for stepped in masters if stepped.master is not None]
                 torch._foreach_copy_([stepped.working for stepped in masters], values)
             for stepped in masters:
@@ -343,7 +343,7 @@ class Masters:
         """Sets the parameter's weight and its master to `value`, of the parameter's shape, at the master's full precision."""
         self.weights.restore_places()
         parameter = param.parameter
-        value = value.to(self.wide)  # first to `wide` on every rank, with a master or not: the same bits everywhere
+        value = value.to(self.dtype)  # first to `dtype` on every rank, with a master or not: the same bits everywhere
         parameter.copy_(value)
         stepped = self._masters.get(param)
         if stepped is not None and stepped.master is not None:
@@ -378,19 +378,19 @@ class Masters:
                 # only elements whose rounded value differs: the others keep the digits that the working weight cannot hold
                 master.copy_(torch.where(working != master.to(working.dtype), working.to(master.dtype), master))
 
-    def _wide_copies(self, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Returns wide copies of `params` for the optimizer, in one new flat buffer and one more per sharded buffer."""
+    def _copy_to_masters(self, params: Sequence[Param]) -> dict[Param, Tensor]:
+        """Returns copies of `params` in `dtype` for the optimizer, in one new flat buffer and one more per sharded buffer."""
         if not params:
             return {}
-        device = self.home or params[0].parameter.device
+        device = self.device or params[0].parameter.device
         whole = [param for param in params if self.store.elements(param) is None]
-        flat = FlatBuffer([param.parameter.shape for param in whole], self.wide, device)
+        flat = FlatBuffer([param.parameter.shape for param in whole], self.dtype, device)
         copies = dict(zip(whole, flat.views, strict=True))
         self._flats.append(flat)
         added = set(params)
         for buffer in self.store.buffers:
             if buffer.shard and added.issuperset(buffer.params):
-                part = FlatBuffer([buffer.local_part.shape], self.wide, device)
+                part = FlatBuffer([buffer.local_part.shape], self.dtype, device)
                 copies |= buffer.part_views(part.data)
                 self._flats.append(part)
         for param, copy in copies.items():

@@ -200,9 +200,9 @@ class RunRestorer:
             value = self._read_local(WEIGHTS + param.name, region_of(param))
             dtypes.add(value.dtype)
             masters.set(param, value)
-        saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.wide)
+        saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.dtype)
         if saved_dtypes:
-            master_dtype = str(masters.wide).removeprefix("torch.")
+            master_dtype = str(masters.dtype).removeprefix("torch.")
             self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
 
     def _restore_averages(self) -> None:

@@ -107,7 +107,7 @@ def _run_steps(
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
         # Master weights and states of a host optimizer are on the host, except on a CPU, which is its own host.
-        on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.home is not None else frozenset[str]()
+        on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.device is not None else frozenset[str]()
         kernels = imitate_cuda(recording.record_kernel if recording else None) if is_cuda else nullcontext()
         starts = []
         with estimate_bytes(lambda: ledger.current_bytes), kernels:

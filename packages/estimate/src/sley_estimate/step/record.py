@@ -152,7 +152,7 @@ class Recording(StepListener):
 
     def begin(self) -> None:
         master_weights = self._run.stepper.update.masters
-        if master_weights.home is not None:
+        if master_weights.device is not None:
             self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
         self._first = len(self._exchanges)
         self._is_recording = True
