@@ -84,7 +84,6 @@ def test_the_host_holds_only_two_buckets_of_gradients(texts):
         run.memory.offload().wait()
         run.memory.onload().wait()
         run.step()
-        assert run.memory.report["masters"].num_no_ops == 2
 
 
 def test_an_optimizer_of_all_gradients_is_refused(texts):

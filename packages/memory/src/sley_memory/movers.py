@@ -136,12 +136,10 @@ class Mover:
         return self._where
 
     def offload(self) -> None:
-        """Starts to offload the part; if it is already away, only counts the call."""
-        self._moved.num_no_ops += 1
+        """Starts to offload the part unless it is away."""
 
     def onload(self) -> None:
-        """Starts to onload the part; if it is already here, only counts the call."""
-        self._moved.num_no_ops += 1
+        """Starts to onload the part unless it is here."""
 
     def require(self) -> None:
         """Makes later device work wait for the part if it is coming."""
@@ -172,7 +170,6 @@ class FreedGradients(Mover):
 
     def offload(self) -> None:
         if self._where is Where.AWAY:
-            super().offload()
             return
         self._moved.given_back = self._num_bytes()
         self._free()
@@ -180,7 +177,6 @@ class FreedGradients(Mover):
 
     def onload(self) -> None:
         if self._where is Where.HERE:
-            super().onload()
             return
         self._build()
         self._where = Where.HERE
@@ -195,8 +191,6 @@ class TrimOnly(Mover):
 
     def offload(self) -> None:
         self._moved.given_back = self._trim()
-
-    def onload(self) -> None: ...
 
 
 class HostCopy(Mover):
@@ -235,7 +229,6 @@ class HostCopy(Mover):
         raised.
         """
         if self._where in (Where.LEAVING, Where.AWAY):
-            super().offload()
             return
         self.require()
         self._start_s = time.perf_counter()
@@ -271,7 +264,6 @@ class HostCopy(Mover):
     def onload(self) -> None:
         """Starts to allocate all pieces on the device and copy them back."""
         if self._where in (Where.HERE, Where.COMING):
-            super().onload()
             return
         self._start_s = time.perf_counter()
         into = self._streams.into

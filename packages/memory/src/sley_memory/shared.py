@@ -84,7 +84,6 @@ class SharedCopies(Mover):
         report = [(name, piece.memory.numel(), number) for (name, piece), number in zip(pieces.items(), hashes, strict=True)]
         reports = self._exchange_reports("offload", report)
         if self._is_away:
-            super().offload()
             return
         member_reports = [set(reports[rank]) for rank in self._group.ranks]
         # By name: ranks may have created their states in different orders.
@@ -132,7 +131,6 @@ class SharedCopies(Mover):
         """
         self._exchange_reports("onload", [])
         if not self._is_away:
-            super().onload()
             return
         start_s = time.perf_counter()
         try:

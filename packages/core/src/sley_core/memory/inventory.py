@@ -50,8 +50,7 @@ class Moved:
 
     copied_out, copied_in: the copied bytes. gathered: the bytes that were received from other ranks' hosts. given_back: the
     bytes of device memory that the last offload freed. seconds_out, seconds_in: the duration of the copies whose end the host
-    has seen. timed_out, timed_in: the bytes of these copies. host_bytes: the host memory of the part. num_no_ops: the number of
-    calls for a part that was already at its destination.
+    has seen. timed_out, timed_in: the bytes of these copies. host_bytes: the host memory of the part.
     """
 
     copied_out: int = 0
@@ -63,7 +62,6 @@ class Moved:
     timed_out: int = 0
     timed_in: int = 0
     host_bytes: int = 0
-    num_no_ops: int = 0
 
     def numbers(self) -> dict[str, float]:
         """Returns the costs by name, with the rates `gb_per_s_out` and `gb_per_s_in` (0 if unknown) for the timed bytes."""
