@@ -79,10 +79,6 @@ def package_folder(name: str, extra: str = "") -> str:
     return f"{folder}[{extra}]" if extra else folder
 
 
-_NAME = re.compile(r"[^\W_](?:[\w.-]*[^\W_])?")
-"""The name at the beginning of a `Requires-Dist` line."""
-
-
 @cache
 def core_version() -> str:
     """Returns the installed version of core, or "0" if core is not installed as a distribution."""
@@ -100,16 +96,13 @@ def unmet_requirement(plugin: PluginSource) -> str | None:
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in plugin.requires:
-        match = _NAME.match(line.strip())
-        if match is None or _canonical_name(match[0]) != CORE_DIST:  # cheaper than parsing the line
-            continue
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if not requirement.specifier.contains(core_version(), prereleases=True):
+        has_core = _canonical_name(requirement.name) == CORE_DIST
+        is_active = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if has_core and is_active and not requirement.specifier.contains(core_version(), prereleases=True):
             return f"{CORE_DIST}{requirement.specifier}"
     return None
 
