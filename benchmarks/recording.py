@@ -101,12 +101,11 @@ def main() -> None:
         times, step_s = counted(run, options.rounds)
         found = costs(run)
     total = sum(times[name] * found[name] for name in times)
-    share = total / step_s + found["window"] / work_recorder.MIN_WINDOW_S
+    share = (total + found["window"] / work_recorder.MIN_WINDOW_STEPS) / step_s
     for name, seconds in found.items():
         print(f"{name:<16}{seconds * 1e6:9.2f} us{times.get(name, 0):9.1f} a step")
-    print(
-        f"{total * 1e6:.0f} us per step of {step_s * 1e3:.1f} ms, and a window in {work_recorder.MIN_WINDOW_S:g} s: {share:.2%}"
-    )
+    window_steps = work_recorder.MIN_WINDOW_STEPS
+    print(f"{total * 1e6:.0f} us per step of {step_s * 1e3:.1f} ms, and a window in {window_steps} steps: {share:.2%}")
     print("target met" if share <= TARGET else f"target {TARGET:.1%} missed")
 
 

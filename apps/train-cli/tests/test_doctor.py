@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from acting_model import doing
 
-from sley_doctor.fault_report import FaultReport, LaunchReport, read_reports, write_launch_report, write_report
+from sley_doctor.fault_report import DoctorRecorder, FaultReport, read_reports, write_report
 from sley_doctor.verdict import Verdict, find_verdict
 from train_cli.run_folder import FAULTS
 
@@ -145,7 +145,7 @@ def test_the_next_run_replaces_old_reports(cli: Cli, plan: Path, folder: Path) -
 def test_each_attempt_has_a_report(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder = folder / "runs" / "small"
     assert cli("doctor", run_folder).code == 2
-    write_launch_report(run_folder, LaunchReport(2, {1: -9}, {}, 1))
+    DoctorRecorder().report_launch(run_folder, 2, {1: -9}, {}, 1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     write_report(run_folder, FaultReport(0, 2, "error", 1.0, "own-code", "ValueError: no"))
     (run_folder / FAULTS / "1" / "rank-1.json").write_text("{", "utf-8")

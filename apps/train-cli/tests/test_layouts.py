@@ -17,11 +17,20 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, assert_same_stretch, save_at, stretch
 from sley_testing.late_exchanges import late_exchanges
 from sley_testing.parity import Bits, differing_names, digest, train_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, assert_same_run, record, record_reference, running
+from sley_testing.runs import (
+    BF16_SUMS,
+    Recorded,
+    assert_parity_of_parts,
+    assert_resumed_parity,
+    assert_same_run,
+    record,
+    record_reference,
+    running,
+    save_at,
+)
 
 PLAN = small_plan(
     run__steps=6,
@@ -136,7 +145,7 @@ def test_exchanges_that_happen_as_late_as_the_waits_allow_change_no_number(ranks
 @pytest.mark.parametrize("layout", ["dp2 sharded", "wp2"])
 def test_torch_merges_the_pieces_of_a_checkpoint(texts: Path, tmp_path: Path, ranks: Any, layout: str) -> None:
     """Pieces start in the middle of rows, or are padded in memory. The consolidation of torch 2.13 writes zeros for scalars."""
-    ranks(2)(stretch, layout_of(layout, PLAN), 1, folder=texts, save=tmp_path / "saved")
+    ranks(2)(record, layout_of(layout, PLAN), 1, folder=texts, save=tmp_path / "saved")
     expected = read(tmp_path / "saved")
     assert any(len(tensor.pieces) > 1 for tensor in expected.index.tensors.values())
     state = {name: torch.zeros_like(expected[name]) for name in expected}
@@ -151,31 +160,31 @@ def test_torch_merges_the_pieces_of_a_checkpoint(texts: Path, tmp_path: Path, ra
     assert all(torch.equal(merged.tensor(name), expected[name]) for name in expected if expected.kind(name).shape)
 
 
-def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Stretch]:
+def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Recorded]:
     """Takes four steps with a checkpoint after two, and then two steps from the checkpoint."""
-    uninterrupted = stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
-    return [uninterrupted, stretch(tables, 2, folder=texts, load=path)]
+    uninterrupted = record(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
+    return [uninterrupted, record(tables, 2, folder=texts, load=path)]
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [*LAYOUTS][::-1])
 def test_a_resumed_layout_has_the_same_bits(ranks: Any, texts: Path, tmp_path: Path, layout: str) -> None:
     tables = layout_of(layout, PLAN, precision={"compute": "bf16", "gradients": "bf16"})
-    stretches = ranks(num_ranks(tables), 120)(train_and_resume, tables, texts, tmp_path / "saved")
-    assert_same_stretch([rank[0] for rank in stretches], [rank[1] for rank in stretches])
+    for uninterrupted, resumed in ranks(num_ranks(tables), 120)(train_and_resume, tables, texts, tmp_path / "saved"):
+        assert_same_run(uninterrupted, resumed)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [*LAYOUTS][2:])
 def test_other_layouts_resume_a_checkpoint(ranks: Any, texts: Path, tmp_path: Path, layout: str) -> None:
     """One layout of two ranks and one of four resume the checkpoint within the tolerance of fp64."""
-    (uninterrupted,) = ranks(1).once(stretch, PLAN, 4, folder=texts)
+    (uninterrupted,) = ranks(1).once(record, PLAN, 4, folder=texts)
     tables = layout_of(layout, PLAN)
-    ranks(num_ranks(tables), 120)(stretch, tables, 2, folder=texts, save=tmp_path / "saved")
+    ranks(num_ranks(tables), 120)(record, tables, 2, folder=texts, save=tmp_path / "saved")
     for size in (2, 4):
         targets = [target for name in LAYOUTS if name != layout and num_ranks(target := layout_of(name, PLAN)) == size]
         target = targets[[*LAYOUTS].index(layout) % len(targets)]
-        resumed = ranks(size, 120)(stretch, target, 2, folder=texts, load=tmp_path / "saved")
+        resumed = ranks(size, 120)(record, target, 2, folder=texts, load=tmp_path / "saved")
         assert_resumed_parity(uninterrupted, resumed, "fp64")
 
 
@@ -269,10 +278,10 @@ def test_streams_that_share_driver_queues_do_not_wait_for_each_other(
 def test_runs_on_cuda_resume_from_checkpoints(ranks: Any, texts: Path, tmp_path: Path) -> None:
     """One process has the same bits; another layout has numbers within the tolerance."""
     narrow = changed(ON_CUDA, precision__compute="bf16")
-    uninterrupted = stretch(narrow, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "alone"))
-    assert_same_stretch([uninterrupted], [stretch(narrow, 3, folder=texts, load=tmp_path / "alone")])
-    uninterrupted = stretch(ON_CUDA, 6, folder=texts)
+    uninterrupted = record(narrow, 6, folder=texts, prepare=partial(save_at, 3, tmp_path / "alone"))
+    assert_same_run(uninterrupted, record(narrow, 3, folder=texts, load=tmp_path / "alone"))
+    uninterrupted = record(ON_CUDA, 6, folder=texts)
     first, second = (layout_of(name, ON_CUDA) for name in ("dp2 sharded", "wp2"))
-    ranks(2, timeout_s=180, init=False)(stretch, first, 3, folder=texts, save=tmp_path / "saved")
-    resumed = ranks(2, timeout_s=180, init=False)(stretch, second, 3, folder=texts, load=tmp_path / "saved")
+    ranks(2, timeout_s=180, init=False)(record, first, 3, folder=texts, save=tmp_path / "saved")
+    resumed = ranks(2, timeout_s=180, init=False)(record, second, 3, folder=texts, load=tmp_path / "saved")
     assert_resumed_parity(uninterrupted, resumed, "fp64")

@@ -16,8 +16,17 @@ from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.verify.findings import Limits, RankFindings, differences, read_findings, report_lines
-from sley_testing.verify.measure import check_complete, compare_steps, limits, save_reference
+from sley_testing.verify import (
+    Limits,
+    RankFindings,
+    check_complete,
+    compare_steps,
+    differences,
+    limits,
+    read_findings,
+    report_lines,
+    save_reference,
+)
 from train_cli.one_process import one_process_plan, read_only_plan
 
 ROOT = Path(__file__).parents[3]

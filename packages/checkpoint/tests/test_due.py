@@ -18,9 +18,8 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_testing.checkpointer_contract import save_at, stretch
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import weights
+from sley_testing.runs import record, save_at, weights
 
 
 def plan(**changes: Any) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def test_an_asynchronous_save_has_the_state_of_its_step(texts, tmp_path, monkeyp
     """Writing takes longer than the next step, which changes every tensor that is not written yet."""
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)
-    stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, tmp_path / "still-2"), save=tmp_path / "still-4")
+    record(tables, 4, folder=texts, prepare=partial(save_at, 2, tmp_path / "still-2"), save=tmp_path / "still-4")
     written = LocalFolder.write
     stepped = threading.Event()
 

@@ -21,9 +21,9 @@ from sley_core.errors import RunError
 from sley_core.json_text import decode_value, encode_value
 from sley_core.run_state.pieces import Rectangle, Region, covering_rectangles
 from sley_core.run_state.tensors import join_leaves, state_leaves
-from sley_testing.checkpointer_contract import stretch
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan
+from sley_testing.runs import record
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
@@ -99,7 +99,7 @@ def test_a_state_under_a_key_that_names_nothing_is_refused():
 def test_two_ranks_write_half_of_the_tensors_each_and_safetensors_opens_the_files(texts, tmp_path, ranks):
     safetensors = pytest.importorskip("safetensors")
     tables = changed(small_plan(), parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
-    ranks(2)(stretch, tables, 2, folder=texts, save=tmp_path / "saved")
+    ranks(2)(record, tables, 2, folder=texts, save=tmp_path / "saved")
     files = list((tmp_path / "saved").glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2

@@ -20,9 +20,9 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.forked import ForkedProgram
 from sley_testing.plans import changed, small_plan
+from sley_testing.runs import assert_same_run, record
 
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
 
@@ -109,7 +109,7 @@ def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(tw
 
 
 def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path):
-    stretch(PLAN, 1, folder=texts, save=tmp_path / "saved")
+    record(PLAN, 1, folder=texts, save=tmp_path / "saved")
     for more, words in (
         ({"model__hidden": 32}, "`model.hidden = 16`, but the plan has 32"),
         ({"model__num_layers": 3}, "`model.num_layers = 2`, but the plan has 3"),
@@ -132,7 +132,7 @@ def test_a_factory_that_makes_another_model_than_before_is_refused(texts, tmp_pa
     monkeypatch.setitem(sys.modules, "resized", made)
     plan = changed(PLAN, model={"factory": "resized:layers"})
     made.layers = lambda: stacked(16)
-    stretch(plan, 1, folder=texts, save=tmp_path / "saved")
+    record(plan, 1, folder=texts, save=tmp_path / "saved")
     made.layers = lambda: stacked(*sizes)
     refused(plan, texts, tmp_path / "saved", RunError, "checkpoint-mismatch", words)
 
@@ -210,14 +210,14 @@ def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, a
     found = newest(tmp_path / "checkpoints")
     assert found.path is not None
     assert (read(found.path).step, found.damaged_checkpoints) == (1, [])
-    whole = stretch(PLAN, 3, folder=tmp_path)
+    whole = record(PLAN, 3, folder=tmp_path)
     with assemble(plan_from_dict(PLAN, tmp_path), World.alone("cpu"), folder=tmp_path) as run:
         run.load_checkpoint("auto")
         run.step()
         run.save_checkpoint()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
-    resumed = stretch(PLAN, 1, folder=tmp_path, load=tmp_path / "checkpoints" / "step-00000002")
-    assert_same_stretch([whole], [resumed])
+    resumed = record(PLAN, 1, folder=tmp_path, load=tmp_path / "checkpoints" / "step-00000002")
+    assert_same_run(whole, resumed)
 
 
 def load_damaged(tables: dict[str, Any], folder: Path, path: Path) -> tuple[str, int, list[str]]:

@@ -21,8 +21,9 @@ from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import tables as with_dropout
-from sley_testing.checkpointer_contract import CheckpointerContract, assert_same_stretch, save_at, stretch
+from sley_testing.checkpointer_contract import CheckpointerContract
 from sley_testing.plans import changed, small_plan, write_texts
+from sley_testing.runs import assert_same_run, record, save_at
 
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
@@ -49,8 +50,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_same_bits(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
-    uninterrupted = stretch(tables, 5, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
-    assert_same_stretch([uninterrupted], [stretch(tables, 2, folder=texts, load=tmp_path / "saved")])
+    uninterrupted = record(tables, 5, folder=texts, prepare=partial(save_at, 3, tmp_path / "saved"))
+    assert_same_run(uninterrupted, record(tables, 2, folder=texts, load=tmp_path / "saved"))
 
 
 def put(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -82,7 +83,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
 def loaded(tables: dict[str, Any], folders: list[Path], path: Path) -> str:
     """Returns why this rank refuses the checkpoint, with its data in the folder of its number; "" if it does not."""
     try:
-        stretch(tables, 1, folder=folders[int(os.environ.get("RANK", "0"))], load=path)
+        record(tables, 1, folder=folders[int(os.environ.get("RANK", "0"))], load=path)
     except SleyError as error:
         return error.diagnostics[0].code
     return ""
@@ -98,8 +99,8 @@ def saved_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_texts(folder)
     random = Random(0)
     (folder / "ids.bin").write_bytes(array("H", [random.randrange(200) for _ in range(4000)]).tobytes())
-    stretch(plan(), 1, folder=folder, save=folder / "saved-text")
-    stretch(plan(data=TOKENS), 1, folder=folder, save=folder / "saved-tokens")
+    record(plan(), 1, folder=folder, save=folder / "saved-text")
+    record(plan(data=TOKENS), 1, folder=folder, save=folder / "saved-tokens")
     return folder
 
 
@@ -142,10 +143,10 @@ class Samples:
 def test_other_samples_of_a_programs_own_are_said(tmp_path, monkeypatch):
     data = {"factory": f"{__name__}:Samples", "vocab_size": 256, "sequence": 24}
     tables = plan(data=data, checkpoint={"every_steps": 5})
-    stretch(tables, 1, save=tmp_path / "saved")
-    assert not stretch(tables, 1, load=tmp_path / "saved").notes
+    record(tables, 1, save=tmp_path / "saved")
+    assert not record(tables, 1, load=tmp_path / "saved").notes
     monkeypatch.setenv("SHIFT", "1")
-    (note,) = stretch(tables, 1, load=tmp_path / "saved").notes
+    (note,) = record(tables, 1, load=tmp_path / "saved").notes
     assert "the length of the dataset, or samples" in note
 
 

@@ -16,15 +16,12 @@ from sley_core.errors import Diagnostic, RunError
 from sley_core.topology import Topology
 from sley_doctor import fault_report
 from sley_doctor.fault_report import (
+    DoctorRecorder,
     ExchangeRecord,
     FaultReport,
     LaunchReport,
     WaitRecord,
     read_reports,
-    remove_reports,
-    report_error,
-    report_stuck,
-    write_launch_report,
     write_report,
 )
 
@@ -44,6 +41,7 @@ REPORT = FaultReport(
     exchanges={"stage main": (EXCHANGE,)},
     stacks={"MainThread": ("a line", "another")},
 )
+RECORDER = DoctorRecorder()
 WHAT = Diagnostic("own-code", "ValueError: no good", hint="mend it")
 
 
@@ -52,13 +50,13 @@ def test_reports_come_back_as_they_were_written(tmp_path: Any, monkeypatch: pyte
     launch = LaunchReport(2, {0: 1, 1: -9}, {1: "it is stopped"}, 1)
     write_report(tmp_path, REPORT)
     write_report(tmp_path, FaultReport(1, 2, "error", 6.0, "later"))
-    write_launch_report(tmp_path, launch)
+    RECORDER.report_launch(tmp_path, launch.world, launch.codes, launch.silent, launch.first)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     write_report(tmp_path, FaultReport(0, 2, "stuck", 9.0))
     first, second = read_reports(tmp_path)
     assert (first.attempt, first.ranks, first.launch, first.unreadable) == (0, (REPORT,), launch, ())
     assert (second.attempt, [one.rank for one in second.ranks], second.launch) == (1, [0], None)
-    remove_reports(tmp_path)
+    RECORDER.delete_reports(tmp_path)
     assert read_reports(tmp_path) == []
 
 
@@ -76,7 +74,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Any) -> None:
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
     (tmp_path / "faults").symlink_to(elsewhere)
-    remove_reports(tmp_path)
+    RECORDER.delete_reports(tmp_path)
     assert (elsewhere / "mine").exists()
     assert not (tmp_path / "faults").exists()
 
@@ -94,7 +92,7 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
     try:
         raise ValueError("no good")
     except ValueError as error:
-        report_error(tmp_path, World.alone("cpu"), WHAT, error)
+        RECORDER.report_failure(tmp_path, World.alone("cpu"), WHAT, error)
     done.set()
     other.join()
     (found,) = read_reports(tmp_path)
@@ -103,12 +101,12 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
     assert (report.code, report.message, report.hint) == ("own-code", "ValueError: no good", "mend it")
     assert report.stacks["the error"][-1] == "ValueError: no good"
     assert any("idle_about" in line for line in report.stacks["another"])
-    assert any("report_error" in line for line in report.stacks["MainThread"])
+    assert any("report_failure" in line for line in report.stacks["MainThread"])
 
 
 def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    report_error(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
+    RECORDER.report_failure(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
     monkeypatch.setattr(fault_report, "MAX_REPORT_S", 0.2)
     released, ended = threading.Event(), threading.Event()
 
@@ -117,7 +115,7 @@ def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: An
         ended.set()
 
     monkeypatch.setattr(fault_report, "write_report", hang)
-    report_stuck(tmp_path, World.alone("cpu"), WHAT)
+    RECORDER.report_stuck(tmp_path, World.alone("cpu"), WHAT)
     assert not ended.is_set(), "it was waited for"
     released.set()
     assert ended.wait(60)
@@ -142,7 +140,7 @@ def gone_apart(folder: Any) -> str:
         try:
             groups["all"].all_reduce(torch.ones(4), label="three").wait()
         except RunError as error:
-            report_error(folder, world, error.diagnostics[0], error)
+            RECORDER.report_failure(folder, world, error.diagnostics[0], error)
             return error.diagnostics[0].code
     return ""
 

@@ -10,9 +10,17 @@ import torch
 
 from sley_core.engine.update import states_of
 from sley_core.errors import RunError
-from sley_testing.checkpointer_contract import assert_resumed_parity, assert_same_stretch, stretch
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.runs import WEIGHTS, assert_equal_replicas, assert_parity, record, running, weights
+from sley_testing.runs import (
+    WEIGHTS,
+    assert_equal_replicas,
+    assert_parity,
+    assert_resumed_parity,
+    assert_same_run,
+    record,
+    running,
+    weights,
+)
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -264,22 +272,22 @@ def test_reads_of_full_gradients_and_freezes_are_refused(ranks, small, own):
 def test_a_model_of_odd_parameters_resumes_in_another_layout(ranks, own, tmp_path, small, handler):
     """The model has a scalar, a parameter without elements, and one of seven. Parameters that no rank updates are saved too."""
     tables = small({"use": handler, "bucket_mb": 0.001}, parallel={"dp": 2}, **ODD)
-    saved = ranks(2)(stretch, tables, 2, folder=own, save=tmp_path / "saved")
+    saved = ranks(2)(record, tables, 2, folder=own, save=tmp_path / "saved")
     alone = tables | {"parallel": {}, "gradient_handlers": []}
-    expected = stretch(alone, 3, folder=own)
-    assert_resumed_parity(expected, ranks(2)(stretch, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
-    assert_resumed_parity(expected, [stretch(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
+    expected = record(alone, 3, folder=own)
+    assert_resumed_parity(expected, ranks(2)(record, tables, 1, folder=own, load=tmp_path / "saved"), "fp32")
+    assert_resumed_parity(expected, [record(alone, 1, folder=own, load=tmp_path / "saved")], "fp32")
     assert saved[0].weights["a.nothing"].shape == (0, 3)
 
 
 def run_and_resume(tables, folder, path):
-    whole = stretch(tables, 4, folder=folder)
-    stretch(tables, 2, folder=folder, save=path)
-    return whole, stretch(tables, 2, folder=folder, load=path)
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
+    return whole, record(tables, 2, folder=folder, load=path)
 
 
 def test_three_ranks_resume_bit_for_bit(ranks, own, tmp_path, small):
     """Over sockets, with at least three ranks, a sum's order depends on the offset in a bucket."""
     tables = small(parallel={"dp": 3, "cross_memory_attach": False}, model__factory="dp_parts:branches", batch__global_size=3)
-    by_rank = ranks(3, 120)(run_and_resume, tables, own, tmp_path / "saved")
-    assert_same_stretch([whole for whole, _ in by_rank], [resumed for _, resumed in by_rank])
+    for whole, resumed in ranks(3, 120)(run_and_resume, tables, own, tmp_path / "saved"):
+        assert_same_run(whole, resumed)

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from sley_core.errors import PlanError, RunError
 from sley_hf.decoder import layer_name
 from sley_hf.structure import find_structure
-from sley_testing.checkpointer_contract import Stretch, assert_resumed_parity, stretch
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
+from sley_testing.runs import Recorded, assert_parity_of_parts, assert_resumed_parity, record, record_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
@@ -139,8 +138,8 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     base: Path, texts: Path, tmp_path: Path, ranks: Any
 ) -> None:
     tables = plan(base, run__steps=4)
-    uninterrupted = stretch(tables, 4, folder=texts)
-    ranks(2, 180)(stretch, changed(tables, **LAYOUTS["1f1b"]), 2, folder=texts, save=tmp_path / "saved")
+    uninterrupted = record(tables, 4, folder=texts)
+    ranks(2, 180)(record, changed(tables, **LAYOUTS["1f1b"]), 2, folder=texts, save=tmp_path / "saved")
     tensors = {name: value for file in (tmp_path / "saved").glob("*.safetensors") for name, value in load_file(file).items()}
     weights = {name: value for name, value in tensors.items() if name.startswith("weights/")}
     assert len(weights) == 2 * 7 * 2
@@ -154,19 +153,19 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
         assert_resumed_parity(uninterrupted, resumed, "fp64")
 
 
-def resume_all(plans: list[Tables], folder: Path, load: Path) -> list[Stretch]:
-    return [stretch(tables, 2, folder=folder, load=load) for tables in plans]
+def resume_all(plans: list[Tables], folder: Path, load: Path) -> list[Recorded]:
+    return [record(tables, 2, folder=folder, load=load) for tables in plans]
 
 
 def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:
-    stretch(plan(base), 1, folder=texts, save=tmp_path / "saved")
+    record(plan(base), 1, folder=texts, save=tmp_path / "saved")
     other = tmp_path / "other"
     write_base(other)
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError) as refused:
-        stretch(plan(other), 1, folder=texts, load=tmp_path / "saved")
+        record(plan(other), 1, folder=texts, load=tmp_path / "saved")
     assert refused.value.diagnostics[0].code == "adapters-base"
     assert "'blocks.1.layer.mlp.up_proj.base_layer.weight'" in refused.value.diagnostics[0].message
 

@@ -26,6 +26,7 @@ from sley_core.engine.update import Averages
 from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_core.run_state.pieces import AVERAGES
 from sley_optim.plugin import EMAConfig, MeanConfig, ema, mean
 from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names
 from sley_testing.plans import changed
@@ -115,7 +116,7 @@ def test_optimizer_with_own_evaluation_weights_is_refused():
 
 def test_training_ignores_averages_and_evaluations_use_them(tmp_path):
     averaged, baseline = train(averaging_plan(EMA), tmp_path / "ema"), train(averaging_plan(None), tmp_path / "none")
-    assert {name: value for name, value in averaged.bits.items() if not name.endswith(" average")} == baseline.bits
+    assert {name: value for name, value in averaged.bits.items() if not name.startswith(AVERAGES)} == baseline.bits
     assert averaged.loss != baseline.loss
     with running(averaging_plan(None)) as run:
         run.load_weights(averaged.files)
@@ -129,7 +130,7 @@ def test_averages_have_the_same_bits_in_canonical_layouts(ranks, tmp_path):
     )
     layouts = [changed(tables, **layout, parallel__reduction="canonical") for layout in (LAYOUTS["sharded"], LAYOUTS["wp"])]
     alone = train(tables, tmp_path)
-    assert any(name.endswith(" average") for name in alone.bits)
+    assert any(name.startswith(AVERAGES) for name in alone.bits)
     for results in zip(*ranks(2)(train_and_resume, layouts, tmp_path), strict=True):
         for index in range(3):
             assert not differing_names([alone.bits], [rank_results[index].bits for rank_results in results])

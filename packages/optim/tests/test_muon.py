@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_testing.checkpointer_contract import assert_same_stretch, save_at, stretch
 from sley_testing.contract import SQUARES
 from sley_testing.optimizer_contract import OptimizerContract
 from sley_testing.parity import assert_close_gradients, assert_same_bits, differing_names, train_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import record, running
+from sley_testing.runs import assert_same_run, record, running, save_at
 
 MUON: Tables = {"use": "optim.muon", "lr": 0.02, "adamw": {"lr": 3e-3}}
 PLAN = small_plan(
@@ -129,15 +128,16 @@ def test_canonical_bits_are_those_of_one_process(ranks: Any, texts: Path, layout
 
 
 def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Any]:
-    uninterrupted = stretch(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
-    return [uninterrupted, stretch(tables, 2, folder=texts, load=path)]
+    uninterrupted = record(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
+    return [uninterrupted, record(tables, 2, folder=texts, load=path)]
 
 
 def test_both_states_are_in_the_checkpoint(ranks: Any, texts: Path, tmp_path: Path) -> None:
     tables = layout_of("wp and sharded", run__steps=4)
-    stretches = ranks(4, 120)(train_and_resume, tables, texts, tmp_path / "saved")
-    assert_same_stretch([rank[0] for rank in stretches], [rank[1] for rank in stretches])
-    states = {name.split("/")[1] for rank in stretches for name in rank[1].states}
+    states: set[str] = set()
+    for uninterrupted, resumed in ranks(4, 120)(train_and_resume, tables, texts, tmp_path / "saved"):
+        assert_same_run(uninterrupted, resumed)
+        states |= {name.rpartition(".")[2] for name in resumed.states}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= states
 
 

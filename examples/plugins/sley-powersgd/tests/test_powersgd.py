@@ -25,11 +25,10 @@ from sley_core.topology import Topology
 from sley_powersgd.handler import LowRankSums
 from sley_powersgd.low_rank import view_as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
-from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.contract import ALONE, EACH, GradientHandlerContract, observe
 from sley_testing.parity import assert_same_bits, relative_errors
 from sley_testing.plans import small_plan
-from sley_testing.runs import record, running
+from sley_testing.runs import assert_same_run, record, running
 
 SHAPES = ((24, 40), (36,), (50, 4, 6), (3, 5))
 """A matrix, a vector, a tensor that counts as [50, 24], and a matrix that is too small to compress."""
@@ -294,17 +293,18 @@ def test_non_finite_gradient_fails_on_all_ranks(ranks, texts):
 
 def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> list[tuple[Any, Any]]:
     """Returns an uninterrupted run and a run that was resumed, once before the first compressed step and once after it."""
-    whole = stretch(tables, 4, folder=folder)
+    whole = record(tables, 4, folder=folder)
     pairs = []
     for steps in (1, 2):
-        stretch(tables, steps, folder=folder, save=path / str(steps))
-        pairs.append((whole, stretch(tables, 4 - steps, folder=folder, load=path / str(steps))))
+        record(tables, steps, folder=folder, save=path / str(steps))
+        pairs.append((whole, record(tables, 4 - steps, folder=folder, load=path / str(steps))))
     return pairs
 
 
 def test_resumed_run_is_bit_identical(ranks, texts, tmp_path):
     for pairs in zip(*ranks(2, 120)(run_and_resume, make_plan(start_step=2), texts, tmp_path), strict=True):
-        assert_same_stretch([whole for whole, _ in pairs], [resumed for _, resumed in pairs])
+        for whole, resumed in pairs:
+            assert_same_run(whole, resumed)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_testing.checkpointer_contract import assert_resumed_parity, stretch
 from sley_testing.optimizer_contract import OptimizerContract
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_testing.runs import assert_parity_of_parts, assert_resumed_parity, record, record_reference
 
 SHAMPOO: dict[str, Any] = {"use": "shampoo.optimizer", "lr": 0.01, "weight_decay": 0.1, "every": 2}
 PLAN = small_plan(optimizer=SHAMPOO, model__ffn_hidden=27, data__sequence=16)
@@ -46,7 +45,7 @@ def test_layouts_match_one_process(ranks: Callable[..., Any], texts: Path, layou
 @pytest.mark.parametrize(("layout", "resumed"), [("sharded", "wp"), ("wp", "sharded")])
 def test_other_layouts_resume(ranks: Callable[..., Any], texts: Path, tmp_path: Path, layout: str, resumed: str) -> None:
     """Statistics are no larger than one dim of a matrix. They are with the owner, and any layout reads them."""
-    (uninterrupted,) = ranks(1).once(stretch, PLAN, 4, folder=texts)
-    ranks(2)(stretch, changed(PLAN, **LAYOUTS[layout]), 2, folder=texts, save=tmp_path / "saved")
-    results = ranks(2)(stretch, changed(PLAN, **LAYOUTS[resumed]), 2, folder=texts, load=tmp_path / "saved")
+    (uninterrupted,) = ranks(1).once(record, PLAN, 4, folder=texts)
+    ranks(2)(record, changed(PLAN, **LAYOUTS[layout]), 2, folder=texts, save=tmp_path / "saved")
+    results = ranks(2)(record, changed(PLAN, **LAYOUTS[resumed]), 2, folder=texts, load=tmp_path / "saved")
     assert_resumed_parity(uninterrupted, results, "fp64")

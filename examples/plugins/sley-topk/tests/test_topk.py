@@ -12,10 +12,9 @@ from torch import Tensor
 
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.contract import GradientHandlerContract, observe, tables
 from sley_testing.plans import changed, small_plan
-from sley_testing.runs import assert_parity, gradients, record, running
+from sley_testing.runs import assert_parity, assert_same_run, gradients, record, running
 
 
 def two_rank_plan(ratio: float, **changes: Any) -> dict[str, Any]:
@@ -67,16 +66,17 @@ def test_sums_and_errors_add_up(ranks: Callable[..., Any]) -> None:
 
 def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> tuple[Any, Any]:
     """Returns an uninterrupted run and a run that was resumed after two steps."""
-    whole = stretch(tables, 4, folder=folder)
-    stretch(tables, 2, folder=folder, save=path)
-    return whole, stretch(tables, 2, folder=folder, load=path)
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
+    return whole, record(tables, 2, folder=folder, load=path)
 
 
 def test_resumed_run_is_bit_identical(ranks: Callable[..., Any], texts: Path, tmp_path: Path) -> None:
     """The errors are part of the checkpoint."""
     results = ranks(2)(run_and_resume, two_rank_plan(0.1), texts, tmp_path / "saved")
     assert not any(resumed.notes for _, resumed in results)
-    assert_same_stretch([whole for whole, _ in results], [resumed for _, resumed in results])
+    for whole, resumed in results:
+        assert_same_run(whole, resumed)
 
 
 def sent_bytes(plans: list[dict[str, Any]], folder: Path) -> list[float]:

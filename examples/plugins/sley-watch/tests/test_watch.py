@@ -16,7 +16,6 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_testing.checkpointer_contract import stretch
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
@@ -79,9 +78,9 @@ def test_noise_scale_matches_paper(ranks: Callable[..., Any]) -> None:
 
 def run_and_resume(path: Path) -> tuple[list[float], list[float]]:
     """Returns the last two noise scales of an uninterrupted run, and those of a run that was resumed after two steps."""
-    whole = stretch(PLAN, 4, folder=TESTS)
-    stretch(PLAN, 2, folder=TESTS, save=path)
-    resumed = stretch(PLAN, 2, folder=TESTS, load=path)
+    whole = record(PLAN, 4, folder=TESTS)
+    record(PLAN, 2, folder=TESTS, save=path)
+    resumed = record(PLAN, 2, folder=TESTS, load=path)
     first, second = ([row["watch/noise_scale"] for row in rows] for rows in (whole.rows[2:], resumed.rows))
     return first, second
 

@@ -18,9 +18,8 @@ from sley_core.plan.loader import Loader
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.checkpointer_contract import assert_same_stretch, stretch
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
-from sley_testing.runs import running
+from sley_testing.runs import assert_same_run, record, running
 
 
 class Scaled(nn.Linear):
@@ -110,15 +109,16 @@ DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}]}
 
 
 def there_and_back(tables, folder, path):
-    whole = stretch(tables, 4, folder=folder)
-    stretch(tables, 2, folder=folder, save=path)
-    return whole, stretch(tables, 2, folder=folder, load=path)
+    whole = record(tables, 4, folder=folder)
+    record(tables, 2, folder=folder, save=path)
+    return whole, record(tables, 2, folder=folder, load=path)
 
 
 def test_each_rank_gets_its_own_running_statistics(ranks, small, own, tmp_path):
     tables = small(model=NORMALISED, run__steps=9, **DP)
     every = ranks(2)(there_and_back, tables, own, tmp_path / "saved")
-    assert_same_stretch([one for one, _ in every], [other for _, other in every])
+    for whole, resumed in every:
+        assert_same_run(whole, resumed)
     (one, _), (other, _) = every
     name = "blocks.0.norm.running_mean"
     assert not one.weights[name].equal(other.weights[name]), "ranks see other samples"
@@ -127,7 +127,7 @@ def test_each_rank_gets_its_own_running_statistics(ranks, small, own, tmp_path):
 def test_buffers_that_training_writes_and_nobody_declared_are_told_in_a_run_that_goes_on(small, own, tmp_path, monkeypatch):
     """Its first step is not the first of the run."""
     tables = small(model=NORMALISED, run__steps=9)
-    stretch(tables, 1, folder=own, save=tmp_path / "saved")
+    record(tables, 1, folder=own, save=tmp_path / "saved")
     made = import_module("own_models")
     as_before = made.batch_norm
     monkeypatch.setattr(made, "batch_norm", lambda data, declared: as_before(data, declared=not declared))

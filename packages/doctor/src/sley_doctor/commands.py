@@ -28,7 +28,7 @@ from sley_doctor.slow_ranks import (
     judge,
     remedy,
 )
-from sley_doctor.verdict import describe_state, find_run_state, find_verdict, list_evidence
+from sley_doctor.verdict import describe_report, describe_state, find_run_state, find_verdict
 from sley_doctor.work_record import WorkRecord, read_records
 from train_cli.console import FormatOption, OutputFormat, print_line
 from train_cli.run_folder import FAULTS
@@ -53,7 +53,7 @@ def doctor(
                 {
                     "attempt": reports.attempt,
                     **asdict(find_verdict(reports)),
-                    "evidence": list_evidence(reports.ranks),
+                    "evidence": [*map(describe_report, reports.ranks)],
                     "unreadable": list(reports.unreadable),
                 }
                 for reports in attempts
@@ -91,7 +91,7 @@ def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> It
     }
     yield from (f"{name:<10}{value}" for name, value in fields.items() if value)
     yield "reports of ranks"
-    yield from (f"  {line}" for line in list_evidence(reports.ranks))
+    yield from (f"  {describe_report(report)}" for report in reports.ranks)
     if reports.unreadable:
         yield f"  could not be read: {', '.join(reports.unreadable)}"
     yield f"stacks of all threads: {run / FAULTS / str(reports.attempt)}"

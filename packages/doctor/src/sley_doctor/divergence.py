@@ -38,9 +38,8 @@ class Divergence:
     description: str
 
 
-def find_divergence(reports: Sequence[FaultReport]) -> Divergence | None:
-    """Returns the exchange in which `reports` differ, or in which ranks wait for each other; None if there is none."""
-    by_rank = {report.rank: report for report in reports}
+def find_divergence(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
+    """Returns the exchange in which the reports of ranks differ, or in which ranks wait for each other; None without one."""
     return _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
 

@@ -135,19 +135,6 @@ def write_report(run_folder: Path, report: FaultReport) -> None:
         _write_json(path, asdict(report))
 
 
-def write_launch_report(run_folder: Path, report: LaunchReport) -> None:
-    """Writes the launcher's report. Raises OSError."""
-    _write_json(run_folder / FAULTS / str(attempt_number(os.environ)) / LAUNCHER, asdict(report))
-
-
-def remove_reports(run_folder: Path) -> None:
-    """Removes the reports of an earlier run. Called before a run begins, but not when torchrun restarts its ranks."""
-    root = run_folder / FAULTS
-    if root.is_symlink():  # a link must not redirect the writes of ranks
-        root.unlink()
-    shutil.rmtree(root, ignore_errors=True)
-
-
 def read_reports(run_folder: Path) -> list[AttemptReports]:
     """Returns the reports of each attempt that has any, in ascending order. Raises OSError if they cannot be listed."""
     root = run_folder / FAULTS
@@ -186,15 +173,34 @@ MAX_REPORT_S = 2.0  # time limit for writing a report
 MAX_THREADS, MAX_LINES = 16, 80  # limits of the stacks, which keep a report small
 
 
-def report_error(folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
-    """Writes the report of this rank, which failed with `error`. diagnostic: the error as the user sees it."""
-    lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
-    _report(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
+class DoctorRecorder(RunRecorder):
+    """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail. train-cli loads it if this package is
+    installed.
+    """
 
+    def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
+        from sley_doctor.work_recorder import record_work  # imports torch, which a launcher does not need
 
-def report_stuck(folder: Path, world: World, diagnostic: Diagnostic) -> None:
-    """Writes the report of this rank, which was asked to end and does not. Called in another thread than the main thread."""
-    _report(folder, world, "stuck", diagnostic, {})
+        return record_work(parts, feed, folder, notes)
+
+    def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
+        lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
+        _report(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
+
+    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
+        _report(folder, world, "stuck", diagnostic, {})
+
+    def report_launch(
+        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
+    ) -> None:
+        path = folder / FAULTS / str(attempt_number(os.environ)) / LAUNCHER
+        _write_json(path, asdict(LaunchReport(world, codes, silent, first)))
+
+    def delete_reports(self, folder: Path) -> None:
+        root = folder / FAULTS
+        if root.is_symlink():  # a link must not redirect the writes of ranks
+            root.unlink()
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _report(folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
@@ -248,26 +254,3 @@ def _thread_stacks() -> dict[str, tuple[str, ...]]:
             lines = [line for part in traceback.format_stack(frame) for line in part.splitlines()]
             stacks[thread.name] = tuple(lines[-MAX_LINES:])
     return stacks
-
-
-class DoctorRecorder(RunRecorder):
-    """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail. train-cli loads it if it is installed."""
-
-    def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        from sley_doctor.work_recorder import record_work  # needs torch, which the launcher does not import
-
-        return record_work(parts, feed, folder, notes)
-
-    def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
-        report_error(folder, world, diagnostic, error)
-
-    def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        report_stuck(folder, world, diagnostic)
-
-    def report_launch(
-        self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
-    ) -> None:
-        write_launch_report(folder, LaunchReport(world, codes, silent, first))
-
-    def delete_reports(self, folder: Path) -> None:
-        remove_reports(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import jinja2
 import matplotlib as mpl
 import tomli
+from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -94,10 +96,6 @@ def waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]
     return {"label": label, "descriptions": descriptions, "lines": lines[:MAX_RANKS], "note": note}
 
 
-MAX_BYTES = 1_000_000
-
-_MAX_POINTS = 12_000  # over all curves; a point takes about 25 bytes
-
 _CURVES = {
     "loss": ("Loss", "as defined by the plan's [loss], mean over a step", "loss"),
     "held_out_loss": ("Held-out loss", "on data that is not trained on", "loss"),
@@ -145,11 +143,7 @@ class TableRow(NamedTuple):
 
 
 def render_page(runs: Sequence[RecordedRun]) -> str:
-    """Returns a report on `runs` as self-contained HTML. Raises UsageError "report-size" if there are more than MAX_RUNS runs,
-    or if the report would be larger than MAX_BYTES.
-    """
-    if len(runs) > MAX_RUNS:
-        raise _size_error(f"a report shows at most {MAX_RUNS} runs, but there are {len(runs)}")
+    """Returns a report on `runs` as self-contained HTML."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"bytes": _format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html.jinja").read_text("utf-8"))
@@ -161,12 +155,11 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
     names = _chart_names(runs)
     summaries = [run.summary or {} for run in runs]
-    text = template.render(
+    return template.render(
         runs=runs,
         title=", ".join(run.label for run in runs),
         summary=[(name, [summary_value(run, name) for run in runs]) for name in _SUMMARY_FIELDS],
         verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
-        styles=[line_style(index) for index in range(len(runs))],
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
         hidden_metrics=names[_MAX_CHARTS:],
         waiting=[waiting_section(run.label, run.work) for run in runs],
@@ -176,13 +169,6 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         origins=[run.start.origins if run.start else {} for run in runs],
         machine=_table_rows([run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]),
     )
-    if (size := len(text.encode())) > MAX_BYTES:
-        raise _size_error(f"the report would have {size:,} bytes, more than {MAX_BYTES:,}")
-    return text
-
-
-def _size_error(message: str) -> UsageError:
-    return UsageError("report-size", message, hint="pass fewer runs")
 
 
 def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:
@@ -194,17 +180,31 @@ def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields title, note and `<svg>` of a chart for each of `names`; the SVG is "" if no run has recorded the metric."""
-    max_points = max(30, _MAX_POINTS // (len(names) * len(runs)))
+    """Yields title, note and image of a chart for each of `names`; the image is "" if no run has recorded the metric."""
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
-        curves = []
-        for index, run in enumerate(runs):
-            if rows := [row for row in run.rows if name in row]:
-                curves.append(Curve(index, [int(row["step"] or 0) for row in rows], [row[name] for row in rows]))
-        if any(len(curve.steps) > max_points for curve in curves):
-            note += f"{'; ' if note else ''}the lowest and the highest value of each interval of steps"
-        yield title, note, draw_chart(name, unit, curves, max_points) if curves else ""
+        has_metric = any(name in row for run in runs for row in run.rows)
+        yield title, note, _draw_chart(runs, name, unit) if has_metric else ""
+
+
+def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
+    """Returns a PNG of the metric `name` of all runs, as a data URI. unit: the label of the vertical axis. A value that was not
+    finite is a gap in the line.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.0, 3.0), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel=unit)
+        for run in runs:
+            rows = [row for row in run.rows if name in row]
+            steps = [float(row["step"] or 0) for row in rows]
+            values = [math.nan if value is None else float(value) for value in (row[name] for row in rows)]
+            axes.plot(steps, values, linewidth=1.2, marker="." if len(rows) < 30 else None, label=run.label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(runs) > 1:
+            axes.legend()
+        image = io.BytesIO()
+        figure.savefig(image, format="png", transparent=True)
+    return f"data:image/png;base64,{b64encode(image.getvalue()).decode()}"
 
 
 def _table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
@@ -228,77 +228,13 @@ def _format_number(value: Any) -> str:
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-INCHES = (6.0, 3.0)
-
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
-LINES = ("solid", "dashed")
-"""A run's colour and line style depend on its index; with more than MAX_RUNS runs, two would look the same."""
-
-MAX_RUNS = len(COLOURS) * len(LINES)
-
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: small, and searchable
-    "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.3,
-    "path.simplify": True,
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
+    "savefig.dpi": 150,
 }
-_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
-"""Metadata to leave out: it would make two pages of one run differ, or contain URLs."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Holds the points of one run. run: the run's index in the report. steps: step numbers, ascending, from 1. values: one
-    value per step; None, a gap in the line, for a value that was not finite.
-    """
-
-    run: int
-    steps: Sequence[int]
-    values: Sequence[float | None]
-
-
-def draw_chart(name: str, unit: str, curves: Sequence[Curve], max_points: int) -> str:
-    """Returns an `<svg>` element with all curves, each reduced to at most `max_points` points. name: the metric's name, unique
-    on the page, since ids within the SVG are made from it. unit: the label of the vertical axis.
-    """
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        for curve in curves:
-            steps, values = thin_out(curve.steps, curve.values, max_points)
-            numbers = [math.nan if value is None else value for value in values]
-            colour, line = line_style(curve.run)
-            axes.plot(steps, numbers, color=colour, linestyle=line, linewidth=1.2, marker="." if len(steps) < 30 else None)
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def line_style(run: int) -> tuple[str, str]:
-    """Returns the colour and the line style of run number `run`, below MAX_RUNS, as CSS and matplotlib name them."""
-    return COLOURS[run % len(COLOURS)], LINES[run // len(COLOURS)]
-
-
-def thin_out(
-    steps: Sequence[int], values: Sequence[float | None], max_points: int
-) -> tuple[Sequence[int], Sequence[float | None]]:
-    """Returns at most `max_points` (6 or more) of the points: from each interval of steps the lowest and the highest value, and
-    a gap if there is one, so that no peak is lost.
-    """
-    if len(steps) <= max_points:
-        return steps, values
-    size = math.ceil(len(steps) / (max_points // 3))
-    indices: list[int] = []
-    for start in range(0, len(steps), size):
-        interval = range(start, min(start + size, len(steps)))
-        finite = [(value, index) for index in interval if (value := values[index]) is not None]
-        gaps = [index for index in interval if values[index] is None]
-        indices += sorted({index for _, index in (min(finite), max(finite))} | set(gaps[:1]) if finite else gaps[:1])
-    return [steps[index] for index in indices], [values[index] for index in indices]
+"""The style of all charts. 30 runs have different lines."""

@@ -8,12 +8,13 @@ layers. A cause must cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the bloc
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sley_doctor.blocks import Block, Excess, build_blocks, find_excesses, median
 from sley_doctor.work_record import (
     BEGINNING,
     BETWEEN,
@@ -24,6 +25,9 @@ from sley_doctor.work_record import (
     REDUCTION,
     UPDATE,
     ZERO_SPREAD,
+    Spread,
+    Start,
+    Window,
     WorkRecord,
 )
 
@@ -38,7 +42,59 @@ MISSING_RECORD_REASONS = (
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
 )
 
+MAX_BLOCKS = 60  # limit of examined blocks per run, however long
+MAX_DEVICE_SHARE = 0.03  # share of a step: if a host waits longer for its device, the host does not limit the step
+
 NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
+
+
+class RankWork(NamedTuple):
+    """Holds a rank's start and one of its windows."""
+
+    start: Start
+    window: Window
+
+
+@dataclass(frozen=True)
+class Block:
+    """Holds the work of all ranks in steps `first` to `last`, by rank."""
+
+    first: int
+    last: int
+    ranks: Mapping[int, RankWork]
+
+    @property
+    def num_steps(self) -> int:
+        """Returns the number of steps in the block."""
+        return self.last - self.first + 1
+
+    @property
+    def step_s(self) -> float:
+        """Returns the seconds per step, as the median over ranks."""
+        return median(work.window.seconds.median for work in self.ranks.values())
+
+    def has_idle_host(self, rank: int) -> bool:
+        """Returns whether the host of `rank` waits for its device, so more work on the host would not lengthen a step."""
+        return self.ranks[rank].window.device_s > MAX_DEVICE_SHARE * self.step_s
+
+
+def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
+    """Returns the steps for which all `records` have a window, ascending: at most MAX_BLOCKS blocks at equal distances."""
+    windows = [{(window.first, window.last): window for window in record.windows} for record in records]
+    steps = [span for span in windows[0] if all(span in rank_windows for rank_windows in windows)]
+    stride = max(1, math.ceil(len(steps) / MAX_BLOCKS))
+    return [
+        Block(
+            *span, {record.start.rank: RankWork(record.start, own[span]) for record, own in zip(records, windows, strict=True)}
+        )
+        for span in steps[(len(steps) - 1) % stride :: stride]
+    ]
+
+
+def median(values: Iterable[float]) -> float:
+    """Returns the median of `values`, the lower of two middle values; 0 without values."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -111,12 +167,70 @@ def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
                 continue
             # Other ranks must wait about as long: overlapped work makes no rank wait. Waits for a device do not count, since
             # a device has its own work.
-            waits = [work.waiting_s for number, work in block.ranks.items() if number != rank]
+            waits = [work.window.waits.median for number, work in block.ranks.items() if number != rank]
             if max(waits, default=-1.0) >= excess_s / 2:
                 slow_blocks.append((block, excesses))
         if _covers_most([block for block, _ in slow_blocks], blocks):
             causes.append(_rank_cause(rank, slow_blocks))
     return causes
+
+
+MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
+
+MAX_FAR_RATIO = 3.0
+"""The same for ranks of other stages, which have other layers and neighbours."""
+
+_COMMON_LOCATIONS = frozenset({DATA, BETWEEN, EVALUATION})  # locations where all ranks do comparable work
+_CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
+
+
+class Excess(NamedTuple):
+    """Excess work: `seconds` per step more than comparable work, which takes usual_s."""
+
+    location: str
+    seconds: float
+    usual_s: float
+
+
+def find_excesses(block: Block, rank: int) -> list[Excess]:
+    """Returns the locations where `rank` works longer than comparable ranks, the largest excess first.
+
+    The comparison depends on the location:
+
+    * a chunk, the update, messages: with ranks of the same stage, which do the same work on other samples or shards
+    * the same in a stage of one rank: with the other stages, by a larger ratio; the update is scaled by elements
+    * data, work between steps, evaluations: with all other ranks
+    """
+    own = block.ranks[rank]
+    others = [work for number, work in block.ranks.items() if number != rank]
+    excesses = (_find_excess(own, others, location) for location in own.window.work if location != DEVICE)
+    return sorted((excess for excess in excesses if excess is not None), key=lambda excess: -excess.seconds)
+
+
+def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess | None:
+    """Returns the excess of a rank's time at `location` over comparable ranks; None if there is no excess."""
+    spent, ratio = own.window.work[location], MAX_RATIO
+    peers = [work for work in others if work.start.stage == own.start.stage]
+    if location in _COMMON_LOCATIONS or peers:
+        comparable = others if location in _COMMON_LOCATIONS else peers
+        times = [work.window.work.get(location, ZERO_SPREAD) for work in comparable]
+    elif location[0] in _CHUNK_PREFIXES or location in (UPDATE, MESSAGES):
+        ratio = MAX_FAR_RATIO
+        # A rank that steps more elements than another needs proportionally longer for its update.
+        times = []
+        for work in others:
+            if location in work.window.work:
+                factor = max(1.0, own.start.trained / max(1, work.start.trained)) if location == UPDATE else 1.0
+                times.append(Spread(*(value * factor for value in work.window.work[location])))
+    else:
+        return None
+    if not times:
+        return None
+    usual = Spread(*map(median, zip(*times, strict=True)))
+    # The excess must be larger than the spread of steps.
+    if spent.median <= max(ratio * usual.median, usual.high) or spent.low <= usual.median:
+        return None
+    return Excess(location, spent.median - usual.median, usual.median)
 
 
 def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
@@ -146,13 +260,13 @@ def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
         block
         for block in blocks
         if all(
-            work.work.get(DATA, ZERO_SPREAD).median >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
+            work.window.work.get(DATA, ZERO_SPREAD).median >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
             for rank, work in block.ranks.items()
         )
     ]
     if not _covers_most(slow_blocks, blocks):
         return []
-    seconds = median(min(work.work[DATA].median for work in block.ranks.values()) for block in slow_blocks)
+    seconds = median(min(work.window.work[DATA].median for work in block.ranks.values()) for block in slow_blocks)
     step_s = median(block.step_s for block in slow_blocks)
     return [Cause("data", tuple(slow_blocks[0].ranks), DATA, seconds, 0.0, step_s, slow_blocks[0].first, slow_blocks[-1].last)]
 
@@ -240,22 +354,23 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
     """Yields a line for each rank: the medians of its work and its waits in a step."""
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
-        works = [block.ranks[rank] for block in blocks]
-        locations = [location for location in works[-1].work if location != DEVICE]
+        windows = [block.ranks[rank].window for block in blocks]
         spent = [
-            (location, median(work.work[location].median for work in works if location in work.work)) for location in locations
+            (location, median(window.work[location].median for window in windows if location in window.work))
+            for location in windows[-1].work
+            if location != DEVICE
         ]
         longest = ", ".join(_longest_locations(spent))
-        text = (
-            f"works {_format_seconds(median(work.working_s for work in works))} of a step{f' ({longest})' if longest else ''}"
-        )
+        work = _format_seconds(median(window.working_s for window in windows))
         waits = [
-            (median(work.waiting_s for work in works), "other ranks"),
-            (median(work.device_s for work in works), "its device"),
+            (median(window.waits.median for window in windows), "other ranks"),
+            (median(window.device_s for window in windows), "its device"),
         ]
-        waits = [(seconds, awaited) for seconds, awaited in waits if seconds >= MIN_SHOWN_S]
-        text += ", waits " + (" and ".join(f"{_format_seconds(s)} for {awaited}" for s, awaited in waits) or "for no rank")
-        yield f"rank {rank} (stage {works[0].start.stage}): {text}"
+        waited = " and ".join(f"{_format_seconds(s)} for {target}" for s, target in waits if s >= MIN_SHOWN_S)
+        yield (
+            f"rank {rank} (stage {blocks[0].ranks[rank].start.stage}): works {work} of a step"
+            f"{f' ({longest})' if longest else ''}, waits {waited or 'for no rank'}"
+        )
 
 
 def _longest_locations(spent: Sequence[tuple[str, float]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from sley_core.actions.action import in_words
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import read_rows
-from sley_doctor.divergence import Divergence, find_divergence, find_late_ranks
+from sley_doctor.divergence import find_divergence, find_late_ranks
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.work_record import WorkRecord
 from train_cli.progress import SUMMARY
@@ -227,7 +227,7 @@ def _busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 def _divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict for ranks that ran different exchanges; None if they did not."""
-    divergence: Divergence | None = find_divergence(list(by_rank.values()))
+    divergence = find_divergence(by_rank)
     if divergence is None:
         return None
     odd_rank = next(iter(divergence.ranks), None)
@@ -279,12 +279,7 @@ def _add_position(report: FaultReport, verdict: Verdict) -> Verdict:
     return replace(verdict, step=report.step, action=report.pending, layer=report.layer)
 
 
-def list_evidence(reports: Sequence[FaultReport]) -> list[str]:
-    """Returns a line for each report: the rank's position in its step, its wait, and its error."""
-    return [_describe_report(report) for report in reports]
-
-
-def _describe_report(report: FaultReport) -> str:
+def describe_report(report: FaultReport) -> str:
     """Returns one line: the rank's position in its step, its wait, and its error."""
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]

@@ -3,13 +3,14 @@
 
 rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
 
+All ranks have windows of the same steps.
+
 Times are measured on the host: on CUDA they are the time to launch an action's kernels, not to run them.
 """
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -66,9 +67,14 @@ class Window:
     waits: Spread
 
     @property
-    def num_steps(self) -> int:
-        """Returns the number of steps in the window."""
-        return self.last - self.first + 1
+    def working_s(self) -> float:
+        """Returns the seconds of work per step."""
+        return sum(spread.median for location, spread in self.work.items() if location != DEVICE)
+
+    @property
+    def device_s(self) -> float:
+        """Returns the seconds per step in which the host waits for its device, whose kernels may wait for other ranks."""
+        return self.work.get(DEVICE, ZERO_SPREAD).median
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,6 @@ class WorkRecord:
 
     start: Start
     windows: Sequence[Window]
-
-    def windows_between(self, first: int, last: int) -> Sequence[Window]:
-        """Returns the windows that overlap steps `first` to `last`."""
-        begin = bisect_left(self.windows, first, key=lambda window: window.last)
-        return self.windows[begin : bisect_right(self.windows, last, key=lambda window: window.first)]
 
 
 def format_line(entry: Start | Window) -> str:

@@ -4,9 +4,8 @@
     samples ──> after a while a line of the file, see `work_record`
 
 Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
-one of the clock; so does a wait.
-Nothing is computed from samples until a window ends. A window lasts a twentieth of the time so far, but at least half a second
-and eight steps, and at most a quarter of an hour, so a month of training has about 3,000 windows.
+one of the clock. Nothing is computed from samples until a window ends. A window has a twentieth of the steps so far, at least 8
+and at most 256 steps, so that all ranks have the same windows, and a million steps have about 4,000.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,6 @@ from sley_doctor.work_record import (
     MESSAGES,
     REDUCTION,
     UPDATE,
-    ZERO_SPREAD,
     Spread,
     Start,
     Window,
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
 
 
-WINDOW_SHARE, MIN_WINDOW_S, MAX_WINDOW_S = (1 / 20, 0.5, 900.0)  # length of a window: its share of the time so far, and limits
-MIN_WINDOW_STEPS = 8  # quartiles of fewer steps mean little; a window of MAX_WINDOW_S may have fewer
+WINDOW_SHARE = 1 / 20  # the steps of a window: their share of the steps so far, and limits
+MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # quartiles of fewer steps mean little
 
 _LOCATIONS = {
     entry_names.BEGINNING: BEGINNING,
@@ -88,6 +87,9 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
         file.close()
 
 
+MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
+
+
 class WorkRecorder:
     """Measures the work and the waits of a run. feed: the sample feed that a step waits for. add: writes a line
     to the file.
@@ -97,15 +99,13 @@ class WorkRecorder:
         self._progress = parts.groups.progress
         self._feed = feed
         self._add = add
-        self._samples = WorkSamples()
-        self._entries: dict[object, int] = {}
-        self._spent = self._samples.spent
-        self._location = self._between = self._samples.location_index(BETWEEN)
-        self._data, self._beginning = self._samples.location_index(DATA), self._samples.location_index(BEGINNING)
-        self._entry_start = self._start = self._window_start = self._step_start = time.perf_counter()
-        self._to_epoch = time.time() - time.perf_counter()
-        self._ends = {self._between, self._samples.location_index(EVALUATION)}
-        self._step = self._last = 0
+        self._locations: dict[object, str] = {}  # by entry
+        self._location = BETWEEN
+        self._entry_start = self._step_start = time.perf_counter()
+        self._step = self._last = self._num_steps = self._num_window_steps = 0
+        # The current step: its seconds of work by location, and the seconds in which the host waits for other ranks.
+        self._spent, self._wait_s = defaultdict[str, float](float), 0.0
+        self._samples: list[tuple[float, float, Mapping[str, float]]] = []  # seconds, waits and work of the window's steps
 
     def attach(self) -> None:
         """Sets the callbacks on the run's progress."""
@@ -129,43 +129,46 @@ class WorkRecorder:
         self._entry_start = time_s
         previous_location = self._location
         try:
-            self._location = self._entries[entry]
+            self._location = self._locations[entry]
         except KeyError:
-            self._location = self._entries[entry] = self._samples.location_index(_location_name(entry))
-        if self._location == self._beginning:
-            self._end_step(time_s, was_taken=previous_location in self._ends)
+            self._location = self._locations[entry] = _location_name(entry)
+        if self._location == BEGINNING:
+            self._end_step(time_s, was_taken=previous_location in (BETWEEN, EVALUATION))
 
     def on_wait(self, turn: Turn, since: float) -> None:
         """Records the end of a wait in an exchange that began at time `since`."""
         seconds = time.perf_counter() - since
         self._entry_start += seconds
-        self._samples.wait_s += seconds
+        self._wait_s += seconds
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
         """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
         if was_taken and self._step:
-            data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[self._between])
-            self._spent[self._between] -= data_s
-            self._spent[self._data] += data_s
-            self._samples.end_step(time_s - self._step_start)
+            data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[BETWEEN])
+            self._spent[BETWEEN] -= data_s
+            self._spent[DATA] += data_s
+            if len(self._samples) < MAX_STEPS:
+                self._samples.append((time_s - self._step_start, self._wait_s, self._spent))
             self._last = self._step
-        else:
-            self._samples.discard_step()
-        steps, seconds = self._samples.num_steps, time_s - self._window_start
-        is_long = seconds >= max((time_s - self._start) * WINDOW_SHARE, MIN_WINDOW_S) and steps >= MIN_WINDOW_STEPS
-        if steps > 0 and (is_long or seconds >= MAX_WINDOW_S):
-            self._write()
-        self._spent = self._samples.spent
+            self._num_steps += 1
+            self._num_window_steps += 1
+            if self._num_window_steps >= min(max(self._num_steps * WINDOW_SHARE, MIN_WINDOW_STEPS), MAX_WINDOW_STEPS):
+                self._write()
+        self._spent, self._wait_s = defaultdict(float), 0.0
         self._step = self._progress.step_progress.step
         self._step_start = time_s
 
     def _write(self) -> None:
         """Writes the samples so far as a window; does nothing without samples."""
-        if not self._samples.num_steps:
+        if not self._samples:
             return
-        self._window_start = time.perf_counter()
-        self._add(format_line(self._samples.build_window(self._last, self._window_start + self._to_epoch)))
-        self._samples.start_window()
+        seconds, waits, works = zip(*self._samples, strict=True)
+        locations = dict.fromkeys(location for work in works for location in work)
+        work = {location: compute_quartiles(work.get(location, 0.0) for work in works) for location in locations}
+        first = self._last - self._num_window_steps + 1
+        window = Window(first, self._last, time.time(), compute_quartiles(seconds), work, compute_quartiles(waits))
+        self._add(format_line(window))
+        self._samples, self._num_window_steps = [], 0
 
 
 def _location_name(entry: object) -> str:
@@ -177,67 +180,10 @@ def _location_name(entry: object) -> str:
     return _LOCATIONS.get(str(entry), EVALUATION)
 
 
-MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
-
-
-class WorkSamples:
-    """Collects the samples of a window. spent: seconds of the current step by location index, in a new list for each step.
-    wait_s: seconds of the current step in which the host waits for other ranks. num_steps: the number of steps in the window.
-    """
-
-    def __init__(self) -> None:
-        self.spent: list[float] = []
-        self.wait_s = 0.0
-        self.num_steps = 0
-        self._locations: dict[str, int] = {}
-        self._steps: list[list[float]] = []
-        self._seconds: list[float] = []
-        self._waits: list[float] = []
-
-    def location_index(self, name: str) -> int:
-        """Returns the index of the location `name`; adds it if it is new."""
-        if name not in self._locations:
-            self._locations[name] = len(self.spent)
-            self.spent.append(0.0)
-        return self._locations[name]
-
-    def end_step(self, seconds: float) -> None:
-        """Keeps the current step, which took `seconds`, as a sample."""
-        self.num_steps += 1
-        if self.num_steps <= MAX_STEPS:
-            self._steps.append(self.spent)
-            self._seconds.append(seconds)
-            self._waits.append(self.wait_s)
-        self.discard_step()
-
-    def discard_step(self) -> None:
-        """Discards the current step and starts a new one."""
-        self.spent = [0.0] * len(self.spent)
-        self.wait_s = 0.0
-
-    def start_window(self) -> None:
-        """Starts a new window; locations keep their indices."""
-        self.num_steps = 0
-        self._steps, self._seconds, self._waits = [], [], []
-
-    def build_window(self, last: int, time_s: float) -> Window:
-        """Returns the window of the samples, which end with step `last`. time_s: the time of writing."""
-        work = {
-            # A step is shorter than the list of locations if it is older than the location.
-            name: compute_quartiles(step[index] if index < len(step) else 0.0 for step in self._steps)
-            for name, index in self._locations.items()
-        }
-        seconds, waits = compute_quartiles(self._seconds), compute_quartiles(self._waits)
-        return Window(last - self.num_steps + 1, last, time_s, seconds, work, waits)
-
-
 def compute_quartiles(values: Iterable[float]) -> Spread:
-    """Returns the quartiles of `values`, without interpolation."""
+    """Returns the quartiles of one or more `values`, without interpolation."""
     ordered = sorted(values)
-    last = len(ordered) - 1
-    if last < 0:
-        return ZERO_SPREAD
-    return Spread(*(round(ordered[round(last * share)], 7) for share in (0.25, 0.5, 0.75)))
+    return Spread(*(round(ordered[round((len(ordered) - 1) * share)], 7) for share in (0.25, 0.5, 0.75)))
 
 
 class WorkFile:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sley_core.run import Run
+from sley_core.run_state.pieces import WEIGHTS
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
-from sley_testing.parity import Bits, _bytes, _full_tensors
+from sley_testing.parity import Bits, full_tensors, tensor_bytes
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import running
@@ -116,11 +117,13 @@ def train(
         for batch in batches()[run.num_steps_done :]:
             before_step(run)
             run.step({name: value[run.rows] for name, value in batch.items()})
-            tensors = {name: value.clone() for name, value in _full_tensors(run)}
-            result.values.append({name: tensors.get(f"{name} master", tensors[name]) for name in tensors if " " not in name})
+            tensors = full_tensors(run)
+            result.values.append(
+                {name.removeprefix(WEIGHTS): value for name, value in tensors.items() if name.startswith(WEIGHTS)}
+            )
             if save and run.num_steps_done in save:
                 run.save_checkpoint(folder / save[run.num_steps_done])
-        result.bits = {name: _bytes(value) for name, value in _full_tensors(run)}
+        result.bits = {name: tensor_bytes(value) for name, value in full_tensors(run).items()}
         result.loss = run.evaluate({name: value[run.rows] for name, value in batches()[0].items()})
         run.save_weights(folder / "weights", precision="full")
         path = run.save_checkpoint(folder / f"last {next(_numbers)}")
@@ -130,7 +133,8 @@ def train(
         checkpoint = reader.open(path)
         assert checkpoint is not None
         result.exported = read_tensors(plan_and_weights(checkpoint)[1])
-        assert {name: _bytes(value) for name, value in _full_tensors(run)} == result.bits, "an evaluation has changed the run"
+        final_bits = {name: tensor_bytes(value) for name, value in full_tensors(run).items()}
+        assert final_bits == result.bits, "an evaluation has changed the run"
     return result
 
 

@@ -95,13 +95,6 @@ def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
     return results
 
 
-def train(plan: Table) -> tuple[Recorded, list[Collective]]:
-    """Takes NUM_STEPS steps on this rank, and returns the record and all collectives."""
-    with collectives() as calls:
-        recorded = record(plan, NUM_STEPS)
-    return recorded, calls
-
-
 def train_twice(plan: Table) -> tuple[float | None, Recorded, Recorded]:
     """Returns the initial held-out loss and the records of two equal runs on this rank."""
     return record(plan, 0).held_out, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
@@ -146,12 +139,12 @@ class SequenceAttentionContract:
         """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Ranks must stay bit-identical."""
         activations = {"use": "core.recompute", "fraction": 0.5}
         baseline = record(tables(None, activations=activations), NUM_STEPS)
-        results = ranks(2, self.timeout_s)(train, tables(self.sequence, activations=activations))
-        recorded, calls_by_rank = zip(*results, strict=True)
+        plan = tables(self.sequence, activations=activations)
+        recorded = ranks(2, self.timeout_s)(record, plan, NUM_STEPS, records_calls=True)
         assert_parity(baseline, recorded, "fp64")
         assert_equal_replicas(recorded)
         assert [rank.held_out for rank in recorded] == pytest.approx([baseline.held_out] * len(recorded), rel=1e-9)
-        assert_same_sequence(calls_by_rank)
+        assert_same_sequence([[call for calls in rank.calls for call in calls] for rank in recorded])
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Compares two runs. Slices draw different numbers than one process, so only the evaluation equals one process."""

@@ -1,7 +1,7 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
-loads      each plugin is imported, its records are well-formed, and what they build can be imported
-contract   every record passes the contract of its kind, with its default options
+Each plugin must load: it is imported, its records are well-formed, and what they build can be imported. Then every record must
+pass the contract of its kind, with its default options.
 
 A record is skipped if its contract needs inputs of its author, such as the files of a dataset, the batch of a loss, or the
 reader of a writer's files. The author inherits that contract in a test (docs/testing-plugins.md).
@@ -46,15 +46,17 @@ class Verdict:
     or skip, in one or more lines.
     """
 
-    level: Literal["loads", "contract"]
     plugin: str
     record: str
     status: Literal["passed", "failed", "skipped"]
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.status:8} {self.plugin}{self.record and '.'}{self.record}{self.reason and ': '}{self.reason}"
+
 
 def certify(distribution: str) -> Iterator[Verdict]:
-    """Yields the verdicts on the plugins of `distribution`: first whether all records load, then, if they do, the contracts.
+    """Yields the verdicts on the plugins of `distribution`: those that do not load, or else the contracts of all records.
 
     Takes seconds for each contract; starts processes. Yields nothing if the distribution has no plugin.
     """
@@ -66,20 +68,19 @@ def certify(distribution: str) -> Iterator[Verdict]:
         try:
             plugin = loader.load(name)
             for record_kind, named in plugin.records.items():
-                for record_name, record in named.items():
+                for record_name, record in named.items():  # noqa: B007  # the name is for the error
                     plugin.load_builder(record)
                     records.append((name, record_kind, record))
-                    yield Verdict("loads", name, record_name, "passed")
         except SleyError as error:
             has_failed = True
-            yield Verdict("loads", name, record_name, "failed", str(error))
+            yield Verdict(name, record_name, "failed", f"does not load: {error}")
     for name, record_kind, record in records if not has_failed else ():
         if reason := _skip_reason(record_kind, record):
-            yield Verdict("contract", name, record.name, "skipped", reason)
+            yield Verdict(name, record.name, "skipped", reason)
         else:
             report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
             reason = "\n".join(report.failures or report.unchecked_tests)
-            yield Verdict("contract", name, record.name, "failed" if report.failures else "passed", reason)
+            yield Verdict(name, record.name, "failed" if report.failures else "passed", reason)
 
 
 def _skip_reason(record_kind: RecordKind, record: Record) -> str:
@@ -139,7 +140,7 @@ def main(distribution: str) -> int:
     verdicts = []
     for verdict in certify(distribution):
         verdicts.append(verdict)
-        print(f"{verdict.level:9} {verdict.status:8} {verdict.plugin}.{verdict.record} {verdict.reason}", flush=True)
+        print(verdict, flush=True)
     return int(not verdicts or any(verdict.status == "failed" for verdict in verdicts))
 
 

@@ -14,15 +14,13 @@ stay comparable with those of `core.each`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext, DataInfo, Field
 from sley_core.engine.buffers import group_by_reduce_group
 from sley_core.engine.parts import StepNumbers
@@ -30,10 +28,10 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
 from sley_core.run import Run
 from sley_core.table import Table
-from sley_testing.collectives import Collective, assert_same_sequence, collectives
+from sley_testing.collectives import assert_same_sequence
 from sley_testing.parity import differing_names, train_bits
 from sley_testing.ranks import Ranks
-from sley_testing.runs import fail_once, gradients
+from sley_testing.runs import Recorded, fail_once, record
 
 Handler = dict[str, Any]
 EACH: Handler = {"use": "core.each"}
@@ -133,26 +131,19 @@ def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, redu
     )
 
 
-@dataclass
-class Observation:
-    """Holds one rank's results: gradients and collectives of each step, and the number of hooks left after `detach`."""
-
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    calls: list[list[Collective]] = field(default_factory=list)
-    num_hooks_left: int = -1
-
-
 def observe(
     handlers: list[Handler], num_micro_batches: int, fails: bool, splits: bool = True, reduction: str = "fast"
-) -> Observation:
+) -> Recorded:
     """Runs the contract's plan on this rank. fails: whether to add a failing step before the first and before the last step.
 
     A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
-    reductions are in flight or pending. splits: whether parameters of ALONE are reduced over one rank.
+    reductions are in flight or pending. splits: whether parameters of ALONE are reduced over one rank. Raises AssertionError if
+    a handler installs hooks on parameters.
     """
-    observation = Observation()
-    with World.join("cpu") as world:
-        run = assemble(plan_from_dict(tables(handlers, num_micro_batches, reduction=reduction)), world)
+    runs: list[Run] = []
+
+    def prepare(run: Run) -> None:
+        runs.append(run)
         num_hooks = _num_hooks(run)
         if splits:
             # Like weights that are sharded over all ranks, parameters of ALONE have a reduce group of one rank. Handlers are
@@ -164,17 +155,17 @@ def observe(
             run.store.lay_out(group_by_reduce_group)
             for handler in run.stepper.handlers:
                 handler.attach(replace(run.parts, numbers=StepNumbers(run.groups)))
-        for number in range(NUM_STEPS):
-            if fails and number in (0, NUM_STEPS - 1):
-                fail_once(run, num_micro_batches - 1)
-            with collectives() as calls:
-                run.step()
-            observation.calls.append(list(calls))
-            observation.gradients.append(gradients(run))
         assert num_hooks == _num_hooks(run), "a handler must not install autograd hooks"
-        run.close()
-        observation.num_hooks_left = _num_hooks(run)
-    return observation
+
+    def fail(run: Run, number: int) -> None:
+        if fails and number in (0, NUM_STEPS - 1):
+            fail_once(run, num_micro_batches - 1)
+
+    plan = tables(handlers, num_micro_batches, reduction=reduction)
+    recorded = record(plan, NUM_STEPS, prepare=prepare, before_step=fail, records_calls=True)
+    num_hooks = _num_hooks(runs[0])
+    assert num_hooks == 0, f"{num_hooks} hooks are left on parameters after the run"
+    return recorded
 
 
 class GradientHandlerContract:
@@ -262,9 +253,8 @@ class GradientHandlerContract:
         _assert_same_bits(clean, failed, "the bits of canonical sums differ after a failed step")
 
     def test_detach_removes_all_hooks(self, ranks_of_two: Ranks) -> None:
-        """Expects no hook on any parameter after `Run.close`."""
-        for result in ranks_of_two.once(observe, self._handlers(), 1, False, self._uses_split_backward()):
-            assert result.num_hooks_left == 0, f"{result.num_hooks_left} hooks are left on parameters after the run"
+        """Expects no hook on any parameter after `Run.close`, which `observe` checks."""
+        ranks_of_two.once(observe, self._handlers(), 1, False, self._uses_split_backward())
 
     def test_duplicate_or_missing_reducer_is_refused(self) -> None:
         """Expects a plan error unless the plan has exactly one reducer."""
@@ -293,7 +283,7 @@ class GradientHandlerContract:
         return component.record, component.config
 
 
-def _assert_same_bits(clean: list[Observation], failed: list[Observation], label: str) -> None:
+def _assert_same_bits(clean: list[Recorded], failed: list[Recorded], label: str) -> None:
     """Asserts that the gradients of all ranks are bit-identical in two runs. label: the start of the message."""
     for rank, (clean_rank, failed_rank) in enumerate(zip(clean, failed, strict=True)):
         for step, (expected, actual) in enumerate(zip(clean_rank.gradients, failed_rank.gradients, strict=True)):

@@ -36,7 +36,7 @@ from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
-from sley_testing.parity import assert_close_gradients
+from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
@@ -179,41 +179,32 @@ class OptimizerContract:
         tables = self._plan(precision={"compute": compute})
         uninterrupted = train(tables, save=tmp_path / "saved")
         resumed = train(tables, load=tmp_path / "saved")
-        for name, parameter in uninterrupted.stepped.items():
-            assert torch.equal(parameter, resumed.stepped[name]), (
-                f"{name} has different bits in a resumed run: the optimizer has state outside the checkpoint"
-            )
+        assert_same_bits(uninterrupted.stepped, resumed.stepped)  # else the optimizer has state outside the checkpoint
 
-    def test_replicas_match_one_process(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-        """Compares two replicas with each other and with one process, which also resumes their checkpoint."""
-        one_rank_plan, two_rank_plan = self._plan(), self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
-        baseline = train(one_rank_plan)
-        replicas = ranks(2)(train, two_rank_plan, save=tmp_path / "saved")
-        for name, weight in replicas[0].weights.items():
-            assert torch.equal(weight, replicas[1].weights[name]), f"{name} differs between two replicas"
-        assert_close_gradients(baseline.weights, replicas[0].weights, EXACT)
-        assert_close_gradients(baseline.weights, train(one_rank_plan, load=tmp_path / "saved").weights, EXACT)
-
-    def test_shards_match_one_process(self, ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-        """Compares two ranks that update parts, or own matrices, with one process, which also resumes their checkpoint."""
-        optimizer, is_installed = plan_from_dict(self._plan()).optimizer, find_spec("sley_dp") is not None
-        if not is_installed or scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
-            pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
+    @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
+    def test_two_ranks_match_one_process(self, ranks: Callable[..., Ranks], handler: str, tmp_path: Path) -> None:
+        """Compares two replicas, or two ranks that update parts or own matrices, with one process, which also resumes their
+        checkpoint.
+        """
         tables = self._plan()
-        if try_optimizer(plan_from_dict(tables), self._ndims(), torch.float64, torch.device("cpu"))[0].draws:
-            pytest.skip("the optimizer draws other random numbers for parts")
+        if handler == "dp.sharded":
+            optimizer = plan_from_dict(tables).optimizer
+            if find_spec("sley_dp") is None or scope_of(optimizer.record, optimizer.config) in ("global", "unknown"):
+                pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
+            if try_optimizer(plan_from_dict(tables), self._ndims(), torch.float64, torch.device("cpu"))[0].draws:
+                pytest.skip("the optimizer draws other random numbers for parts")
         baseline = train(tables)
-        sharded = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": "dp.sharded"}])
-        for observation in ranks(2)(train, sharded, save=tmp_path / "saved"):
-            assert_close_gradients(baseline.weights, observation.weights, EXACT)
+        two_rank_plan = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
+        replicas = ranks(2)(train, two_rank_plan, save=tmp_path / "saved")
+        assert_same_bits(replicas[0].weights, replicas[1].weights)
+        assert_close_gradients(baseline.weights, replicas[0].weights, EXACT)
         assert_close_gradients(baseline.weights, train(tables, load=tmp_path / "saved").weights, EXACT)
 
     def test_evaluation_changes_no_weights(self) -> None:
         """Expects that the step after an evaluation is bit-identical."""
         tables = self._plan(evaluation={"every": 100, "steps": 2})
         evaluated, baseline = train(tables, evaluates=True), train(tables)
-        for name, parameter in baseline.stepped.items():
-            assert torch.equal(parameter, evaluated.stepped[name]), f"{name} has different bits after an evaluation"
+        assert_same_bits(baseline.stepped, evaluated.stepped)
 
     def test_eval_weights_are_evaluated_and_saved(self, tmp_path: Path) -> None:
         """Checks the `eval()` weights of schedule-free optimizers in evaluations, weight files and exports."""

@@ -7,22 +7,20 @@ wrong parameter is not hidden by large correct ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.registry import Param
-from sley_core.engine.shards import AXIS
-from sley_core.engine.update import AVERAGE, MASTER, states_of
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_core.topology import DEFAULT_CHANNEL
+from sley_core.run_state.pieces import Rectangle
 
 _MAX_LINES = 5
 
@@ -90,15 +88,15 @@ def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bytes."""
     if (reference.shape, reference.dtype) != (actual.shape, actual.dtype):
         return False
-    return _bytes(reference) == _bytes(actual)
+    return tensor_bytes(reference) == tensor_bytes(actual)
 
 
 Bits = dict[str, bytes]  # the bytes of tensors and numbers, by layout-independent names
 
 
 def train_bits(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
-    """Takes `num_steps` steps of the plan in `tables`, and returns the bits of rows and of this rank's full tensors. All ranks
-    must call it.
+    """Takes `num_steps` steps of the plan in `tables`, and returns the bits of rows and of `full_tensors`. All ranks must call
+    it.
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
@@ -109,8 +107,28 @@ def train_bits(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None
                 bits[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
         if run.held_out is not None:
             bits["held out"] = run.evaluate().hex().encode()
-        bits |= {name: _bytes(value) for name, value in _full_tensors(run)}
-        return bits
+        return bits | {name: tensor_bytes(value) for name, value in full_tensors(run).items()}
+
+
+def full_tensors(run: Run) -> dict[str, Tensor]:
+    """Returns the full weights (master weights if there are any), averages and optimizer states, by their names in a
+    checkpoint. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
+    """
+    run.parts.weights.settle()
+    pieces = [
+        (piece.name, piece.shape, piece.rectangle, piece.tensor.cpu().clone())
+        for piece in run._state.pieces()
+        if piece.is_stepped
+    ]
+    pieces_by_rank = [pieces] * run.world.size
+    if run.world.size > 1:
+        dist.all_gather_object(pieces_by_rank, pieces)  # over the default group, which all ranks have
+    tensors: dict[str, Tensor] = {}
+    parts: dict[tuple[str, Rectangle], Tensor] = {}
+    for name, shape, rectangle, part in (piece for rank_pieces in pieces_by_rank for piece in rank_pieces):
+        assert have_same_bits(parts.setdefault((name, rectangle), part), part), f"ranks have different bits of {name}"
+        tensors.setdefault(name, torch.zeros(shape, dtype=part.dtype))[rectangle.slices] = part
+    return tensors
 
 
 def differing_names(first_run: Sequence[Bits], second_run: Sequence[Bits]) -> list[str]:
@@ -137,62 +155,6 @@ def _merge_ranks(ranks: Sequence[Bits]) -> Bits:
     return merged
 
 
-def _full_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and full tensors of weights, master weights and optimizer states. Gathers in registry order."""
-    run.parts.weights.settle()
-    states = {(state_tensor.name, state_tensor.state): state_tensor for state_tensor in states_of(run.stepper.update)}
-    # A rank that steps no element of a weight has no state, but must join the collectives. Other stages have the same states.
-    names_of_ranks = run.groups["control"].gather_objects([state for _, state in states], label="the names of states")
-    state_names = sorted({state for names in names_of_ranks for state in names})
-    owners = run.stepper.update.masters.owners
-    for param in run.registry:
-        yield param.name, _gather_full_tensor(run, param, param.parameter.detach())
-        if not param.trainable:
-            continue
-        for state_name in state_names:
-            state_tensor = states.get((param.name, state_name))
-            is_scalar = state_tensor is not None and state_tensor.tensor.ndim == 0
-            if is_scalar or (state_tensor is None and state_name == "step"):
-                if state_tensor is not None:
-                    yield f"{param.name} {state_name}", state_tensor.tensor
-                continue
-            dtype = run.stepper.update.masters.dtype if state_tensor is None else state_tensor.tensor.dtype
-            is_owned = owners is not None and param in owners.params and state_name not in (MASTER, AVERAGE)
-            full_shape = param.shape if is_owned else param.parameter.shape
-            full_state = torch.zeros(full_shape, dtype=dtype, device=param.parameter.device)
-            if state_tensor is not None and state_tensor.elements is not None:
-                full_state.view(-1)[state_tensor.elements.first : state_tensor.elements.last] = state_tensor.tensor.reshape(-1)
-            elif state_tensor is not None:
-                full_state.copy_(state_tensor.tensor)
-            if run.store.elements(param) is not None:
-                buffer = next(buffer for buffer in run.store.buffers if param in buffer.params)
-                assert buffer.shard is not None, param
-                _merge_bytes(run, full_state, buffer.shard.axis)
-            if is_owned and param.shard is not None:
-                _merge_bytes(run, full_state, AXIS)
-            yield f"{param.name} {state_name}", full_state if is_owned else _gather_full_tensor(run, param, full_state)
-
-
-def _gather_full_tensor(run: Run, param: Param, local: Tensor) -> Tensor:
-    """Returns the full tensor of this rank's shard `local`, or `local` if the parameter is not sharded."""
-    shard = param.shard
-    if shard is None:
-        return local
-    rows = local.movedim(shard.dim, 0)
-    full = rows.new_zeros(shard.size * shard.count, *rows.shape[1:])
-    full[shard.index * shard.size : (shard.index + 1) * shard.size] = rows
-    _merge_bytes(run, full, AXIS)
-    return full[: shard.shape[shard.dim]].movedim(0, shard.dim).contiguous()
-
-
-def _merge_bytes(run: Run, full: Tensor, axis: str) -> None:
-    """Merges the bytes of `full` over the group; each byte is nonzero on at most one rank."""
-    group, local = run.groups[axis], full.view(-1).view(torch.uint8)
-    gathered = local.new_empty(group.size, *local.shape)
-    # All ranks of the group use the registry order.
-    group.all_gather(gathered, local[None], label="parts of states", channel=next(iter(group.channels), DEFAULT_CHANNEL)).wait()
-    local.copy_(gathered.sum(0))
-
-
-def _bytes(value: Tensor) -> bytes:
+def tensor_bytes(value: Tensor) -> bytes:
+    """Returns the bytes of a tensor on any device, in row-major order."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

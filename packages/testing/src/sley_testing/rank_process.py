@@ -1,6 +1,6 @@
 """Runs one rank of a test in a process that `ranks` starts.
 
-    receive the job ─> apply the parent's settings ─> join the world ─> call ─> send the outcome ─> wait for the other ranks
+    apply the parent's settings ─> join the world ─> call ─> send the outcome ─> wait for the other ranks
 
 A successful rank keeps its sockets open until all ranks are done, so that no peer loses a connection during a collective. A
 failed rank exits at once, so that peers fail instead of hanging.
@@ -13,6 +13,7 @@ import faulthandler
 import io
 import os
 import pickle
+import reprlib
 import resource
 import signal
 import sys
@@ -32,13 +33,12 @@ import pytest
 
 from sley_testing.shipping import Packed, pack_result, unpack
 
-_LONGEST_VALUE = 400
-
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the input of a rank. call: the packed (function, args, kwargs). folder: a private folder for the output and stacks
-    of each rank. filters: the `warnings.filters` of the parent, so that the same warnings are errors.
+    """Holds the input of a rank, beside the working folder and `sys.path`, which multiprocessing passes on. call: the packed
+    (function, args, kwargs). folder: a private folder for output and stacks of each rank. filters: the `warnings.filters` of
+    the parent, so that the same warnings are errors.
     """
 
     rank: int
@@ -48,8 +48,6 @@ class Job:
     call: Packed
     store: str
     folder: str
-    cwd: str
-    sys_path: list[str]
     environ: dict[str, str]
     filters: Packed
 
@@ -79,15 +77,11 @@ class Outcome:
         return cls(rank, True, summary=summary, trace=trace, ended_s=ended_s)
 
 
-def rank_main(connection: Connection) -> None:
-    """Runs one job in this process. Exits silently if the parent ends before it sends a job."""
+def rank_main(connection: Connection, job: Job) -> None:
+    """Runs one job in this process, and sends its outcome."""
     # In its own group, the parent can kill the rank with its children, and Ctrl-C reaches only the parent.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    try:
-        job: Job = pickle.loads(connection.recv_bytes())
-    except EOFError:
-        return
     with _apply_settings(job):
         outcome = _run(job)
         sys.stdout.flush()
@@ -119,8 +113,6 @@ def _run(job: Job) -> Outcome:
 def _apply_settings(job: Job) -> Iterator[None]:
     """Applies the folder, path, environment and warning filters of the parent, and redirects output and stacks to files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.chdir(job.cwd)
-    sys.path[:] = job.sys_path
     os.environ.clear()
     os.environ.update(job.environ)
     output = os.open(Path(job.folder, f"rank{job.rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -177,34 +169,17 @@ def _end_with_parent() -> None:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """Returns a pickle of `error` that loads to an equal exception, or b"". Exceptions whose constructor does not accept `args`
-    are rebuilt without calling it.
-    """
-    for candidate in (error, _RebuiltError(error)):
-        try:
-            data = pickle.dumps(candidate)
-            loaded = pickle.loads(data)
-            if type(loaded) is type(error) and str(loaded) == str(error):
-                return data
-        except Exception:
-            continue
-    return b""
+    """Returns a pickle of `error` that loads to an equal exception, or b"" if there is none."""
+    try:
+        data = pickle.dumps(error)
+        loaded = pickle.loads(data)
+        return data if type(loaded) is type(error) and str(loaded) == str(error) else b""
+    except Exception:
+        return b""
 
 
-class _RebuiltError:
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (type(self._error), self._error.args, self._error.__dict__)
-
-
-def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Rebuilds a pickled exception without calling its `__init__`."""
-    error = cls.__new__(cls, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxother = _SHORT_REPR.maxstring = 400
 
 
 def _format_traceback(error: BaseException) -> str:
@@ -218,14 +193,5 @@ def _format_traceback(error: BaseException) -> str:
         return text
     while step.tb_next:
         step = step.tb_next
-    values = (f"    {name} = {_short_repr(value)}\n" for name, value in step.tb_frame.f_locals.items())
+    values = (f"    {name} = {_SHORT_REPR.repr(value)}\n" for name, value in step.tb_frame.f_locals.items())
     return text + "  where\n" + "".join(values)
-
-
-def _short_repr(value: Any) -> str:
-    """Returns the shortened `repr` of a value, or a placeholder if `repr` raises."""
-    try:
-        text = repr(value)
-    except Exception as error:
-        return f"<no repr: {error!r}>"
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + " ..."

@@ -110,8 +110,6 @@ class Ranks:
                 call=call,
                 store=store,
                 folder=folder,
-                cwd=str(Path.cwd()),
-                sys_path=list(sys.path),
                 environ={**os.environ, **shared, "GLOO_SOCKET_IFNAME": loopback, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 filters=filters,
             )
@@ -151,15 +149,11 @@ class _World:
         context = preloaded_server()
         for job in jobs:
             parent_end, rank_end = context.Pipe()
-            process = context.Process(target=rank_main, args=(rank_end,), name=f"rank {job.rank}")
+            process = context.Process(target=rank_main, args=(rank_end, job), name=f"rank {job.rank}")
             self.processes.append(process)
             self.connections.append(parent_end)
             process.start()
             rank_end.close()
-        # Send jobs after all processes have started: a rank without a job exits when its connection closes.
-        for connection, job in zip(self.connections, jobs, strict=True):
-            with contextlib.suppress(BrokenPipeError):
-                connection.send_bytes(pickle.dumps(job))
 
     def collect(self, timeout_s: float) -> list[Outcome]:
         """Returns one outcome per rank, shortly after `timeout_s` at the latest."""

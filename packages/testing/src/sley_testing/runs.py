@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -28,14 +28,19 @@ from sley_core.config import CrossEntropyConfig
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.engine.step_batch import GivenBatch
+from sley_core.loop import Row
 from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.memory.inventory import Part
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import Counts
 from sley_core.run import Run
+from sley_testing.collectives import Collective, collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
 
 Tensors = dict[str, Tensor]
+
+STATE_PARTS: tuple[Part, ...] = ("masters", "optimizer_states")
 
 BF16_SUMS = "bf16 sums"  # the key, in the tables below, of plans with `[precision] gradients = "bf16"`
 
@@ -51,14 +56,18 @@ class Recorded:
     """Holds the results of one rank.
 
     rows: the metrics of each step. first: the initial weights. gradients: the optimizer's gradients of each step, by parameter
-    name. weights: the final weights. held_out: the loss of `Run.evaluate`, or None.
+    name. calls: the collectives of each step, if requested. weights: the final full weights. states: this rank's final master
+    weights and optimizer states. held_out: the loss of `Run.evaluate`, or None. notes: the notes of the load.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
     first: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
+    calls: list[list[Collective]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
+    states: Tensors = field(default_factory=dict)
     held_out: float | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -74,17 +83,22 @@ def record(
     num_steps: int,
     *,
     folder: Path | None = None,
+    load: Path | None = None,
+    save: Path | None = None,
     prepare: Callable[[Run], None] | None = None,
     before_step: Callable[[Run, int], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
     device: Device | None = None,
     is_single_process: bool = False,
+    records_calls: bool = False,
 ) -> Recorded:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
-    folder: the plan's folder. prepare: is called with the run before its first step. before_step: is called with the run and
-    the number of steps so far before each step. batches: global batches that replace the plan's data; this rank uses its rows.
-    device: replaces the plan's device. is_single_process: whether to run as one process, even on a rank of a larger world.
+    folder: the plan's folder. load: the checkpoint to resume from. save: the path of a checkpoint after the last step. prepare:
+    is called with the run before it loads the checkpoint. before_step: is called with the run and the number of steps so far
+    before each step. batches: global batches that replace the plan's data; this rank uses its rows. device: replaces the plan's
+    device. is_single_process: whether to run as one process, even on a rank of a larger world. records_calls: whether to record
+    collectives, which takes time.
     """
     plan = plan_from_dict(tables, folder)
     recorded = Recorded()
@@ -92,6 +106,10 @@ def record(
     with join(device or plan.run.device) as world, assemble(plan, world) as run:
         if prepare is not None:
             prepare(run)
+        if load is not None:
+            restored = run.load_checkpoint(load)
+            assert restored is not None, load
+            recorded.notes = restored.notes
         recorded.first = weights(run)
         for number in range(num_steps):
             if before_step is not None:
@@ -102,9 +120,16 @@ def record(
             elif local_batch is not None:
                 size = plan.batch.micro_size
                 local_batch = local_batch[run.rows.start // size : run.rows.stop // size]
-            recorded.rows.append(run.step(local_batch))
+            recorder: AbstractContextManager[list[Collective]] = collectives() if records_calls else nullcontext([])
+            with recorder as calls:
+                recorded.rows.append(run.step(local_batch))
+            recorded.calls.append(calls)
             recorded.gradients.append(gradients(run))
+        if save is not None:
+            run.save_checkpoint(save)
         recorded.weights = weights(run)
+        for part in STATE_PARTS:
+            recorded.states |= {f"{part} {name}": value.clone() for name, value in run.memory.host(part)}
         if run.held_out is not None:
             recorded.held_out = run.evaluate()
     return recorded
@@ -155,14 +180,42 @@ def weights(run: Run) -> Tensors:
     return tensors
 
 
+def save_at(step: int, path: Path, run: Run) -> None:
+    """Makes the run save a checkpoint to `path` after `step`. Use it with `partial` as `prepare` of `record`."""
+
+    def save(row: Row) -> None:
+        if row["step"] == step:
+            run.save_checkpoint(path)
+
+    run.listeners.append(save)
+
+
 def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
-    """Asserts that losses, norms, gradients, weights and held-out losses of two runs are bit-identical."""
-    for expected, actual in zip(reference.rows, actual_run.rows, strict=True):
-        assert (expected["loss"], expected["grad_norm"]) == (actual["loss"], actual["grad_norm"]), (expected, actual)
-    for expected_gradients, actual_gradients in zip(reference.gradients, actual_run.gradients, strict=True):
+    """Asserts that rows, gradients, weights, master weights, optimizer states and the held-out loss of two runs of one layout
+    are bit-identical. `actual_run` may be a resumed run, whose steps are compared with the last steps of `reference`.
+    """
+    num_steps = len(actual_run.rows)
+    for expected, actual in zip(reference.rows[-num_steps:], actual_run.rows, strict=True):
+        keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+        assert [repr(expected.get(key)) for key in keys] == [repr(actual.get(key)) for key in keys], (expected, actual)
+    for expected_gradients, actual_gradients in zip(reference.gradients[-num_steps:], actual_run.gradients, strict=True):
         assert_same_bits(expected_gradients, actual_gradients)
     assert_same_bits(reference.weights, actual_run.weights)
+    assert_same_bits(reference.states, actual_run.states)
     assert reference.held_out == actual_run.held_out
+
+
+def assert_resumed_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+    """Asserts that each rank of a resumed run matches the last steps of the one-process `reference` within the tolerance of
+    this precision. A rank may hold a part of the model.
+    """
+    limit = WEIGHTS[precision]
+    for rank, resumed in enumerate(layouts):
+        for expected, actual in zip(reference.rows[-len(resumed.rows) :], resumed.rows, strict=True):
+            assert (expected["step"], expected["lr"]) == (actual["step"], actual["lr"]), f"rank {rank}: {expected}, {actual}"
+            for key in ("loss", "grad_norm"):
+                assert math.isclose(expected[key], actual[key], rel_tol=limit), f"rank {rank}: {key}, {expected}, {actual}"
+        assert_close_gradients(_select(reference.weights, resumed.weights), resumed.weights, limit)
 
 
 def assert_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:

@@ -1,8 +1,8 @@
 """Pickles a call so that another process can load it, even if pytest generated the module name.
 
 With `--import-mode=importlib`, a test module is called `packages.core.tests.test_x`, which no import statement can find. A
-call is therefore sent with the source of every module that its pickle names. If the receiver cannot import a module by name,
-it loads the file under the same name, so that objects of those modules can be returned.
+call is therefore sent with the file of every module that its pickle names. The receiver imports these files under the same
+names, so that objects of those modules can be returned.
 
 Pickling by value (cloudpickle) copies a function's globals: ranks would not see the classes of the test module (`isinstance`
 fails on results). It would also be a dependency of all users of core.
@@ -10,7 +10,6 @@ fails on results). It would also be a dependency of all users of core.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import pickle
@@ -23,19 +22,11 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Source:
-    """Holds the origin of a module: its file, and for a package the folders of its modules."""
-
-    file: str | None
-    folders: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
 class Packed:
-    """Holds a pickle and the sources of its modules, packages before their submodules."""
+    """Holds a pickle and the source file of each module that it names."""
 
     data: bytes
-    sources: Mapping[str, Source]
+    files: Mapping[str, str]
 
 
 def pack(value: Any) -> Packed:
@@ -50,13 +41,14 @@ def pack(value: Any) -> Packed:
         raise TypeError(
             f"cannot be sent to another process: {error}; use a function at module level and pass the rest as arguments"
         ) from error
-    return Packed(buffer.getvalue(), _sources(pickler.modules))
+    files = {name: _source_file(name) for name in sorted(pickler.modules) if name != "__main__"}
+    return Packed(buffer.getvalue(), {name: file for name, file in files.items() if file})
 
 
 def unpack(packed: Packed) -> Any:
     """Loads the needed modules and returns the value that was passed to `pack`."""
-    for name, source in packed.sources.items():
-        _import_from(name, source)
+    for name, file in packed.files.items():
+        _import_from(name, Path(file))
     return pickle.loads(packed.data)
 
 
@@ -103,42 +95,32 @@ class _RecordingPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _sources(names: set[str]) -> dict[str, Source]:
-    """Returns the sources of these modules and of their parent packages, packages first."""
-    paths = [name.split(".") for name in names if name != "__main__" and _source_file(sys.modules.get(name))]
-    all_names = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
-    modules = {name: module for name in sorted(all_names) if (module := sys.modules.get(name))}
-    return {
-        name: Source(_source_file(module), tuple(module.__path__) if hasattr(module, "__path__") else None)
-        for name, module in modules.items()
-    }
-
-
-def _source_file(module: ModuleType | None) -> str | None:
-    file = getattr(module, "__file__", None)
+def _source_file(name: str) -> str | None:
+    file = getattr(sys.modules.get(name), "__file__", None)
     return str(Path(file).resolve()) if file else None
 
 
-def _import_from(name: str, source: Source) -> None:
-    """Imports the module `name` from the same file as in the parent process."""
-    module = sys.modules.get(name)
-    if module and (source.file is None or _source_file(module) == source.file):
+def _import_from(name: str, file: Path) -> None:
+    """Imports the module `name` from `file`, from which the parent process has imported it."""
+    if _source_file(name) == str(file):
         return
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    origin = str(Path(spec.origin).resolve()) if spec and spec.origin else None
-    if spec and origin == source.file:  # another file of that name may come first on the path
-        importlib.import_module(name)
-        return
-    folders = None if source.folders is None else list(source.folders)
-    if source.file is None:  # a package without a file, as pytest generates it
-        module = sys.modules[name] = ModuleType(name)
-        module.__path__ = folders or []
-        return
-    spec = importlib.util.spec_from_file_location(name, source.file, submodule_search_locations=folders)
+    _import_package(name.rpartition(".")[0], file.parent.parent if file.name == "__init__.py" else file.parent)
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"module {name} cannot be loaded from {source.file}")
+        raise ImportError(f"module {name} cannot be loaded from {file}")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+
+def _import_package(name: str, folder: Path) -> None:
+    """Imports the package `name` in `folder` and its parents, unless it is imported. pytest generates packages for folders
+    without `__init__.py`.
+    """
+    if not name or name in sys.modules:
+        return
+    if (folder / "__init__.py").exists():
+        _import_from(name, folder / "__init__.py")
+        return
+    _import_package(name.rpartition(".")[0], folder.parent)
+    package = sys.modules[name] = ModuleType(name)
+    package.__path__ = [str(folder)]

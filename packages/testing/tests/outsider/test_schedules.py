@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from sley_core.actions.action import Placement
 from sley_core.errors import PlanError, RunError
@@ -16,8 +14,8 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.link_contract import StageLinkContract
+from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_by_hand, record
 from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 pytestmark = pytest.mark.usefixtures("installed")
@@ -110,32 +108,19 @@ def test_link_bug_is_reported(ranks: Callable[..., Ranks], name: str, test: str,
         getattr(BrokenLink(), f"test_{test}")(ranks, *arguments)
 
 
-# -- the full pipeline -------------------------------------------------------------------------------------------------
-
-MODULES = Path(__file__).parent / "own"
+# -- the plan of a full pipeline ----------------------------------------------------------------------------------------
 
 
-def tables(pp: int, waves: int = 1, **changes: Any) -> dict[str, Any]:
-    return {
-        "run": {"name": "waves", "steps": 3, "device": "cpu", "seed": 3},
-        "model": {"factory": "wave_model:layers"},
-        "data": {"factory": "wave_model:Rows"},
-        "batch": {"global_size": 8, "micro_size": 2},
-        "optimizer": {"use": "core.sgd", "lr": 0.1},
-        "precision": {"compute": "fp64"},
-        "parallel": {"dp": 1, "pp": pp},
-        "pipeline": {"use": "wave.hanayo", "waves": waves},
-        **changes,
-    }
+def pipeline_plan(texts: Path) -> Plan:
+    return plan_from_dict(
+        small_plan(model__num_layers=8, parallel={"dp": 1, "pp": 4}, pipeline={"use": "wave.hanayo"}, batch__micro_size=1),
+        texts,
+    )
 
 
-def plan_of(**changes: Any) -> Plan:
-    return plan_from_dict(tables(**changes), MODULES)
-
-
-def test_plan_uses_parts_of_schedule_record_and_only_link() -> None:
-    plan = plan_of(pp=4, waves=1)
-    assert list(plan.plugins) == ["core", "wave"]
+def test_plan_uses_parts_of_schedule_record_and_only_link(texts: Path) -> None:
+    plan = pipeline_plan(texts)
+    assert "pp" not in plan.plugins
     assert plan.link is not None
     assert plan.partition is not None
     assert (plan.link.name, plan.partition.name) == ("wave.link", "wave.even")
@@ -143,40 +128,10 @@ def test_plan_uses_parts_of_schedule_record_and_only_link() -> None:
     assert check_plan(plan, 4) == []
 
 
-def test_invalid_placement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_placement_is_refused(monkeypatch: pytest.MonkeyPatch, texts: Path) -> None:
     import sley_wave.hanayo
 
     monkeypatch.setattr(sley_wave.hanayo, "wave", lambda stages, chunks: Placement((0, 1, 2, 4) * 2))
-    (problem,) = check_plan(plan_of(pp=4), 4)
+    (problem,) = check_plan(pipeline_plan(texts), 4)
     assert (problem.code, problem.path) == ("placement-wrong", ("pipeline", "use"))
     assert "2 on stage 2, 2 on stage 4" in problem.message
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("size", "changes"),
-    [
-        (2, {"pp": 2, "waves": 2}),
-        (4, {"pp": 4, "waves": 1}),
-        (4, {"pp": 2, "parallel": {"dp": 2, "pp": 2}, "batch": {"global_size": 8, "micro_size": 2}}),
-    ],
-    ids=["two stages, two waves", "four stages", "two replicas"],
-)
-def test_waves_match_plain_loop(ranks: Callable[..., Ranks], size: int, changes: dict[str, Any]) -> None:
-    """Compares loss, norm, gradients and weights of two steps. Stages share weights."""
-    from wave_model import Rows, layers
-
-    rows = Rows(None)
-    samples = [[rows[8 * step + index] for index in range(8)] for step in range(2)]
-    batches = [{name: torch.stack([row[name] for row in batch]) for name in batch[0]} for batch in samples]
-    layouts = ranks(size, 120)(record, tables(**changes), 2, folder=MODULES, batches=batches)
-    first = {name: value for layout in layouts for name, value in layout.first.items()}
-    names = {name for layout in layouts for name in layout.gradients[0]}
-    assert names == {
-        "embed.weight",
-        *(f"blocks.{index}.weight" for index in range(7)),
-        *(f"blocks.{index}.bias" for index in range(6)),
-    }
-    for layout in layouts:
-        optimizer = partial(torch.optim.SGD, lr=0.1)
-        assert_by_hand(layout, layers(Rows.info), batches, optimizer, micro_size=1, first=first)

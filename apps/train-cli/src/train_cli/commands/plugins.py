@@ -67,9 +67,7 @@ def _check_distribution(dist: str | None, form: OutputFormat) -> int:
     for verdict in certify(dist):
         verdicts.append(verdict)
         if form is OutputFormat.text:
-            subject = f"{verdict.plugin}.{verdict.record}" if verdict.record else verdict.plugin
-            reason = f": {verdict.reason}" if verdict.reason else ""
-            typer.echo(f"{verdict.level:9} {verdict.status:8} {subject}{reason}")
+            typer.echo(verdict)
     if form is OutputFormat.json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     if not verdicts:

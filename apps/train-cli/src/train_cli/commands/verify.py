@@ -37,7 +37,7 @@ from train_cli.stopping import terminated_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from sley_testing.verify.findings import RankFindings
+    from sley_testing.verify import RankFindings
 
 
 def verify(
@@ -74,20 +74,19 @@ def verify(
     from train_cli.meta_model import check_model
 
     check_model(loaded, size)
-    from sley_testing.verify import findings
-    from sley_testing.verify.measure import limits
+    from sley_testing import verify as comparison
 
     arguments = {"path": str(plan), "changes": changes, "steps": steps}
     ranks_findings = _compare_with_one_process(loaded, size, arguments, settings)
-    allowed = limits(loaded, tolerance)
+    allowed = comparison.limits(loaded, tolerance)
     if form is OutputFormat.json:
-        typer.echo(json.dumps(findings.findings_to_json(ranks_findings, allowed, steps), indent=2))
+        typer.echo(json.dumps(comparison.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
-        typer.echo("\n".join(findings.report_lines(ranks_findings, allowed, steps)))
-    is_idle = findings.has_taken_no_step(ranks_findings, steps)
+        typer.echo("\n".join(comparison.report_lines(ranks_findings, allowed, steps)))
+    is_idle = comparison.has_taken_no_step(ranks_findings, steps)
     if is_idle:
         print_line("no step updated the weights, so no weight was compared; use more `--steps`")
-    raise typer.Exit(EXIT_RUN_FAILED if is_idle or findings.differences(ranks_findings, allowed) else EXIT_OK)
+    raise typer.Exit(EXIT_RUN_FAILED if is_idle or comparison.differences(ranks_findings, allowed) else EXIT_OK)
 
 
 def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
@@ -98,8 +97,7 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
     """
     import torch
 
-    from sley_testing.verify.findings import read_findings
-    from sley_testing.verify.measure import check_complete, dropout_modules, save_reference
+    from sley_testing.verify import check_complete, dropout_modules, read_findings, save_reference
     from train_cli.local_launch import launch
     from train_cli.rank import open_run
 
@@ -133,7 +131,7 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
 
 def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
     """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
-    from sley_testing.verify.measure import compare_steps
+    from sley_testing.verify import compare_steps
     from train_cli.rank import open_run
 
     with open_run(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
