@@ -14,7 +14,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Tensors, assert_parity_of_parts, assert_resumed_parity, record, record_reference, running, weights
+from sley_testing.runs import Tensors, assert_parity_of_parts, record, record_reference, running, weights
 
 ORTHOGONAL = {"factory": "matrix_optimizers:Orthogonal", "scope": "matrix", "lr": 0.02, "weight_decay": 0.1, "clip_norm": 1.0}
 PLAN = small_plan(
