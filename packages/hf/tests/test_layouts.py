@@ -131,7 +131,7 @@ def assert_equals_plain_loop(run: Recorded, expected: Any, structure: ModuleName
     assert_close_gradients({n: weights[n] for n in names}, {n: run.weights[n] for n in names}, tolerance)
 
 
-@pytest.mark.sample(1)  # a mixture of experts: test_lora.py has a dense family in every layout
+@pytest.mark.sample(1)  # a mixture of experts: test_lora.py has a dense family in several layouts
 @pytest.mark.parametrize("family", list(reversed(FAMILIES)))
 def test_a_family_in_every_layout_equals_a_plain_loop(ranks: Any, tmp_path: Path, family: str) -> None:
     write_texts(tmp_path)
