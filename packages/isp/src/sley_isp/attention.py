@@ -215,8 +215,8 @@ def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensor
     """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], or the
     opposite unless `is_by_heads`. Packs and unpacks with one copy each. contents: a checksum, which must be equal on all ranks.
     """
-    pack_dim, end = (-2, -3) if is_by_heads else (1, 1)
-    parts = [torch.unflatten(tensor, pack_dim, (group.size, -1)).movedim(end, 0) for tensor in tensors]
+    split_dim, rank_dim = (-2, -3) if is_by_heads else (1, 1)
+    parts = [torch.unflatten(tensor, split_dim, (group.size, -1)).movedim(rank_dim, 0) for tensor in tensors]
     widths = [math.prod(part.shape[3:]) for part in parts]
     buffer = parts[0].new_empty((*parts[0].shape[:3], sum(widths)))
     for target, part in zip(torch.split(buffer, widths, dim=-1), parts, strict=True):

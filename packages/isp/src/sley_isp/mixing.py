@@ -118,14 +118,14 @@ class PositionProbe:
         """Overwrites two positions of `tensor`, if its `dim` has the size of this slice."""
         if tensor.ndim <= self.dim or tensor.shape[self.dim] != self.length:
             return
-        for place in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
+        for row in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
             if tensor.is_floating_point():
                 largest = torch.maximum(-tensor.amin(), tensor.amax()).nan_to_num(0.0, 0.0, 0.0)
-                waves = torch.cos(torch.arange(place.numel(), device=place.device, dtype=torch.float32)).view(place.shape)
-                place.copy_(waves * torch.where(largest > 0, largest, 1.0) * 4)
+                waves = torch.cos(torch.arange(row.numel(), device=row.device, dtype=torch.float32)).view(row.shape)
+                row.copy_(waves * torch.where(largest > 0, largest, 1.0) * 4)
             elif tensor.dtype is not torch.bool and not tensor.is_complex():
-                least, most = tensor.amin(self.dim), tensor.amax(self.dim)
-                place.copy_(torch.where(place == least, most, least))
+                lowest, highest = tensor.amin(self.dim), tensor.amax(self.dim)
+                row.copy_(torch.where(row == lowest, highest, lowest))
 
     def has_difference(self, before: Tensor, after: Tensor, dim: int) -> bool:
         """Returns whether two tensors with this slice's positions along `dim` differ at positions with equal inputs."""
