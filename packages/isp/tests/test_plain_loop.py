@@ -168,7 +168,7 @@ def test_habits_around_a_sharded_linear(ranks, own, is_campaign):
 DIRECT = {"precision": {"compute": "fp64", "accumulation": "direct"}}
 MODELS: dict[str, Any] = {"adapted": {}, "encoder": {}, "replaced": {}, "half_sharded": DIRECT}
 MORE_MODELS: dict[str, Any] = {
-    **{name: {} for name in ("mixed", "frozen_start", "padded_tokens", "tied_to_no_linear")},
+    **{name: {} for name in ("mixed", "frozen_start", "tied_to_no_linear")},
     "recomputing": {"options": {"reentrant": True}},
 }
 
@@ -176,7 +176,7 @@ MORE_MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("models", [MODELS, pytest.param(MORE_MODELS, marks=pytest.mark.campaign)], ids=["few", "more"])
 def test_unusual_models(assert_parities, models):
     """Tests linears of different sizes, without bias or used twice; adapters, trainable biases of frozen weights, a frozen
-    start, a padding token, and torch's older checkpoint; a sharded bias without its weight, torch's fast path in evaluations,
+    start, and torch's older checkpoint; a sharded bias without its weight, torch's fast path in evaluations,
     parametrized weights, replaced forwards, functional calls, and a parameter that another type of module also holds.
     """
     assert_parities(2, [{"factory": name, **changes} for name, changes in models.items()])

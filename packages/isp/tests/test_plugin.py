@@ -82,6 +82,7 @@ class TestByModuleAndOncePerStep(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "unit": "module", "ahead": 2, "reduce": "step"}
 
 
+@pytest.mark.campaign  # test_plain_loop.py compares a run that gathers rounded weights
 class TestRoundedWeights(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator", "gather_precision": "fp8"}
 

@@ -11,6 +11,7 @@ from sley_testing.link_contract import StageLinkContract
 from sley_testing.schedule_contract import ScheduleContract, TieContract
 
 
+@pytest.mark.campaign  # the parity table compares it
 class TestGPipe(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.gpipe"}
 

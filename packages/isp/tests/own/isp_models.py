@@ -165,10 +165,6 @@ def frozen_start() -> Layers:
     return layers
 
 
-def padded_tokens() -> Layers:
-    return [("embed", Embed(padding_idx=3)), ("head", nn.Linear(WIDTH, WIDTH))]
-
-
 class Autocast(nn.Module):
     """Computes in bf16, whatever the dtype of its weights."""
 
