@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from math import lcm
@@ -171,13 +170,3 @@ def test_groups_that_cannot_be(monkeypatch, records, told):
         list(plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.from_sizes(4)))
     assert told in str(caught.value)
     assert "plugin `zeta` (sley-zeta 1.0) failed in sley_process_groups" in str(caught.value)
-
-
-def test_the_groups_of_a_hundred_thousand_ranks_take_seconds() -> None:
-    start = time.process_time()
-    topology = Topology.from_sizes(100_000, pp=10, sp=8, wp=16)
-    table = list(topology.groups())
-    seconds = time.process_time() - start
-    members = Counter(entry.axis for entry in table for _ in entry.ranks)
-    assert members == {axis: 100_000 * len(CHANNELS.get(axis, ("main",))) for axis in AXES}
-    assert seconds < 5, f"the group table took {seconds:.1f} s"
