@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 
 from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow
@@ -69,16 +70,12 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Fits non-negative `flops_per_s` and `half_flops` to pairs (FLOPs, seconds) by least squares of relative errors."""
-    # t / t_i = 1: columns n / t_i and 1 / t_i, with unknowns 1 / rate and half / rate
-    a = sum((n / t) ** 2 for n, t in times)
-    b = sum(n / t**2 for n, t in times)
-    c = sum(1 / t**2 for _, t in times)
-    p, q = sum(n / t for n, t in times), sum(1 / t for _, t in times)
-    determinant = a * c - b * b
-    slope, offset = ((p * c - q * b) / determinant, (q * a - p * b) / determinant) if determinant > 1e-9 * a * c else (p / a, 0)
+    flops, seconds = np.array(times).T
+    per_flop, constant = flops / seconds, flops.mean() / seconds  # 1 = per_flop / rate + constant x (half / rate / mean)
+    slope, offset = np.linalg.lstsq(np.stack([per_flop, constant], axis=1), np.ones(len(times)))[0]
     if offset < 0 or slope <= 0:
-        slope, offset = p / a, 0.0
-    return {"flops_per_s": 1 / slope, "half_flops": offset / slope}
+        slope, offset = per_flop.sum() / (per_flop**2).sum(), 0.0
+    return {"flops_per_s": float(1 / slope), "half_flops": float(offset * flops.mean() / slope)}
 
 
 def measure_bandwidth(device: Device, num_bytes: int) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -74,16 +74,14 @@ class WaitEvent:
     exchange: ExchangeReference
 
 
-_Raw = ComputeEvent | tuple[Literal["began", "awaited"], int]  # operators, or an event and the number of its exchange
-
 Event = ComputeEvent | BeginEvent | WaitEvent
 Events = tuple[Event, ...]
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. actions: the actions with their events. carried: the exchanges of the previous step for which this
-    step waited.
+    """One step of one rank. actions: the actions with their events. carried: the exchanges of earlier steps, from the first of
+    each queue for which this step waited.
     """
 
     opening: Events
@@ -133,7 +131,8 @@ class Recording(StepListener):
         """Listens to `run`, which has run no step yet, and discards earlier records."""
         self._run, self._tensors = run, tensors
         self._exchanges: list[BeginEvent] = []
-        self._previous_copy: dict[int, int] = {}
+        self._queues: dict[Queue, list[int]] = defaultdict(list)
+        self._carried: dict[Queue, int] = {}
         self._awaited: set[int] = set()
         self._first = 0
         self._is_recording = False
@@ -141,9 +140,9 @@ class Recording(StepListener):
         self._operator_by_key: dict[Hashable, Operator | None] = {}
         self._entry: object = None
         self._operators: list[Operator] = []
-        self._opening: list[_Raw] = []
-        self._closing: list[_Raw] = []
-        self._actions: list[tuple[Action, list[_Raw]]] = []
+        self._opening: list[Event] = []
+        self._closing: list[Event] = []
+        self._actions: list[tuple[Action, list[Event]]] = []
         self._events = self._opening
         device, simulation = run.world.device, run.world.simulation
         assert isinstance(device, FakeDevice), device
@@ -163,7 +162,15 @@ class Recording(StepListener):
         run, self._tensors.listener = self._run, None
         self._flush_operators()
         self._is_recording = False
-        step = self._step()
+        numbers = (
+            number for queue, first in self._carried.items() for number in self._queues[queue] if first <= number < self._first
+        )
+        step = RecordedStep(
+            tuple(self._opening),
+            [(action, tuple(events)) for action, events in self._actions],
+            tuple(self._closing),
+            [self._exchanges[number] for number in sorted(numbers)],
+        )
         placement, describe_output = run.stepper.lists.placement, run.parts.describe_output
         messages = []
         if describe_output is not None:
@@ -180,36 +187,9 @@ class Recording(StepListener):
         )
         del self._run
 
-    def _step(self) -> RecordedStep:
-        """Returns the recorded step. Each reference to an exchange is a position in its queue."""
-        lists = [self._opening, *(events for _, events in self._actions), self._closing]
-        raw = [raw_event for events in lists for raw_event in events if not isinstance(raw_event, ComputeEvent)]
-        carried = [number for event_type, number in raw if event_type == "awaited" and number < self._first]
-        queues: dict[Queue, list[int]] = defaultdict(list)
-        for number in carried:
-            queues[self._exchanges[number].queue].append(number)
-
-        def reference(number: int | None) -> ExchangeReference | None:
-            queue = queues[self._exchanges[number].queue] if number is not None else []
-            return (
-                ExchangeReference(self._exchanges[number].queue, len(queue) - queue.index(number)) if number in queue else None
-            )
-
-        def event(raw_event: _Raw) -> Event:
-            if isinstance(raw_event, ComputeEvent):
-                return raw_event
-            event_type, number = raw_event
-            if event_type == "awaited":
-                exchange = reference(number)
-                assert exchange is not None, self._exchanges[number]
-                return WaitEvent(exchange)
-            begin_event = replace(self._exchanges[number], after=reference(self._previous_copy.get(number)))
-            queues[begin_event.queue].append(number)
-            return begin_event
-
-        opening, *actions, closing = [tuple(map(event, events)) for events in lists]
-        named = [(action, events) for (action, _), events in zip(self._actions, actions, strict=True)]
-        return RecordedStep(opening, named, closing, [self._exchanges[number] for number in carried])
+    def _reference(self, number: int) -> ExchangeReference:
+        queue = self._exchanges[number].queue
+        return ExchangeReference(queue, len(self._queues[queue]) - self._queues[queue].index(number))
 
     def record_kernel(self, operator: Operator) -> None:
         """Records a kernel that torch does not see as one operator. Ignores kernels before `begin`."""
@@ -223,9 +203,9 @@ class Recording(StepListener):
         return lambda: self.on_wait(number)
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
-        if previous is not None:
-            self._previous_copy[len(self._exchanges)] = previous
-        return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes))
+        is_in_step = previous is not None and previous >= self._first
+        after = self._reference(previous) if previous is not None and is_in_step else None
+        return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
         if number in self._awaited:
@@ -233,7 +213,10 @@ class Recording(StepListener):
         self._awaited.add(number)
         if self._is_recording:
             self._flush_operators()
-            self._events.append(("awaited", number))
+            reference = self._reference(number)
+            if number < self._first:
+                self._carried[reference.queue] = min(number, self._carried.get(reference.queue, number))
+            self._events.append(WaitEvent(reference))
 
     def _record_entry(self, entry: object) -> None:
         """Handles the start of a step entry: an action, a transfer, or a text for a part after the list."""
@@ -264,10 +247,11 @@ class Recording(StepListener):
 
     def _record_exchange(self, event: BeginEvent) -> int:
         number = len(self._exchanges)
-        self._exchanges.append(event)
         if self._is_recording:
             self._flush_operators()
-            self._events.append(("began", number))
+            self._events.append(event)
+        self._exchanges.append(event)
+        self._queues[event.queue].append(number)
         return number
 
     def _flush_operators(self) -> None:
