@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from sley_core.comm.backends import CollectiveTransport, can_coalesce
+from sley_core.comm.backends import CollectiveTransport
 from sley_core.comm.group import make_groups
 from sley_core.comm.world import World
 from sley_core.topology import GATHER, REDUCE, Topology
@@ -153,8 +153,9 @@ def together(dtype, device, coalesced):
     with World.join(device) as world:
         group = world.groups(Topology.from_sizes(world.size, wp=world.size), 30)["wp"]
         channel = group.channel(REDUCE)
-        is_coalesced = can_coalesce(channel) if coalesced is None else coalesced
-        transport = CollectiveTransport(group, REDUCE, channel, group.log, is_coalesced=is_coalesced)
+        transport = CollectiveTransport(group, REDUCE, channel, group.log)
+        if coalesced is not None:
+            transport.is_coalesced = coalesced
         place = world.device.torch_device
         tensors = [torch.full((world.size * shape[0], *shape[1:]), 7.0, dtype=dtype, device=place) for shape in SHAPES]
         shards = [value(world.rank, number, shape, dtype).to(place) for number, shape in enumerate(SHAPES)]

@@ -39,16 +39,17 @@ class ChannelTransport(Transport):
 
 
 class CollectiveTransport(ChannelTransport):
-    """Exchanges tensors by the backend's collectives. log: the group's exchange log. is_coalesced: whether one call handles
-    several tensors.
+    """Exchanges tensors by the backend's collectives. log: the group's exchange log."""
+
+    is_coalesced: bool
+    """Whether one call handles several tensors. gloo's coalesced gather passes a device's addresses to the host, and its
+    coalesced reduce-scatter is one all-reduce of a copy per tensor.
     """
 
-    def __init__(
-        self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog, *, is_coalesced: bool
-    ) -> None:
+    def __init__(self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog) -> None:
         super().__init__(members, name, channel)
         self._log = log
-        self._is_coalesced = is_coalesced
+        self.is_coalesced = dist.get_backend(channel) != "gloo"
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return self._start("all-gather", label, shards, 0, lambda: self._start_gather(tensors, shards))
@@ -75,7 +76,7 @@ class CollectiveTransport(ChannelTransport):
 
     def _start_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
         """Starts to gather the ranks' `shards` into `tensors`. Returns the works to wait for."""
-        if self._is_coalesced:
+        if self.is_coalesced:
             return [getattr(self._channel, _GATHER)(list(tensors), list(shards))]
         parts = [list(tensor.view(self.members.size, *shard.shape)) for tensor, shard in zip(tensors, shards, strict=True)]
         pairs = zip(parts, shards, strict=True)
@@ -87,16 +88,9 @@ class CollectiveTransport(ChannelTransport):
         NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
         reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
         """
-        if self._is_coalesced:
+        if self.is_coalesced:
             return [getattr(self._channel, _REDUCE)(list(own_rows), list(tensors))]
         return [dist.all_reduce(tensor, group=self._channel, async_op=True) for tensor in tensors]
-
-
-def can_coalesce(channel: dist.ProcessGroup) -> bool:
-    """Returns whether the backend accepts several tensors in one call on all of its devices. gloo does not: its coalesced
-    gather passes a device's addresses to the host, and its coalesced reduce-scatter is one all-reduce of a copy per tensor.
-    """
-    return bool(dist.get_backend(channel) != "gloo")
 
 
 class MessageTransport(ChannelTransport):
@@ -215,13 +209,12 @@ def choose_transports(
 
     log: records the backend's collectives, which carry no mark. Ranks compare their logs before a step ends.
     """
-    transports: dict[str, Transport] = {}
-    for name, channel in channels.items():
-        if sends_from_host(dist.get_backend(channel), device):
-            transports[name] = MessageTransport(members, name, channel)
-        else:
-            transports[name] = CollectiveTransport(members, name, channel, log, is_coalesced=can_coalesce(channel))
-    return transports
+    return {
+        name: MessageTransport(members, name, channel)
+        if sends_from_host(dist.get_backend(channel), device)
+        else CollectiveTransport(members, name, channel, log)
+        for name, channel in channels.items()
+    }
 
 
 @cache

@@ -46,14 +46,6 @@ class TensorReader(Protocol):
         """Returns a copy of the whole tensor `name`, on the host."""
 
 
-class StoredTensor(NamedTuple):
-    """The file, dtype and shape of a tensor."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class WeightFiles:
     """Reads the tensors in `folder`: those in `model.safetensors`, or in the files of the index.
 
@@ -65,25 +57,25 @@ class WeightFiles:
         self.folder = folder
         index = None if (folder / SINGLE).is_file() else _read_index(folder)
         files = [SINGLE] if index is None else list(dict.fromkeys(index.values()))
-        self.stored: dict[str, StoredTensor] = {}
+        self._stored: dict[str, tuple[Path, TensorKind]] = {}
         locations: set[tuple[str, str]] = set()
         for file in files:
             tensors = _read_header(folder / file)
             locations |= {(name, file) for name in tensors}
-            self.stored |= tensors
+            self._stored |= {name: (folder / file, kind) for name, kind in tensors.items()}
         if index is not None and (differences := sorted({name for name, _ in locations ^ set(index.items())})):
             names = shorten_names(list(map(repr, differences)))
             raise weight_files_error(f"`{folder / INDEX}` does not name the file of each tensor and no other: {names}")
 
     @property
     def names(self) -> Sequence[str]:
-        return list(self.stored)
+        return list(self._stored)
 
     def kind(self, name: str) -> TensorKind:
-        return TensorKind(*self.stored[name][1:])
+        return self._stored[name][1]
 
     def tensor(self, name: str) -> Tensor:
-        return read_tensor(self.stored[name].file, name)
+        return read_tensor(self._stored[name][0], name)
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -105,10 +97,10 @@ def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
         raise weight_files_error(f"cannot read `{file}`: {reason}") from None
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, TensorKind]:
     with open_safetensors(file, "numpy") as content:
         slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is not a mapping
-        return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        return {name: TensorKind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def _read_index(folder: Path) -> dict[str, str]:
