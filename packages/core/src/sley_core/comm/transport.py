@@ -122,9 +122,7 @@ class ExchangeLog:
     """
 
     def __init__(self) -> None:
-        self._channels: dict[str, int] = {}
-        self._count = 0
-        self._last = ""
+        self.clear()
 
     def add(self, channel: str, mark: Mark) -> None:
         self._channels[channel] = zlib.crc32(mark.number.to_bytes(4, "little"), self._channels.get(channel, 0))
@@ -133,7 +131,7 @@ class ExchangeLog:
 
     def clear(self) -> None:
         """Discards the log at the start of a step or an evaluation."""
-        self._channels.clear()
+        self._channels: dict[str, int] = {}
         self._count = 0
         self._last = ""
 
