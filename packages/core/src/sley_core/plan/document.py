@@ -160,7 +160,12 @@ def index_keys(text: str) -> dict[KeyPath, KeySpan]:
     positions. It has validated the text, so the scanner only distinguishes keys, headers and values.
     """
     scanner = _Scanner(text)
-    scanner.scan_document()
+    table: KeyPath = ()
+    while scanner.skip(_GAP):
+        if text[scanner.offset] == "[":
+            table = scanner.scan_header()
+        else:
+            scanner.scan_pair(table)
     return scanner.spans
 
 
@@ -185,14 +190,6 @@ class _Scanner:
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
         self.spans: dict[KeyPath, KeySpan] = {}
         self.array_lengths: dict[KeyPath, int] = {}  # the number of `[[key]]` headers so far
-
-    def scan_document(self) -> None:
-        table: KeyPath = ()
-        while self.skip(_GAP):
-            if self.text[self.offset] == "[":
-                table = self.scan_header()
-            else:
-                self.scan_pair(table)
 
     def scan_header(self) -> KeyPath:
         """Scans a table header; returns the path of its table, with the item's index for `[[key]]`."""
@@ -246,35 +243,25 @@ class _Scanner:
             self.offset += 1
 
     def scan_value(self, path: KeyPath) -> TextSpan:
-        """Scans the value at `path`, including its items, and returns its position."""
+        """Scans the value at `path`, including its items and keys, and returns its position."""
         start = self.offset
-        match self.text[start]:
-            case "[":
-                self.scan_array(path)
-            case "{":
-                self.scan_inline_table(path)
-            case '"' | "'":
-                self.skip(_STRING)
-            case _:
-                scalar = _SCALAR.match(self.text, start)
-                assert scalar, f"no value at {self.line_span(start, start)}"
-                self.offset = start + len(scalar.group().rstrip())
+        first = self.text[start]
+        if first in "[{":
+            self.offset += 1
+            index = 0
+            while self.skip(_GAP) and self.text[self.offset] not in "]}":
+                if first == "{":
+                    self.scan_pair(path)
+                else:
+                    span = self.scan_value((*path, index))
+                    self.spans[*path, index] = KeySpan(span, span)
+                    index += 1
+            self.offset += 1
+        else:
+            scalar = (_STRING if first in "\"'" else _SCALAR).match(self.text, start)
+            assert scalar, f"no value at {self.line_span(start, start)}"
+            self.offset = start + len(scalar.group().rstrip())
         return self.line_span(start, self.offset)
-
-    def scan_array(self, path: KeyPath) -> None:
-        self.offset += 1
-        index = 0
-        while self.skip(_GAP) and self.text[self.offset] != "]":
-            span = self.scan_value((*path, index))
-            self.spans[*path, index] = KeySpan(span, span)
-            index += 1
-        self.offset += 1
-
-    def scan_inline_table(self, path: KeyPath) -> None:
-        self.offset += 1
-        while self.skip(_GAP) and self.text[self.offset] != "}":
-            self.scan_pair(path)
-        self.offset += 1
 
     def skip(self, pattern: re.Pattern[str]) -> bool:
         """Skips a match of `pattern` at the current offset; returns whether any text remains."""
