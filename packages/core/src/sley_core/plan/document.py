@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, format_path
-from sley_core.table import Table, expand_path
+from sley_core.table import Table
 from sley_core.words import describe_value, is_utf8, make_printable
 
 
@@ -453,20 +453,3 @@ def _parse_value(text: str) -> Any:
         if _BARE_WORD.fullmatch(text):
             return text
     raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE_HINT)
-
-
-def resolve_folder(document: Document) -> Path | None:
-    """Returns the folder in which relative paths start: the key `source_folder` of resolved plans, or else the plan's folder.
-
-    Raises PlanError "wrong-value" or "wrong-type" for an invalid `source_folder`.
-    """
-    value = document.tables.get("source_folder")
-    if value is None:
-        return document.folder
-    message, code = f"`source_folder` must be a string, not {describe_value(value)}", "wrong-type"
-    if isinstance(value, str):
-        try:
-            return Path(document.folder or Path(), expand_path(value))
-        except ValueError as error:
-            message, code = f"`source_folder`: {error}", "wrong-value"
-    raise PlanError.from_diagnostics([document.diagnostic(code, message, ("source_folder",))])

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from sley_core.discovery import CORE
 from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path
-from sley_core.plan.document import Document, read_file, read_tables, read_text, resolve_folder, sort_by_place, to_plain_data
+from sley_core.plan.document import Document, read_file, read_tables, read_text, sort_by_place, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_with_article
 from sley_core.plan.loader import Loader, Plugin
 from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
 from sley_core.records import ScheduleRecord
-from sley_core.table import PartTable, RecordKind, Table, escape_path
+from sley_core.table import PartTable, RecordKind, Table, escape_path, expand_path
 from sley_core.words import describe_type, describe_value, find_field, suggestion
 
 
@@ -341,14 +341,19 @@ class _Resolver:
 
     def _apply_source_folder(self) -> None:
         """Replaces the folder in which relative paths start by the plan's `source_folder`, if it has one."""
-        try:
-            folder = resolve_folder(self.document)
-        except PlanError as error:
-            self.problems += error.diagnostics
+        value, path = self.tables.get("source_folder"), ("source_folder",)
+        if value is None:
             return
-        if "source_folder" in self.tables:
-            self.tables = {**self.tables, "source_folder": escape_path(str(folder))}
-            self.document = replace(self.document, folder=folder, tables=self.tables)
+        if not isinstance(value, str):
+            self._add_problem("wrong-type", f"`source_folder` must be a string, not {describe_value(value)}", path)
+            return
+        try:
+            folder = Path(self.document.folder or Path(), expand_path(value))
+        except ValueError as error:
+            self._add_problem("wrong-value", f"`source_folder`: {error}", path)
+            return
+        self.tables = {**self.tables, "source_folder": escape_path(str(folder))}
+        self.document = replace(self.document, folder=folder, tables=self.tables)
 
     def _add_error(self, error: SleyError, path: KeyPath, prefix: str = "") -> None:
         for problem in error.diagnostics:
