@@ -42,7 +42,7 @@ REPORT = FaultReport(
     stacks={"MainThread": ("a line", "another")},
 )
 RECORDER = DoctorRecorder()
-WHAT = Diagnostic("own-code", "ValueError: no good", hint="mend it")
+DIAGNOSTIC = Diagnostic("own-code", "ValueError: no good", hint="mend it")
 
 
 def test_reports_come_back_as_they_were_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_reports_come_back_as_they_were_written(tmp_path: Any, monkeypatch: pyte
     write_report(tmp_path, FaultReport(0, 2, "stuck", 9.0))
     first, second = read_reports(tmp_path)
     assert (first.attempt, first.ranks, first.launch, first.unreadable) == (0, (REPORT,), launch, ())
-    assert (second.attempt, [one.rank for one in second.ranks], second.launch) == (1, [0], None)
+    assert (second.attempt, [report.rank for report in second.ranks], second.launch) == (1, [0], None)
     RECORDER.delete_reports(tmp_path)
     assert read_reports(tmp_path) == []
 
@@ -64,9 +64,9 @@ def test_reports_come_back_as_they_were_written(tmp_path: Any, monkeypatch: pyte
 def test_a_damaged_report_is_named_and_hides_no_other(tmp_path: Any, text: str) -> None:
     write_report(tmp_path, REPORT)
     (tmp_path / "faults" / "0" / "rank-0.json").write_text(text, "utf-8")
-    (found,) = read_reports(tmp_path)
-    assert found.ranks == (REPORT,)
-    assert found.unreadable == ("rank-0.json",)
+    (attempt,) = read_reports(tmp_path)
+    assert attempt.ranks == (REPORT,)
+    assert attempt.unreadable == ("rank-0.json",)
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Any) -> None:
@@ -92,11 +92,11 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
     try:
         raise ValueError("no good")
     except ValueError as error:
-        RECORDER.report_failure(tmp_path, World.alone("cpu"), WHAT, error)
+        RECORDER.report_failure(tmp_path, World.alone("cpu"), DIAGNOSTIC, error)
     done.set()
     other.join()
-    (found,) = read_reports(tmp_path)
-    (report,) = found.ranks
+    (attempt,) = read_reports(tmp_path)
+    (report,) = attempt.ranks
     assert (report.rank, report.world, report.kind) == (0, 1, "error")
     assert (report.code, report.message, report.hint) == ("own-code", "ValueError: no good", "mend it")
     assert report.stacks["the error"][-1] == "ValueError: no good"
@@ -106,7 +106,7 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
 
 def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    RECORDER.report_failure(tmp_path / "file", World.alone("cpu"), WHAT, ValueError())
+    RECORDER.report_failure(tmp_path / "file", World.alone("cpu"), DIAGNOSTIC, ValueError())
     monkeypatch.setattr(fault_report, "MAX_REPORT_S", 0.2)
     released, ended = threading.Event(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: An
         ended.set()
 
     monkeypatch.setattr(fault_report, "write_report", hang)
-    RECORDER.report_stuck(tmp_path, World.alone("cpu"), WHAT)
+    RECORDER.report_stuck(tmp_path, World.alone("cpu"), DIAGNOSTIC)
     assert not ended.is_set(), "it was waited for"
     released.set()
     assert ended.wait(60)
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: An
 LIMIT_S = 2.0
 
 
-def gone_apart(folder: Any) -> str:
+def diverge(folder: Any) -> str:
     """Two sums together, and one of rank 0 alone; rank 1 comes too late to answer."""
     rank = int(os.environ["RANK"])
     with World.join("cpu", timeout_s=20) as world:
@@ -146,9 +146,9 @@ def gone_apart(folder: Any) -> str:
 
 
 def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2)(gone_apart, tmp_path)[0] == "collective-failed"
-    (found,) = fault_report.read_reports(tmp_path)
-    (report,) = found.ranks
+    assert ranks(2)(diverge, tmp_path)[0] == "collective-failed"
+    (attempt,) = read_reports(tmp_path)
+    (report,) = attempt.ranks
     assert (report.rank, report.stage, report.step) == (0, 0, 4)
     assert (report.finished, report.pending) == ("the beginning of the step", "B0.1")
     assert report.wait is not None
@@ -156,4 +156,4 @@ def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: An
     assert LIMIT_S * 0.9 < report.wait.seconds < LIMIT_S + 10, "the time limit ends it"
     assert str(report.wait.exchange) == "all-reduce of three over all[0, 1]"
     assert (report.wait.exchange.number, report.wait.exchange.num_bytes) == (3, 16)
-    assert [one.label for one in report.exchanges["all main"]] == ["one", "two", "three"]
+    assert [exchange.label for exchange in report.exchanges["all main"]] == ["one", "two", "three"]

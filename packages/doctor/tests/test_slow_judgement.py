@@ -1,4 +1,6 @@
-"""Tests which rank a judgement names for written records: the rank that works longer, never one that waits."""
+"""Tests which rank a judgement names for written records: the rank that works longer, never one that waits. Also tests their
+files, with failures of the file system and damaged lines.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sley_doctor import work_recorder
 from sley_doctor.slow_ranks import (
     MAX_BLOCKS,
     Cause,
@@ -21,6 +24,7 @@ from sley_doctor.slow_ranks import (
     remedy,
 )
 from sley_doctor.work_record import DATA, DEVICE, UPDATE, Spread, Start, Window, WorkRecord, format_line, read_records
+from sley_doctor.work_recorder import WorkFile
 from train_cli.run_folder import WORK
 
 
@@ -156,6 +160,35 @@ def test_a_record_is_read_as_it_was_written_and_damaged_lines_are_skipped(tmp_pa
         file.write(format_line(written.windows[0]))
     (record,) = read_records(tmp_path)
     assert record.windows == [written.windows[0]], "a run that went back takes steps again"
+
+
+def write_record(record: WorkRecord, folder: Path) -> Path:
+    """Writes the record of rank 0 as a run does, and returns its file."""
+    path, notes = folder / WORK / "rank-0.jsonl", list[str]()
+    file = WorkFile(path, record.start, notes)
+    for entry in record.windows:
+        file.add(format_line(entry))
+    file.close()
+    assert notes == []
+    return path
+
+
+def test_a_partly_written_line_is_skipped(tmp_path: Path) -> None:
+    """A full disk cuts the last line; the next start begins a new line."""
+    (record,) = records(USUAL, num_windows=6)
+    path = write_record(replace(record, windows=record.windows[:2]), tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    restarted = WorkRecord(replace(record.start, host="there", time=2.0), record.windows[5:])
+    write_record(restarted, tmp_path)
+    assert read_records(tmp_path) == [restarted]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = work_recorder.os.write
+    monkeypatch.setattr(work_recorder.os, "write", lambda file, data: write(file, data[:100]))
+    (record,) = records(USUAL, num_windows=2)
+    write_record(record, tmp_path)
+    assert read_records(tmp_path) == [record]
 
 
 def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:
