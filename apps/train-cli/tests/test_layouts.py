@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.late_exchanges import late_exchanges
+from sley_testing.collectives import late_exchanges
 from sley_testing.parity import Bits, differing_names, digest, train_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import (

@@ -187,4 +187,4 @@ def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
         report(4, missing, wait=missing),
     )
     assert {item.label for item in verdict.exchanges} == {missing.label, middle.label}
-    assert verdict.ranks == (), told
+    assert verdict.ranks == (), verdict
