@@ -79,7 +79,7 @@ class Trial:
         groups = [{**options, "params": parts} for options, parts in zip(toys.options, self._parameters, strict=True)]
         self.optimizer = shared.set_training_mode(build(groups))
         self._generators = optimizer_generators(self.optimizer)
-        self.initial_values = shared.copy_values(shared.attributes_of(shared.shared_values(self.optimizer)))
+        self.initial_values = shared.copy_attributes(self.optimizer)
         self.keeps_gradients = self.draws = False
 
     def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:

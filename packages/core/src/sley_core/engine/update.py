@@ -40,9 +40,9 @@ from sley_core.optim.shared import (
     TORCH_TRAITS,
     Shared,
     Traits,
-    attributes_of,
     can_compare,
     changed_values,
+    copy_attributes,
     copy_gradients_first,
     copy_values,
     is_equal,
@@ -89,7 +89,7 @@ class Update:
 
     def __post_init__(self) -> None:
         optimizer = self.optimizer = set_training_mode(self.optimizer)
-        self.initial_values = copy_values(attributes_of(shared_values(optimizer)))
+        self.initial_values = copy_attributes(optimizer)
         self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
         self._factor = 1.0
         self._has_stepped = False

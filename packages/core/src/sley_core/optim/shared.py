@@ -133,8 +133,9 @@ def shared_to_save(optimizer: torch.optim.Optimizer, initial: Shared) -> Shared:
     return changed_values(initial, current)
 
 
-def attributes_of(values: Shared) -> Shared:
-    return {location: value for location, value in values.items() if location[0] == "attribute"}
+def copy_attributes(optimizer: torch.optim.Optimizer) -> Shared:
+    """Returns copies of the attributes that are plain data."""
+    return copy_values({key: value for key, value in shared_values(optimizer).items() if key[0] == "attribute"})
 
 
 def _find_containing_dict(

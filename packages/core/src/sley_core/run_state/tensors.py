@@ -324,12 +324,8 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
         for state, path in _names_by_parameter(saved).get(name, [])
     )
     options = decode_value(values.get(OPTIONS + name, {}))
-    dtype, initial = (
-        BY_NAME[saved.kind(WEIGHTS + name).dtype],
-        shared.copy_values(shared.attributes_of(shared.shared_values(optimizer))),
-    )
-    key = id(parameter)
-    shared.load_optimizer_state(optimizer, {key: join_leaves(leaves)}, [options], _shared_states(saved), initial, {key: dtype})
+    states, dtypes = {id(parameter): join_leaves(leaves)}, {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
+    shared.load_optimizer_state(optimizer, states, [options], _shared_states(saved), shared.copy_attributes(optimizer), dtypes)
 
 
 def _shared_states(saved: CheckpointReader) -> shared.Shared:
