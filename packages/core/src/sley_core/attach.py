@@ -35,7 +35,7 @@ from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, na
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
 from sley_core.losses.chunked_head import patch_head
-from sley_core.memory.inventory import HoldsTensors, MemoryInventory, OffloadManager, Part
+from sley_core.memory.inventory import MemoryInventory, OffloadManager, Part
 from sley_core.memory.run_memory import RunMemory, count_moves
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
@@ -385,8 +385,9 @@ def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadM
 
     def handler_tensors() -> NamedTensors:
         for handler in stepper.handlers:
-            if isinstance(handler, HoldsTensors):
-                yield from handler.named_tensors()
+            list_tensors: Callable[[], NamedTensors] | None = getattr(handler, "named_tensors", None)
+            if list_tensors is not None:
+                yield from list_tensors()
 
     def trim() -> int:
         """Frees the memory of the pool that nothing uses, after the link has returned unused messages to the pool."""

@@ -173,6 +173,9 @@ class GradientHandler(Protocol):
     With `[precision] loss_scale`, as fp16 needs, all of these methods see gradients of the scaled loss. The run unscales the
     gradients after `finish_step` and then clips them. A handler whose result is not linear in the gradients must reject such
     plans in `sley_check_plan`. `parts.numbers.add`, called in `attach`, adds an unscaled number to every metrics row.
+
+    A handler that keeps device memory between steps reports it by an optional method `named_tensors`, which yields the name and
+    tensor of all of this memory, offloaded or not; always the same tensors.
     """
 
     def attach(self, parts: Parts) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -115,15 +115,6 @@ class OffloadManager(Protocol):
 
     def detach(self) -> None:
         """Called when the run closes. Moves weights and buffers back, so that layers are ordinary modules again."""
-
-
-@runtime_checkable
-class HoldsTensors(Protocol):
-    """Reports the device memory that a gradient handler keeps between steps."""
-
-    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the name and tensor of all memory, offloaded or not; always the same tensors."""
-        ...
 
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
