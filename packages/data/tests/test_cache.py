@@ -118,10 +118,7 @@ def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPat
         list(map_batches(os._exit, [7]))
     assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
     assert caught.value.diagnostics[0].code == "data-worker"
-
-
-def test_a_death_within_a_reply_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _Worker(os._exit) as worker, monkeypatch.context() as patch:
+    with _Worker(os._exit) as worker, monkeypatch.context() as patch:  # within a reply
         patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
         with pytest.raises(RunError, match="exited with status 7") as caught:
             worker.call(7)

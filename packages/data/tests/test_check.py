@@ -47,10 +47,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("documents", ["pack", "cut", "pad"])
-def test_text_files(folder: Path, documents: str) -> None:
+def test_text_files(folder: Path) -> None:
     files = (folder / "none.txt", folder / "five.txt", folder / "empty.txt", folder / "*.md")
-    assert found(text(*files, documents=documents)) == [
+    assert found(text(*files)) == [
         (("data", "files", 0), "data-missing"),
         (("data", "files", 2), "data-empty"),
         (("data", "files", 3), "data-missing"),
