@@ -17,8 +17,8 @@ from torch import Tensor
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy, CrossEntropyConfig
 from sley_isp import sharded_layer
-from sley_isp.config import FP8_BYTES
 from sley_isp.param_group import decode, encode
+from sley_isp.plugin import FP8_BYTES
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
 from sley_testing.parity import assert_close_gradients, assert_same_bits

@@ -19,7 +19,7 @@ from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_memory.config import SelectiveConfig
+from sley_memory.plugin import SelectiveConfig
 from sley_memory.selective import ATTENTION, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan

@@ -13,7 +13,6 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.config import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
 from sley_pp.partitioners import (
     balanced_boundaries,
     build_balanced,
@@ -22,6 +21,7 @@ from sley_pp.partitioners import (
     explicit_boundaries,
     uniform_boundaries,
 )
+from sley_pp.plugin import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
 from sley_pp.schedules import (
     build_csv,
     gpipe,

@@ -89,7 +89,7 @@ class Twice(GradientHandler):
     """Sums shared weights as it should, and once more."""
 
     def __init__(self, config: NoKeys) -> None:
-        from sley_pp.config import SharedModulesConfig
+        from sley_pp.plugin import SharedModulesConfig
         from sley_pp.shared import SharedModules
 
         self.ties = SharedModules(SharedModulesConfig())

@@ -37,8 +37,8 @@ from sley_core.api.data import DataInfo
 from sley_core.api.model import Attention, ForwardPatch, Layer
 from sley_core.errors import PlanError, RunError
 from sley_core.protocols import LayerCall, SequenceCommunicator
-from sley_isp.config import AllToAllConfig
 from sley_isp.mixing import RUNNING_PROBE, PositionProbe, check_module_types
+from sley_isp.plugin import AllToAllConfig
 
 
 class SequenceAttention(nn.Module):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sley_core.api.comm import Group, Published, Transport
     from sley_core.api.memory import DevicePool
     from sley_core.api.parts import Param
-    from sley_isp.config import CommunicatorConfig
+    from sley_isp.plugin import CommunicatorConfig
 
 
 BLOCK = 128

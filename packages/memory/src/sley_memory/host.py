@@ -36,7 +36,7 @@ from sley_core.api.parts import MicroStep, Parts, Phase, round_up
 from sley_core.errors import RunError
 from sley_core.protocols import ActivationPolicy
 from sley_memory.arena import HostArena
-from sley_memory.config import HostConfig, match_layers
+from sley_memory.plugin import HostConfig, match_layers
 
 MAX_WASTE = 1.25  # largest ratio of a reused slot to a request: sizes differ from step to step
 

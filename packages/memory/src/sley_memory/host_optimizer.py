@@ -22,8 +22,8 @@ from torch import Tensor
 from sley_core.api.comm import CopyEvent, HostMemory
 from sley_core.api.memory import MemoryInventory, Moved, OffloadManager, Part, Stepped, Where
 from sley_core.api.parts import ALIGNMENT_BYTES, Parts, round_up
-from sley_memory.config import HostOptimizerConfig
 from sley_memory.movers import MB, Streams, split_by_bytes
+from sley_memory.plugin import HostOptimizerConfig
 
 RING = 2  # buckets with gradients on the host: one is updated while the next is copied
 

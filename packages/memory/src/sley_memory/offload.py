@@ -13,8 +13,8 @@ from sley_core.api.model import Layer
 from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
 from sley_memory.arena import HostArena
-from sley_memory.config import CopiedConfig, OffloadConfig
 from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
+from sley_memory.plugin import CopiedConfig, OffloadConfig
 from sley_memory.shared import SharedCopies
 
 LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")  # parts that the forward of a layer needs

@@ -1,28 +1,161 @@
-"""Declares the records of the plugin `memory`."""
+"""The plan tables and records of the plugin `memory`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from sley_core.api.plan import Array, Table, suggestion
+from sley_core.errors import Diagnostic, PlanError
 from sley_core.hookspecs import hookimpl
 from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record, Scope
-from sley_memory.config import (
-    CopiedConfig,
-    EverythingConfig,
-    GradientsConfig,
-    HostConfig,
-    HostOptimizerConfig,
-    MastersConfig,
-    OffloadConfig,
-    SelectiveConfig,
-    StatesConfig,
-    WeightsConfig,
-)
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
+
+Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
+
+
+Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
+"""Equal to `Part` in `sley_core.api.memory`, which needs torch."""
+
+ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
+
+
+class OffloadConfig(Table):
+    """Moves memory to the host and back, in copies that overlap with the device's other work."""
+
+    MOVES: ClassVar[tuple[Part, ...]] = ()
+
+    bucket_mb: Annotated[float, Field(gt=0)] = 64.0
+    """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
+
+    host_budget_mb: Annotated[float, Field(ge=0)] | None = None
+    """The limit of page-locked host memory in megabytes; memory beyond it is pageable, with a warning. No limit by default."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        """Returns the parts of a run's memory that this table moves."""
+        return self.MOVES
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        """Returns whether optimizer states are on the device only while their weights are updated."""
+        return False
+
+
+class CopiedConfig(OffloadConfig):
+    """Copies memory to the host: in full, or shared between ranks."""
+
+    shared: bool = False
+    """Whether each rank of `wdp` keeps only a part of the memory that is equal on all of them, and gathers the other parts when
+    it is onloaded. All ranks of the run must then offload and onload the same parts in the same order.
+    """
+
+
+class WeightsConfig(CopiedConfig):
+    """Moves parameters and module buffers, including frozen ones."""
+
+    MOVES = ("weights", "buffers")
+
+
+class MastersConfig(CopiedConfig):
+    """Moves the fp32 master weights of weights in narrower dtypes."""
+
+    MOVES = ("masters",)
+
+
+class StatesConfig(CopiedConfig):
+    """Moves the optimizer's states, such as AdamW's moments."""
+
+    MOVES = ("optimizer_states",)
+
+    when: Literal["idle", "between_steps"] = "idle"
+    """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states on the host except
+    while their weights are updated.
+    """
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        return self.when == "between_steps"
+
+
+class GradientsConfig(OffloadConfig):
+    """Frees gradients, and allocates their memory again."""
+
+    MOVES = ("gradients",)
+
+
+class EverythingConfig(CopiedConfig):
+    """Moves all memory that a run holds between two steps, or the parts in `parts`."""
+
+    parts: Annotated[Array[Part], Field(min_length=1)] = ALL
+    """The parts to move: gradients are freed, pools are trimmed, all others are copied."""
+
+    @property
+    def moves(self) -> tuple[Part, ...]:
+        return tuple(self.parts)
+
+
+class HostOptimizerConfig(OffloadConfig):
+    """Keeps masters and optimizer states on the host, and updates them there."""
+
+    MOVES = ("masters", "optimizer_states")
+
+    @property
+    def steps_in_buckets(self) -> bool:
+        return True
+
+
+class HostConfig(Table):
+    """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
+
+    layers: Layers | None = None
+    """The layers: a number of first blocks, or names and patterns (`"blocks.1*"`). All blocks by default.
+
+    Blocks are all layers but the first and the last.
+    """
+
+    min_bytes: NonNegativeInt = 65536
+    """Storages of fewer bytes stay on the device: copying them costs more than it saves."""
+
+    budget_bytes: NonNegativeInt | None = None
+    """The limit of bytes on the host; storages beyond it stay on the device, and are counted."""
+
+
+class SelectiveConfig(Table):
+    """Recomputes layers in their backward like `core.recompute`, but keeps the outputs of their attention."""
+
+    layers: Layers | None = None
+    """The layers: a number of first blocks, or names and patterns. All blocks by default."""
+
+    budget_bytes: NonNegativeInt | None = None
+    """The limit of kept attention outputs in bytes; outputs beyond it are recomputed, and counted."""
+
+
+def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
+    """Returns the names in `layer_names` that `layers` matches.
+
+    layers: None for all blocks (all layers but the first and the last), a number of first blocks, or names and patterns.
+    layer_names: the names of the whole model's layers, in order. Raises PlanError `unknown-layer` if a pattern matches no
+    layer.
+    """
+    if layers is None or isinstance(layers, int):
+        return frozenset(layer_names[1:-1][:layers])
+    names: set[str] = set()
+    for index, pattern in enumerate(layers):
+        matching = [name for name in layer_names if fnmatchcase(name, pattern)]
+        if not matching:
+            first = ", ".join(f"`{name}`" for name in layer_names[:4])
+            hint = suggestion(pattern, layer_names, f"the model's layers are {first}, ...")
+            path = ("activations", "layers", index)
+            raise PlanError.from_diagnostics([Diagnostic("unknown-layer", f"no layer matches `{pattern}`", path, hint=hint)])
+        names.update(matching)
+    return frozenset(names)
 
 
 _MOVES = attrgetter("moves")

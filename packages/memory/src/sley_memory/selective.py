@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 from sley_core.api.memory import version_of
 from sley_core.api.model import Recompute
 from sley_core.errors import RunError
-from sley_memory.config import SelectiveConfig, match_layers
+from sley_memory.plugin import SelectiveConfig, match_layers
 
 if TYPE_CHECKING:
     from sley_core.api.parts import MicroStep

@@ -34,7 +34,7 @@ from sley_pp.message import Announcements, Message, MessagePool, Outbox, boundar
 if TYPE_CHECKING:
     from sley_core.api.comm import Work
     from sley_core.api.parts import Parts
-    from sley_pp.config import LinkConfig
+    from sley_pp.plugin import LinkConfig
 
 Key = Hashable
 """The phase and the shapes of a microbatch's fields. They determine a message, except for the flags of its tensors."""

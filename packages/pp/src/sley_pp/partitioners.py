@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import inf
 
 from sley_core.errors import PlanError
-from sley_pp.config import BalancedConfig, ExplicitConfig, MeasuredConfig, UniformConfig
+from sley_pp.plugin import BalancedConfig, ExplicitConfig, MeasuredConfig, UniformConfig
 
 Boundaries = tuple[int, ...]
 """`num_positions + 1` strictly ascending numbers from 0 to the number of layers."""

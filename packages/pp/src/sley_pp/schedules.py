@@ -12,7 +12,7 @@ from itertools import chain
 
 from sley_core.api.actions import Action, Delivery, Kind, Placement, Schedule, loop, v_placement
 from sley_core.errors import Place, PlanError
-from sley_pp.config import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
+from sley_pp.plugin import CsvConfig, GPipeConfig, InterleavedConfig, OneFOneBConfig, ZeroBubbleH1Config, ZeroBubbleVConfig
 
 Symbol = tuple[Kind, int]
 """The type and chunk of an action, without its microbatch."""

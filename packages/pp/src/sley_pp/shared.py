@@ -17,7 +17,7 @@ from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Param, Parts, StepState
-    from sley_pp.config import SharedModulesConfig
+    from sley_pp.plugin import SharedModulesConfig
 
 
 class SharedModules(GradientHandler):
