@@ -131,11 +131,6 @@ def test_without_a_label_that_counts_loss_and_gradient_are_zero(either_way: str)
     assert not gradient.any()
 
 
-def test_the_chunked_sum_is_differentiated_rightly() -> None:
-    logits, labels = samples(rows=2, positions=3)
-    assert torch.autograd.gradcheck(lambda x: chunked_sum(x.reshape(-1, CLASSES), labels.view(-1), -100, 0.2), logits)
-
-
 def test_nothing_but_logits_and_labels_is_kept_for_the_backward() -> None:
     logits, labels = samples(dtype=torch.float32)
     flat, kept = logits.reshape(-1, CLASSES), []
