@@ -1,7 +1,7 @@
-"""How long a search takes: a Llama on 1,024 ranks, in seconds of the clock and of all its processes.
+"""Measures searches for a Llama on 1,024 ranks, in seconds of the clock and CPU seconds of all processes.
 
-The plan: 1,024 samples of 4,096 tokens a step in bf16, hosts of eight with one network card of 22 GB/s, 80 GiB. All axes are
-searched, and the best layouts take their own steps, on as many cores as there are.
+The plan has 1,024 samples of 4,096 tokens per step in bf16, and hosts of eight 80 GiB devices with one network card of 22 GB/s.
+The search covers all axes, and the best layouts run their own steps on all cores.
 
 Target: 180 s on two cores.
 """
@@ -63,8 +63,8 @@ def machine_of(name: str) -> Any:
 
 def cpu_s() -> float:
     """Returns the CPU seconds of this process and of those that it started."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    usages = [resource.getrusage(processes) for processes in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def plan_of(model: dict[str, Any], folder: Path) -> Any:
@@ -82,25 +82,25 @@ def plan_of(model: dict[str, Any], folder: Path) -> Any:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--world", type=int, default=1024, help="ranks (default 1024)")
-    options.add_argument("--rough", action="store_true", help="without steps: the formula alone")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=1024, help="ranks (default 1024)")
+    parser.add_argument("--rough", action="store_true", help="rank layouts by the formula only")
+    options = parser.parse_args()
     for model, device in product(MODELS, DEVICES):
         with tempfile.TemporaryDirectory() as folder:
             plan = plan_of(MODELS[model], Path(folder))
-            began, used = time.perf_counter(), cpu_s()
-            space = Layouts(plan, given.world, list_choices(plan))
+            start_s, start_cpu_s = time.perf_counter(), cpu_s()
+            space = Layouts(plan, options.world, list_choices(plan))
             machine = machine_of(device)
-            if given.rough:
-                found, _ = rank_layouts(space, machine, 80 * GIB)
+            if options.rough:
+                result, _ = rank_layouts(space, machine, 80 * GIB)
             else:
-                found = search_layouts(space, machine, memory=80 * GIB, cores=num_cores())
-            clock_s, used = time.perf_counter() - began, cpu_s() - used
-        print(f"{model}, devices {device}: {clock_s:.0f} s, {used:.0f} CPU seconds")
-        print(f"  {found.num_layouts:,} layouts, {found.too_large:,} too large, {found.num_exact} by their own steps")
-        for one in found.fastest[:2]:
-            print(f"    {one.estimate.seconds:8.4g} s {one.estimate.num_bytes / GIB:6.1f} GiB  {one.layout}")
+                result = search_layouts(space, machine, memory=80 * GIB, cores=num_cores())
+            clock_s, used_cpu_s = time.perf_counter() - start_s, cpu_s() - start_cpu_s
+        print(f"{model}, devices {device}: {clock_s:.0f} s, {used_cpu_s:.0f} CPU seconds")
+        print(f"  {result.num_layouts:,} layouts, {result.too_large:,} too large, {result.num_exact} by their own steps")
+        for layout, estimate in result.fastest[:2]:
+            print(f"    {estimate.seconds:8.4g} s {estimate.num_bytes / GIB:6.1f} GiB  {layout}")
     print(f"target: {TARGET_S:.0f} s on two cores")
 
 

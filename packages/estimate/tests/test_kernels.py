@@ -1,4 +1,4 @@
-"""What operators take and layers keep: scratch of the CPU's operators, and what CUDA's kernels save, counted by hand."""
+"""Tests the scratch of CPU operators, the tensors that CUDA kernels save, and the timing of layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sley_testing.plans import changed, small_plan
 WIDE, NARROW, WHOLE, FLAG = torch.float32, torch.bfloat16, torch.int64, torch.bool
 SIZE = 4096
 NUMBERS = 16
-"""Bytes of the numbers that stand beside tensors, which torch makes tensors of."""
+"""Bytes of the tensors that torch makes of numbers."""
 CASES: dict[str, tuple[Callable[..., Tensor], list[torch.dtype]]] = {
     "a gradient is added to a wider one": (lambda a, b: a.add_(b), [WIDE, NARROW]),
     "a wide one into a narrow one": (lambda a, b: a.add_(b), [NARROW, WIDE]),
@@ -58,16 +58,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[torch.dtype]]] = {
 
 
 @pytest.mark.parametrize(("operate", "dtypes"), CASES.values(), ids=CASES)
-def test_it_is_what_the_allocator_says(operate: Callable[..., Tensor], dtypes: list[torch.dtype]) -> None:
-    given = [torch.ones(SIZE, dtype=dtype) for dtype in dtypes]
+def test_scratch_equals_that_of_the_allocator(operate: Callable[..., Tensor], dtypes: list[torch.dtype]) -> None:
+    inputs = [torch.ones(SIZE, dtype=dtype) for dtype in dtypes]
     with memory_profile() as profile:
-        operate(*given)
+        operate(*inputs)
     ledger = Ledger(lambda: StepPosition(0, "", ""))
     tensors = FakeTensors(ledger)
-    fakes = [tensors.keep_values(one) for one in given]
+    fakes = [tensors.keep_values(tensor) for tensor in inputs]
     for fake in fakes:
-        fake.constant = None  # of no values, as activations are
-    for _ in range(2):  # asked, and remembered
+        fake.constant = None  # without values, as activations are
+    for _ in range(2):  # the second call is cached
         operate(*fakes)
     assert ledger.peak()[0] == pytest.approx(peak_bytes(profile), abs=NUMBERS)
 
@@ -86,8 +86,8 @@ def estimated(texts: Any, **changes: Any) -> RankBytes:
     return rank_bytes(plan_from_dict(changed(PLAN, **changes), texts), 0, 1)
 
 
-def kept_by_a_block(texts: Any, **changes: Any) -> int:
-    """How much more activations a model of one block more has at its peak."""
+def saved_by_a_block(texts: Any, **changes: Any) -> int:
+    """Returns the bytes of activations that one more block adds to the peak."""
     few, many = (estimated(texts, model__num_layers=number, **changes) for number in (3, 4))
     assert few.position.layer == many.position.layer == "head"
     return many.alive["activations"] - few.alive["activations"]
@@ -96,70 +96,70 @@ def kept_by_a_block(texts: Any, **changes: Any) -> int:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("compute", "size"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
-def test_a_block_keeps_what_the_kernels_save(texts, compute, size, kv_heads):
-    """Inputs and outputs of both norms, queries, context and two or four times keys and values, in fp32 as many as queries; of
-    the feed-forward both products, the activation and what is multiplied; and numbers of rows in fp32.
+def test_a_block_saves_the_tensors_of_its_kernels(texts, compute, size, kv_heads):
+    """Expects inputs and outputs of both norms, queries, context and two or four times keys and values, in fp32 as many as
+    queries. The feed-forward saves both products, the activation and their product. Row statistics are in fp32.
     """
     of_groups = 1.0 if compute == "fp32" else kv_heads / HEADS
     wide = HIDDEN * (6 + 2 * of_groups) + 4 * FFN
     rows = 4 * (2 + HEADS)
     tables = 2 * 4 * SEQUENCE * HIDDEN // HEADS  # cosines and sines
-    kept = kept_by_a_block(texts, precision={"compute": compute}, model__kv_heads=kv_heads, data__documents="cut")
-    assert kept == TOKENS * (wide * size + rows) + tables
+    saved = saved_by_a_block(texts, precision={"compute": compute}, model__kv_heads=kv_heads, data__documents="cut")
+    assert saved == TOKENS * (wide * size + rows) + tables
 
 
-def test_documents_take_no_pairs_of_positions(texts):
-    """Their kernel knows bounds; a mask would be kept, a byte for each pair."""
-    more = {"precision": {"compute": "bf16"}, "data__documents": "pack"}
-    kept = kept_by_a_block(texts, **more)
-    on_cpu = kept_by_a_block(texts, run__device="cpu", **more)
-    assert kept < TOKENS * (2 * (8 * HIDDEN + 4 * FFN) + 4 * (2 + HEADS)) + 4096 < on_cpu
+def test_documents_save_no_mask(texts):
+    """The CUDA kernel gets bounds of documents; a mask would need a byte per pair of positions."""
+    packed = {"precision": {"compute": "bf16"}, "data__documents": "pack"}
+    saved = saved_by_a_block(texts, **packed)
+    on_cpu = saved_by_a_block(texts, run__device="cpu", **packed)
+    assert saved < TOKENS * (2 * (8 * HIDDEN + 4 * FFN) + 4 * (2 + HEADS)) + 4096 < on_cpu
 
 
-def kept(layer: Any, *given: torch.Tensor) -> int:
-    """Bytes that a layer keeps beside what it was given and returns."""
+def saved_bytes(layer: Any, *inputs: torch.Tensor) -> int:
+    """Returns the bytes that a layer saves in addition to its inputs and its output."""
     ledger = Ledger(lambda: StepPosition(0, "", ""))
     with FakeTensors(ledger) as mode, imitate_cuda():
-        tensors = [mode.from_tensor(one).requires_grad_() for one in given]
-        for one in tensors:
-            ledger.ignore(one)
+        tensors = [mode.from_tensor(tensor).requires_grad_() for tensor in inputs]
+        for tensor in tensors:
+            ledger.ignore(tensor)
         output = layer(*tensors)
-        found = ledger.current_bytes - output.nbytes
+        num_bytes = ledger.current_bytes - output.nbytes
         output.sum().backward()
-        assert [one.grad.shape for one in tensors] == [one.shape for one in tensors]
-    return found
+        assert [tensor.grad.shape for tensor in tensors] == [tensor.shape for tensor in tensors]
+    return num_bytes
 
 
-def test_dropout_keeps_a_byte_for_each_element_and_a_norm_a_number_for_each_row():
+def test_dropout_saves_a_byte_per_element_and_a_norm_a_number_per_row():
     x, w = torch.empty(6, 32, dtype=torch.bfloat16), torch.empty(32, dtype=torch.bfloat16)
-    assert kept(lambda x: F.dropout(x, 0.1), x) == 6 * 32
-    assert kept(lambda x: F.dropout(x, 0.1, training=False) + 0, x) == 0
-    assert kept(lambda x, w: F.rms_norm(x, (32,), w), x, w) == 6 * 4
+    assert saved_bytes(lambda x: F.dropout(x, 0.1), x) == 6 * 32
+    assert saved_bytes(lambda x: F.dropout(x, 0.1, training=False) + 0, x) == 0
+    assert saved_bytes(lambda x, w: F.rms_norm(x, (32,), w), x, w) == 6 * 4
 
 
 def test_dropout_is_one_kernel_forward_and_one_backward():
-    """Each reads one tensor and writes one, and the byte of each element."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))) as mode, imitate_cuda(seen.record):
+    """Each kernel reads a tensor, writes a tensor, and moves a byte per element."""
+    with OperatorRecorder() as recorder, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))) as mode, imitate_cuda():
         x = mode.from_tensor(torch.empty(6, 32, dtype=torch.bfloat16)).requires_grad_()
         dropped = F.dropout(input=x, p=0.1)
         dropped.backward(torch.empty_like(dropped))
-    kernels = [(kernel.name, kernel.num_bytes) for kernel in seen.operators("forward")]
+    kernels = [(kernel.name, kernel.num_bytes) for kernel in recorder.operators("forward")]
     assert kernels == [(f"aten.native_dropout{suffix}", 6 * 32 * (2 + 2 + 1)) for suffix in ("", "_backward")]
 
 
-def test_a_norm_whose_weight_has_another_type_is_its_formula():
+def test_a_norm_with_a_weight_of_another_dtype_is_not_fused():
     x, w = torch.empty(6, 32, dtype=torch.bfloat16), torch.empty(32)
     with pytest.warns(UserWarning, match="Mismatch dtype"):
-        assert kept(lambda x, w: F.rms_norm(x, (32,), w), x, w) > 2 * 6 * 32
+        assert saved_bytes(lambda x, w: F.rms_norm(x, (32,), w), x, w) > 2 * 6 * 32
 
 
 def test_attention_over_documents_multiplies_as_with_their_mask():
-    """All pairs of positions, forward, and two and a half times that in its backward."""
-    with OperatorRecorder() as seen, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))), imitate_cuda():
+    """The forward multiplies all pairs of positions, and the backward two and a half times as much."""
+    with OperatorRecorder() as recorder, FakeTensors(Ledger(lambda: StepPosition(0, "", ""))), imitate_cuda():
         q, k = (torch.empty(2, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
         bounds = torch.empty(2, 3, dtype=torch.int64)
         Attention()(q, k, k, bounds).sum().backward()
-    forward, backward = (one for one in seen.operators("forward") if one.flops)
+    forward, backward = (operator for operator in recorder.operators("forward") if operator.flops)
     assert forward.flops == 4 * 2 * 4 * 16 * 16 * 8
     assert backward.flops == 2.5 * forward.flops
     assert backward.num_bytes > forward.num_bytes > 2 * 16 * 4 * 8 * 2
@@ -172,24 +172,26 @@ NUM_CALLS = 3
 
 
 class Additions(TorchDispatchMode):
-    """Keeps what tensors of `shapes` were added to in place, by operator; kept, none has the memory of another."""
+    """Records the tensors of `shapes` that operators add to in place, in `targets` by operator. References keep their memory
+    from being reused.
+    """
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()
         self.shapes = shapes
-        self.found: dict[str, list[Tensor]] = defaultdict(list)
+        self.targets: dict[str, list[Tensor]] = defaultdict(list)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default) and args[0].shape in self.shapes:
-            self.found[func.overloadpacket.__name__].append(args[0])
+            self.targets[func.overloadpacket.__name__].append(args[0])
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
-class AtOnce(Device):
-    """A device that works through a queue, in no time."""
+class InstantDevice(Device):
+    """A device with a queue that needs no time."""
 
     @property
     def is_async(self) -> bool:
@@ -211,7 +213,7 @@ CPU = Device(torch.device("cpu"))
 def additions(
     accumulation: str, compute: str = "fp32", *, split: bool = False, device: Device = CPU
 ) -> tuple[dict[str, list[Tensor]], int, LayerSeconds]:
-    """What was added to while the first block was timed, how many weights its linears have, and its times."""
+    """Returns the in-place additions while the first block was timed, the number of its linear weights, and its seconds."""
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     plan = plan_from_dict(small_plan(data=data, precision={"compute": compute, "accumulation": accumulation}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
@@ -219,42 +221,42 @@ def additions(
     bench = LayerBench(plan, device, model, dataset, weight_dtypes(plan)[0], NUM_CALLS)
     embed, block = model.layers[:2]
     _, value = bench.time(embed, None)
-    weights = [one.weight for one in block.module.modules() if isinstance(one, nn.Linear)]
-    with Additions({weight.shape for weight in weights}) as seen:
+    weights = [module.weight for module in block.module.modules() if isinstance(module, nn.Linear)]
+    with Additions({weight.shape for weight in weights}) as recorder:
         times, _ = bench.time(block, value, split=split)
-    return seen.found, len(weights), times
+    return recorder.targets, len(weights), times
 
 
 @pytest.mark.parametrize(
     ("accumulation", "compute", "operator"),
     [("autograd", "fp32", "add_"), ("autograd", "bf16", "add_"), ("direct", "fp32", "addmm_")],
 )
-def test_a_backward_adds_to_the_same_memory_each_time_as_the_plan_says(accumulation, compute, operator) -> None:
-    found, num_weights, _ = additions(accumulation, compute)
-    assert found.keys() == {operator}
-    assert len(found[operator]) == num_weights * (1 + NUM_CALLS)
-    assert len({tensor.data_ptr() for tensor in found[operator]}) == num_weights
-    assert {tensor.dtype for tensor in found[operator]} == {torch.float32}
+def test_a_backward_adds_to_the_same_memory_each_time(accumulation, compute, operator) -> None:
+    targets, num_weights, _ = additions(accumulation, compute)
+    assert targets.keys() == {operator}
+    assert len(targets[operator]) == num_weights * (1 + NUM_CALLS)
+    assert len({tensor.data_ptr() for tensor in targets[operator]}) == num_weights
+    assert {tensor.dtype for tensor in targets[operator]} == {torch.float32}
 
 
-def test_a_split_backward_of_narrow_weights_adds_its_products_too() -> None:
-    """Autograd has no gradient for the hook that adds it in the wider type: its product waits in the queue."""
-    found, num_weights, _ = additions("autograd", "bf16", split=True)
-    assert len(found["add_"]) == 2 * num_weights * (1 + NUM_CALLS), "whole backwards, and products of split ones"
+def test_a_split_backward_of_narrow_weights_adds_its_products() -> None:
+    """The hook that adds gradients in the wider dtype gets none, since products wait in the queue."""
+    targets, num_weights, _ = additions("autograd", "bf16", split=True)
+    assert len(targets["add_"]) == 2 * num_weights * (1 + NUM_CALLS), "whole backwards, and products of split ones"
 
 
-def test_a_device_that_is_faster_than_its_host_is_waited_for_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each half takes the host's seconds, of one call of the row; split ones multiply as often, and add to the same memory."""
-    reads = count()  # a second from one reading of the clock to the next
+def test_the_host_of_a_faster_device_is_timed_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half takes the host's seconds of one call of the row. Split halves add to the same memory."""
+    reads = count()  # a second between two readings of the clock
     clock = SimpleNamespace(perf_counter=lambda: float(next(reads)))
     monkeypatch.setattr(benches, "time", clock)
     monkeypatch.setattr(benches, "time_empty_backward", lambda device: 0.05)
     monkeypatch.setattr(benches, "HOST_S", 0.0)
     monkeypatch.setattr(devices, "WRITTEN_BYTES", {"cpu": 1})
-    found, num_weights, times = additions("autograd", split=True, device=AtOnce(CPU.torch_device))
+    targets, num_weights, times = additions("autograd", split=True, device=InstantDevice(CPU.torch_device))
     assert astuple(times) == pytest.approx(
         (0.0,) * 4 + (1 / ROW_LENGTH, 1 / ROW_LENGTH - 0.05, 1 / ROW_LENGTH - 0.05, 1 / ROW_LENGTH)
     )
     assert times.total_s == pytest.approx(2 / ROW_LENGTH - 0.05), "the slower counts"
-    assert len(found["addmm_"]) == num_weights * (1 + NUM_HOST_CALLS + NUM_CALLS + ROW_LENGTH)
-    assert len({tensor.data_ptr() for tensor in found["addmm_"]}) == num_weights
+    assert len(targets["addmm_"]) == num_weights * (1 + NUM_HOST_CALLS + NUM_CALLS + ROW_LENGTH)
+    assert len({tensor.data_ptr() for tensor in targets["addmm_"]}) == num_weights
