@@ -67,7 +67,7 @@ FAULTS_IN_CAMPAIGN = [
 
 def message_key(label: str) -> tuple[str, ...]:
     """Returns the stages, the direction and the microbatch of a message label, which are the same on both sides."""
-    words = label.replace(",", "").split()
+    words = label.replace(",", "").replace("(", "").split()
     stages = sorted(word for before, word in pairwise(words) if before == "stage")
     direction = next((word for word in words if word in ("forward", "backward")), "")
     micro = next((word for before, word in pairwise(words) if before == "microbatch"), "")

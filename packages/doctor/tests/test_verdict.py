@@ -87,7 +87,7 @@ def test_a_rank_that_three_wait_for_is_named(has_been: bool, kind: str, label: s
 
 def message(number: int, micro: int, operation: str, **changes: Any) -> ExchangeRecord:
     verb, stages = ("sends to", "0 {} stage 1") if operation == "send" else ("receives from", "1 {} stage 0")
-    label = f"what stage {stages.format(verb)}, forward, its output of microbatch {micro} (chunk 0)"
+    label = f"what stage {stages.format(verb)}, the output for microbatch {micro} (forward, chunk 0)"
     return exchange(number, label, axis="pp", operation=operation, queue="pp up 0>1", **changes)
 
 
@@ -170,15 +170,15 @@ def test_words() -> None:
 
 
 def crossing(operation: str, number: int, queue: str, peer: int, label: str) -> ExchangeRecord:
-    return exchange(number, f"what {label} (chunk 0)", (0, 2, 4), "pp", operation=operation, queue=queue, peer=peer)
+    return exchange(number, f"what stage {label}, chunk 0)", (0, 2, 4), "pp", operation=operation, queue=queue, peer=peer)
 
 
 def test_who_waits_for_ranks_that_wait_for_each_other_only_follows() -> None:
     """Three stages of two replicas. Rank 2 has left out the step's last message; rank 0 waits for it, and rank 1 for rank 0."""
-    last = crossing("send", 6, "pp up 1>2", 4, "stage 1 sends to stage 2, forward, its output of microbatch 2")
-    missing = crossing("receive", 7, "pp up 1>2", 2, "stage 2 receives from stage 1, forward, its output of microbatch 3")
-    middle = crossing("receive", 5, "pp down 2>1", 4, "stage 1 receives from stage 2, backward, a gradient of microbatch 3")
-    first = crossing("receive", 5, "pp down 1>0", 2, "stage 0 receives from stage 1, backward, a gradient of microbatch 3")
+    last = crossing("send", 6, "pp up 1>2", 4, "1 sends to stage 2, the output for microbatch 2 (forward")
+    missing = crossing("receive", 7, "pp up 1>2", 2, "2 receives from stage 1, the output for microbatch 3 (forward")
+    middle = crossing("receive", 5, "pp down 2>1", 4, "1 receives from stage 2, the gradient for microbatch 3 (backward")
+    first = crossing("receive", 5, "pp down 1>0", 2, "0 receives from stage 1, the gradient for microbatch 3 (backward")
     bucket = exchange(1, "the bucket of embed.weight")
     verdict = verdict_of(
         report(0, first, wait=first),

@@ -19,8 +19,8 @@ from sley_doctor.fault_report import ExchangeRecord, FaultReport, WaitRecord
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
 _MESSAGES = frozenset({"send", "receive"})
-_MESSAGE_PATTERN = re.compile(r"(announcement|what stage).* (forward|backward), .* of microbatch (\d+)")
-"""Matches the description of a pipeline message: its type, its flow and its microbatch."""
+_MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
+"""Matches the description of a pipeline message: whether it is an announcement, its microbatch and its flow."""
 
 _READ_QUEUE_PATTERN = re.compile(r" of \d+$")
 """Matches the end of a queue name in which a rank waits until other ranks have read its data."""
