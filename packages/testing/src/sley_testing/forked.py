@@ -197,10 +197,8 @@ def run_module(
     sys.argv = [module, *arguments]
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
-
-    import torch
-
-    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
+    if torch := sys.modules.get("torch"):  # else the module reads the environment when it imports torch
+        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
