@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -106,7 +107,7 @@ def search_layouts(
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
     result.smallest = layouts.get(ranking.smallest)
     ordered = order_by_variety([(layouts[number], rough) for number, rough in ranking.best], space)
-    candidates = [layout for layout in ordered if _is_valid(layout, space, result)]
+    candidates = (layout for layout in ordered if _is_valid(layout, space, result))
     verified: list[Result] = []
 
     def estimate_layout(layout: Layout) -> ExactEstimate | SleyError:
@@ -117,20 +118,17 @@ def search_layouts(
         num_bytes = max(memory.peak for memory in estimate.memory)
         return ExactEstimate(estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers))
 
-    for start in range(0, len(candidates), NUM_EXACT):
-        if len(verified) >= top:
-            break
-        layouts_of_round = candidates[start : start + NUM_EXACT]
-        calls = [partial(estimate_layout, layout) for layout in layouts_of_round]
-        for index, estimate in run_calls(calls, cores):
+    while len(verified) < top and (next_layouts := list(islice(candidates, NUM_EXACT))):
+        total = result.num_exact + len(next_layouts)
+        for index, estimate in run_calls([partial(estimate_layout, layout) for layout in next_layouts], cores):
             result.num_exact += 1
-            report_progress(result.num_exact, start + len(calls))
+            report_progress(result.num_exact, total)
             if isinstance(estimate, SleyError):
                 result.refuse(estimate)
             elif memory is not None and estimate.num_bytes > memory:
                 result.dropped += 1
             else:
-                verified.append(Result(layouts_of_round[index], estimate))
+                verified.append(Result(next_layouts[index], estimate))
     verified.sort(key=lambda verified_result: verified_result.estimate.seconds)
     result.fastest = verified[:top]
     return result
