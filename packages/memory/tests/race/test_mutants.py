@@ -44,6 +44,7 @@ IMPLIED: dict[Named, str] = {
     ): "where no step failed, what left was awaited before it was let go, and what came where it was used",
     ("_step", "wait_for_device", 1): "the host has waited for gradients, whose stream followed the device after the backward",
     ("_step", "hold_device", 0): "the host waits for the same copies, and gives the device's next work after that",
+    ("host", "wait", 0): "a training reads states that are coming only after their copies out; `test_readers.py` reads earlier",
 }
 """Waits that another one brings about: without them, all orders of a training are the permitted ones."""
 
