@@ -213,9 +213,11 @@ class Link:
             message, pending = None, []
             if description.leaves:
                 message = self._message_pool.lease(message_layout(description.leaves))
+                message.clear_end()
                 pending = self._channels.receive(message.pieces, transfer.peer, label)
                 if self._fake_description is not None:  # a fake world receives nothing, so this writes the expected header
                     message.write_header(self._walk.number, transfer.micro, description.flags)
+                    message.write_end()
             self._receives[transfer] = _Receive(message, pending, description)
 
     def _receive_description(self, transfer: Transfer) -> Description:
@@ -230,7 +232,7 @@ class Link:
     def _read_flags(self, transfer: Transfer, message: Message) -> bytes:
         """Returns the flags of a received `message`.
 
-        Raises RunError if the message belongs to another step or microbatch, or reports a mismatch.
+        Raises RunError if the message belongs to another step or microbatch, is too short, or reports a mismatch.
         """
         walk, microbatch, flags, fault = message.read_header()
         label = self._label(transfer, "receives from")
@@ -238,6 +240,9 @@ class Link:
             raise stages_differ_error(f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk.number}")
         if fault:
             raise boundary_mismatch_error(f"{label}: {fault}")
+        if not message.is_complete:
+            num_bytes = sum(piece.nbytes for piece in message.pieces)
+            raise boundary_mismatch_error(f"{label}: the message is shorter than the announced {num_bytes} bytes")
         return flags
 
     def _boundary_descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:

@@ -1,12 +1,15 @@
 """A message: the tensors that cross a stage boundary, as a header and then every tensor, each at an aligned offset.
 
-    | header: walk, microbatch, fault, flags | tensor 0 . . . | tensor 1 . . . . . |
-    0                                    1024 + flags          aligned to 256 bytes
+    | header: walk, microbatch, fault, end, flags | tensor 0 . . . | tensor 1 . . . . . |
+    0                                         1024 + flags          aligned to 256 bytes
 
 Both ends know the size before the message is sent, so that a receive can be posted ahead. The header lets a receiver report an
 unexpected message. A sender that detects a mismatch sends a message of the expected size with the error text in its header. The
 flags show which tensors have a gradient and which are the same tensor. Only flags may differ between microbatches, for example
 if layers are frozen.
+
+Gloo accepts a message that is shorter than the receive buffer, and leaves the rest of the buffer unchanged. So a header on the
+host repeats the message's last bytes. The receiver clears these bytes first, and compares them after the receive.
 
 The header is always on the host, so that both ends read it without a device synchronisation. If the tensors are on the host
 too, they follow it in the same piece. Otherwise it is a separate piece.
@@ -41,8 +44,13 @@ if TYPE_CHECKING:
 HEADER_BYTES = 1024
 """The size of the header's numbers and error text in bytes. The flags of each tensor follow."""
 
-_NUMBERS = struct.Struct("<III")
-"""The walk, the microbatch, and the size of the error text in bytes."""
+END_BYTES = 8
+_NUMBERS = struct.Struct(f"<III{END_BYTES}s")
+"""The walk, the microbatch, the size of the error text in bytes, and the last bytes of the message."""
+
+_EMPTY_END = b"no bytes"
+"""The placeholder of the last bytes until they arrive."""
+
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """The dtype and shape of each tensor. Messages with equal layouts are interchangeable."""
@@ -117,6 +125,8 @@ class Message:
         self.layout = layout
         self.pieces = [header, body] if self._separate_header else [body]
         self._header = self._device.bytes_of(header)
+        has_end = sizes.body and not self._separate_header  # the host does not read tensors on a device
+        self._end = self._device.bytes_of(body[-END_BYTES:]) if has_end else memoryview(bytearray())
         self.tensors: list[Tensor] = []
         for (dtype, shape), offset in zip(layout, sizes.offsets, strict=True):
             start = body_start + offset
@@ -131,13 +141,28 @@ class Message:
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
         """Writes the header. fault: the text of a mismatch, which is cut to fit, or an empty text."""
         text = fault.encode()[: HEADER_BYTES - _NUMBERS.size]
-        _NUMBERS.pack_into(self._header, 0, walk, micro, len(text))
+        _NUMBERS.pack_into(self._header, 0, walk, micro, len(text), b"")
         self._header[_NUMBERS.size : _NUMBERS.size + len(text)] = text
         self._header[HEADER_BYTES : HEADER_BYTES + len(flags)] = flags
 
+    def write_end(self) -> None:
+        """Copies the message's last bytes into the header. Called after the tensors are written, before the send."""
+        start = _NUMBERS.size - END_BYTES
+        self._header[start : start + len(self._end)] = self._end
+
+    def clear_end(self) -> None:
+        """Overwrites the message's last bytes with a placeholder. Called before the receive."""
+        self._end[:] = _EMPTY_END[: len(self._end)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes of a received message have arrived."""
+        start = _NUMBERS.size - END_BYTES
+        return self._header[start : start + len(self._end)] == self._end
+
     def read_header(self) -> tuple[int, int, bytes, str]:
         """Returns the walk, the microbatch, the flags and the fault that `write_header` wrote."""
-        walk, micro, size = _NUMBERS.unpack_from(self._header)
+        walk, micro, size, _ = _NUMBERS.unpack_from(self._header)
         fault = bytes(self._header[_NUMBERS.size : _NUMBERS.size + size]).decode(errors="replace")
         return walk, micro, bytes(self._header[HEADER_BYTES : HEADER_BYTES + Leaf.FLAG_BYTES * len(self.layout)]), fault
 
@@ -226,6 +251,7 @@ class Outbox:
         if not fault:
             for target, tensor in zip(message.tensors, tensors, strict=True):
                 target.copy_(tensor)
+        message.write_end()
         self._sends.append((self._channels.send(message.pieces, peer, f"what {label}"), message))
         if fault:
             for pending in self._sends[-1][0]:
