@@ -39,6 +39,8 @@ from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.losses.chunked_head import HeadChunks, head_chunks
 from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
+from sley_core.metrics.throughput import DOCUMENTS
+from sley_core.model.attention import BACKENDS, kernel_of_attention
 from sley_core.model.build import build_on_meta, evaluation_notes, set_train_mode
 from sley_core.model.layers import Layer, Model
 from sley_core.model.tensors import keeps_fp32
@@ -91,6 +93,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
         check_hooks(stage.stages, shards, topology.sp)
         notes += describe_dtypes(plan, model)
+        if simulation is None:
+            notes += describe_attention(plan, model, world.device.torch_device)
         reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
         announced, has_values = None, True
         if simulation is None:
@@ -357,6 +361,23 @@ def describe_dtypes(plan: Plan, model: Model) -> list[str]:
     if num_kept := sum(buffer.is_floating_point() and buffer.dtype != working for buffer in buffers):
         note += f"; {num_kept} buffers keep their dtypes"
     return [note]
+
+
+def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
+    """Returns a note that names the kernel of the model's attention; [] if `[model] attention` does not name one of torch's and
+    a CPU has no other, or no module has a `head_dim`.
+
+    Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute it.
+    """
+    name = plan.model.config.attention
+    modules = [module for layer in model.layers for module in layer.module.modules()]
+    head_dims = [dim for module in modules if isinstance(dim := getattr(module, "head_dim", None), int)]
+    if name not in BACKENDS and (name != "auto" or device.type == "cpu" or not head_dims):
+        return []
+    is_packed = any(DOCUMENTS in layer.fields for layer in model.layers)
+    head_dim = head_dims[0] if head_dims else 64
+    kernel = kernel_of_attention(name, head_dim, device, weight_dtypes(plan)[0], is_packed=is_packed)
+    return [f"attention uses torch's kernel `{kernel}`"]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.attention import Attention, attention_kernel, attention_mask, once_per_field
 
@@ -128,6 +130,17 @@ def test_kernels_compute_the_same_values(packed: bool) -> None:
         assert torch.equal(flash, automatic), "a CPU has one fused kernel"
 
 
+def test_the_kernel_of_an_attention_is_named_and_one_that_cannot_compute_it_is_refused() -> None:
+    kernel_of = partial(
+        attention.kernel_of_attention, head_dim=16, device=torch.device("cpu"), dtype=torch.float64, is_packed=True
+    )
+    assert [kernel_of(name) for name in ("auto", "flash", "math")] == ["flash", "flash", "math"]
+    for name in ("cudnn", "efficient"):
+        with pytest.raises(PlanError, match=f"kernel `{name}` cannot compute float64 heads of 16 on cpu") as error:
+            kernel_of(name)
+        assert error.value.diagnostics[0].code == "attention-kernel"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient", "math"])
@@ -135,6 +148,8 @@ def test_every_kernel_on_cuda_equals_the_naive_form(name: str, packed: bool) -> 
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
     q, k, v = (torch.randn(BATCH, LENGTH, 4, 32, generator=generator) for _ in range(3))
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32).cuda() if packed else None
+    chosen = attention.kernel_of_attention(name, 32, torch.device("cuda"), dtype, is_packed=packed)
+    assert chosen == name or name == "auto"
     with attention_kernel(name):
         context = Attention()(*(tensor.to("cuda", dtype) for tensor in (q, k, v)), cu_seqlens)
     torch.testing.assert_close(context.float().cpu(), naive(q, k, v, BOUNDS if packed else [[0]] * BATCH), rtol=3e-2, atol=3e-2)

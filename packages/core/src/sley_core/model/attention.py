@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sley_core.errors import PlanError
 from sley_core.model.tensors import device_kind
 
 T = TypeVar("T")
@@ -140,6 +141,29 @@ BACKENDS = {
 def attention_kernel(name: str) -> AbstractContextManager[Any]:
     """Returns a context in which every attention uses the kernel `name` of `BACKENDS`; any other name leaves torch's choice."""
     return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
+
+
+def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: torch.dtype, *, is_packed: bool) -> str:
+    """Returns the name of the kernel that computes causal attention with `[model] attention = name`, such as "flash".
+
+    is_packed: whether `cu_seqlens` bounds documents. Raises PlanError "attention-kernel" if the kernel `name` cannot compute
+    heads of `head_dim` in `dtype` on `device`.
+    """
+    with attention_kernel(name):
+        if is_packed and device.type == "cuda" and _has_varlen(dtype):
+            return "flash"
+        q = torch.empty((1, 1, 128, head_dim), dtype=dtype, device=device, requires_grad=True)
+        mask = torch.zeros((1, 1, 128, 128), dtype=dtype, device=device) if is_packed else None
+        try:
+            backend = SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None))
+        except RuntimeError:  # "No viable backend"
+            backend = SDPBackend.ERROR
+    if backend == SDPBackend.ERROR:  # each call of torch makes a new object
+        dtype_name = str(dtype).removeprefix("torch.")
+        message = f"torch's attention kernel `{name}` cannot compute {dtype_name} heads of {head_dim} on {device.type}"
+        hint = 'use `attention = "auto"`, or another kernel'
+        raise PlanError("attention-kernel", message, path=("model", "attention"), hint=hint)
+    return next((key for key, value in BACKENDS.items() if value == backend), backend.name.lower())
 
 
 def _has_varlen(dtype: torch.dtype) -> bool:
