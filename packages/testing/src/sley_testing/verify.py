@@ -39,7 +39,7 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
     "gradient norm": "every gradient agrees: check whether the layout counts a gradient twice, or not at all",
     "held-out loss": "the evaluation computes something else, or uses other samples",
     "weight": "the gradient agrees, and only the update differs: check the optimizer, its state, and other code that writes to "
-    "the weight; if the weight agrees with `--set optimizer.use=core.sgd`, the optimizer amplifies rounding errors",
+    "the weight; if the weight agrees with `--set precision.compute=fp64`, the optimizer amplifies rounding errors",
 }
 
 
