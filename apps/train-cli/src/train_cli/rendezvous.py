@@ -31,7 +31,7 @@ from sley_core.engine.agreement import describe_differences
 from sley_core.errors import RunError, SleyError
 from train_cli.preflight import PREFLIGHT
 
-PATIENCE_S = 8.0
+TIMEOUT_S = 8.0
 """Seconds for anything that works at once or not at all: a name, a free port, the store's answer, processes on this machine."""
 
 STRAGGLERS_S = 10.0
@@ -78,7 +78,7 @@ class Rendezvous:
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
         agent does. Blocks until the store exists. All ranks must call it the same number of times.
 
-        Raises RunError "preflight" with this host and a hint: within about PATIENCE_S if the name cannot be resolved or the
+        Raises RunError "preflight" with this host and a hint: within about TIMEOUT_S if the name cannot be resolved or the
         port is in use, within twice that if a program at the port does not answer, and after `timeout_s` if nothing listens.
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
@@ -87,7 +87,7 @@ class Rendezvous:
             hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
             raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
-            timeout_s = min(timeout_s, PATIENCE_S)  # a loopback address never connects several hosts
+            timeout_s = min(timeout_s, TIMEOUT_S)  # a loopback address never connects several hosts
         serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _open_store(address, int(port), size, timeout_s, serves=serves)
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
@@ -200,7 +200,7 @@ class Rendezvous:
                 self._write_once("verdict", self._missing_ranks_verdict(occasion, timeout_s))
                 num_readers = self._add_count("arrived", 0)
         # Rank 0 may have arrived a little later, and names missing ranks after its own time limit.
-        verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + PATIENCE_S)
+        verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + TIMEOUT_S)
         if verdict:
             self._acknowledge_failure(num_readers)
             raise RunError(PREFLIGHT, verdict["message"], hint=verdict.get("hint"))
@@ -301,17 +301,17 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
     num_silent = 0
     while True:
         has_answered = serves
-        limit_s = PATIENCE_S if serves else timeout_s  # an earlier run's store may still hold the port
+        limit_s = TIMEOUT_S if serves else timeout_s  # an earlier run's store may still hold the port
         try:
             socket.getaddrinfo(address, port)
             if not serves:  # first, since torch handles no signals while it connects
-                socket.create_connection((address, port), timeout=PATIENCE_S).close()
+                socket.create_connection((address, port), timeout=TIMEOUT_S).close()
                 has_answered = True
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
             is_unknown = isinstance(error, socket.gaierror)  # names of pods are known a little after the pods start
-            limit_s = PATIENCE_S if is_unknown else limit_s
+            limit_s = TIMEOUT_S if is_unknown else limit_s
             # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
             num_silent += has_answered and isinstance(error, TimeoutError)
             if time.monotonic() - start_s > limit_s or num_silent == 2:
@@ -330,22 +330,22 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
     raise _preflight_error(f"nothing answered at {address}:{port} within {timeout_s:g} s: {reason}", hint)
 
 
-def _tcp_store(address: str, port: int, size: int, serves: bool) -> Store:
-    """Creates the store in a thread, since torch waits without a limit for a program that does not answer. Raises TimeoutError
-    for such a program.
+def _tcp_store(address: str, port: int, size: int, is_server: bool) -> Store:
+    """Creates the store in a thread, since torch waits forever for a server that does not respond. Raises TimeoutError for such
+    a server.
     """
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:
-        timeout = timedelta(seconds=PATIENCE_S / 2)
+        timeout = timedelta(seconds=TIMEOUT_S / 2)
         try:
-            outcomes.append(TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True))
+            outcomes.append(TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
             outcomes.append(error)
 
     thread = threading.Thread(target=create_store, name="sley-store", daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     if not outcomes:
         raise TimeoutError("it does not respond")
     if isinstance(outcomes[0], RuntimeError):

@@ -21,7 +21,7 @@ def two_rank_plan(min_numel: int) -> dict[str, Any]:
 
 
 def test_two_ranks_match_one_process(ranks: Callable[..., Any], texts: Path) -> None:
-    """Compares all results without rounding, and gradients within the record's tolerance with rounding."""
+    """Compares all results without rounding; with rounding, only gradients, within the record's tolerance."""
     reference = record(small_plan(), 3, folder=texts)
     assert_parity(reference, ranks(2)(record, two_rank_plan(10**9), 3, folder=texts), "fp64")
     for rounded in ranks(2)(record, two_rank_plan(0), 1, folder=texts):

@@ -37,7 +37,7 @@ class _Exchange(Work):
             self._read_peers()
 
     def release(self) -> None:
-        """Completes the exchange, since most exchanges need all data."""
+        """Completes the exchange: by default, its tensors may be changed only after all peers have been read."""
         self.wait()
 
     def wait_sent(self) -> None:

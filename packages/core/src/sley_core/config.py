@@ -42,8 +42,8 @@ class CrossEntropyConfig(Table):
     """The batch field with the class of every position. For next-token prediction, the dataset must shift the labels."""
 
     copying: bool = False
-    """Whether labels may equal the tokens at the same positions. If false, the run rejects a first batch with such labels,
-    because they were not shifted.
+    """Whether labels may equal the tokens at the same positions. If false, the run rejects the first batch if it has such
+    labels, because they were not shifted.
     """
 
     ignore_index: int = -100
@@ -53,8 +53,8 @@ class CrossEntropyConfig(Table):
     """The share of the target that is spread evenly over all classes."""
 
     chunk_tokens: PositiveInt | Literal["auto"] | None = None
-    """The number of tokens whose logits exist at a time. The last layer's linear and the loss are computed chunk by chunk.
-    "auto" limits the logits of a chunk to 128 MiB. Default: all logits exist.
+    """The number of tokens whose logits are in memory at once. The last layer's linear and the loss are computed chunk by
+    chunk. "auto" limits the logits of a chunk to 128 MiB. By default, all logits are computed at once.
     """
 
 

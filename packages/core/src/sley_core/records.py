@@ -188,7 +188,7 @@ class ScheduleRecord(Record):
 
 
 class StageLinkRecord(Record):
-    """`build(config) -> StageLink`."""
+    """Describes a link between pipeline stages. `build(config)` returns a `StageLink`."""
 
 
 @dataclass(frozen=True, kw_only=True)

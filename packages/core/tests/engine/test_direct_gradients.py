@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.engine.direct import Handover, WeightQueue
+from sley_core.engine.direct import WeightGradientSink, WeightQueue
 from sley_core.errors import RunError
 from sley_testing.plans import small_plan
 from sley_testing.runs import record
@@ -53,7 +53,7 @@ def products(branch):
     that its backward runs first; a step may raise.
     """
     queue, made = WeightQueue(), []
-    sink = Handover(lambda rows, inputs: made.append(rows.t() @ inputs), queue)
+    sink = WeightGradientSink(lambda rows, inputs: made.append(rows.t() @ inputs), queue)
     for step in range(3):
         x = torch.arange(1.0, 7.0).reshape(3, 2).requires_grad_()
         hidden = x * 1.0

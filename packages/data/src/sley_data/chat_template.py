@@ -230,7 +230,7 @@ class ChatTemplate:
                 yield conversation, samples, _PROMPT_DIFFERS if num_dropped else reason
 
     def _text_before_answer(self, text: str) -> str | None:
-        """Returns `text` up to its first generation prompt, or None if it has no generation prompt."""
+        """Returns `text` up to and including its first generation prompt, or None if it has none or the template fails."""
         try:
             without_prompt, with_prompt = (self.render(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
         except ValueError:

@@ -62,12 +62,12 @@ class Stream:
         """Returns a copy of tokens [start, stop) as int64. The range must be inside the stream."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         tokens = np.empty(stop - start, np.int64)
-        number, position = int(np.searchsorted(self._ends, start, side="right")), start
+        part_index, position = int(np.searchsorted(self._ends, start, side="right")), start
         while position < stop:
-            part, end = self.parts[number], int(self._ends[number])
+            part, end = self.parts[part_index], int(self._ends[part_index])
             offset = end - len(part)
             tokens[position - start : end - start] = part[position - offset : stop - offset]
-            number, position = number + 1, end
+            part_index, position = part_index + 1, end
         return tokens
 
     @property

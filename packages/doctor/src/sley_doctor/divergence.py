@@ -152,13 +152,12 @@ def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None
     late_exchanges = sorted(_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
-    # The exchange that the fewest ranks have started. The last exchange, in which all ranks wait, only shows followers, and so
-    # do ranks that wait for a cycle of messages.
+    # The exchange that the fewest ranks have started. Later exchanges and waits for a cycle of messages are consequences.
     first = (_message_cycle(late_exchanges) or late_exchanges)[0]
     peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
-    is_usual = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
-    if len(first.late) > first.started and is_usual:
-        # Other ranks have made this exchange before: the rank is ahead, because it left out the exchange that they wait in.
+    was_seen_before = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
+    if len(first.late) > first.started and was_seen_before:
+        # Other ranks have started this exchange before: the rank is ahead, because it left out the exchange that they wait in.
         first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)
     wait = by_rank[first.late[0]].wait
     assert wait is not None, first

@@ -55,7 +55,7 @@ class ExactSums(Sums):
         self._pending_handles.clear()
 
     def discard(self) -> None:
-        self.finish()
+        self.finish()  # a collective that has started cannot be cancelled
 
 
 class Bf16Sums(Sums):
@@ -155,7 +155,7 @@ class ShardSums(Sums):
         self._scratch_users.clear()
 
     def discard(self) -> None:
-        self.finish()
+        self.finish()  # a collective that has started cannot be cancelled
 
     def _acquire_scratch(self, buffer: GradientBuffer, numel: int) -> Tensor:
         """Returns scratch memory for peers' data: `numel` elements of the dtype of `buffer`.

@@ -86,5 +86,5 @@ def peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a pattern matches `path`: a name that it ends with, or a pattern of the whole path."""
+    """Returns whether `path` matches one of `patterns`: the last names of the path, or a pattern for the whole path."""
     return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)

@@ -137,7 +137,7 @@ class LoadBalance:
         self.sp = parts.groups["sp"]
         parts.events.began.append(self._begin)
         for index, name in enumerate(("loss", "max_load", "min_load")):
-            parts.numbers.add(f"experts/{name}", partial(self._replica_mean, index, parts.topology.dp))
+            parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
     def loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
         """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
@@ -159,11 +159,11 @@ class LoadBalance:
     def _begin(self) -> None:
         self._sums, self._num_micros = 0.0, 0
 
-    def _replica_mean(self, index: int, num_replicas: int) -> Tensor | float:
+    def _mean_share(self, sum_index: int, num_replicas: int) -> Tensor | float:
         """Returns this rank's share of the mean of a number over the microbatches of all replicas."""
         if not isinstance(self._sums, Tensor):
             return 0.0
-        return self._sums[index] / (self._num_micros * num_replicas)
+        return self._sums[sum_index] / (self._num_micros * num_replicas)
 
 
 class BalancedLogits(SplitLogits):

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 
 from sley_core.api.model import ForwardPatch, tensors_in
-from sley_core.api.parts import Handover
+from sley_core.api.parts import WeightGradientSink
 from sley_core.errors import RunError
 from sley_isp.sharded_module import copy_or_add
 
@@ -84,7 +84,7 @@ class ShardedLayer:
         self.params = params
         self.can_prefetch = can_prefetch
         self.sinks = {
-            param: Handover(partial(self._reduce, group, param), parts.queue)
+            param: WeightGradientSink(partial(self._reduce, group, param), parts.queue)
             for group, params_of_group in self.params.items()
             for param in params_of_group
         }

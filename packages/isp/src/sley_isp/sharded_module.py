@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sley_core.api.model import autocast_input
-from sley_core.api.parts import Handover, add_at
+from sley_core.api.parts import WeightGradientSink, add_at
 from sley_core.api.weights import GradientUse, StandIn, no_view
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ShardedModule:
         self.params = list(params.values())
         self.parts = parts
         self.can_fuse = not parts.store.reduction.fixed_order  # since a fused sum rounds differently
-        self.sink = Handover(self._reduce, parts.queue)
+        self.sink = WeightGradientSink(self._reduce, parts.queue)
         self.can_prefetch = can_prefetch
         self.name = self.weight.name.rpartition(".")[0]
         self.is_embedding = isinstance(module, nn.Embedding)

@@ -131,10 +131,10 @@ class SelectiveConfig(Table):
     """Recomputes layers in their backward like `core.recompute`, but keeps the outputs of their attention."""
 
     layers: Layers | None = None
-    """The layers: a number of first blocks, or names and patterns. All blocks by default."""
+    """The layers: the number of blocks, counted from the first, or names and patterns. All blocks by default."""
 
     budget_bytes: NonNegativeInt | None = None
-    """The limit of kept attention outputs in bytes; outputs beyond it are recomputed, and counted."""
+    """The limit on kept attention outputs in bytes. Outputs beyond it are recomputed; the summary counts them."""
 
 
 def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:

@@ -104,8 +104,8 @@ class KeptAttention:
     def _count_error(self, comparison: str) -> RunError:
         return RunError(
             "attention-differs",
-            f"the recomputation of a layer must call its attention {len(self._results)} times, as its first "
-            f"forward did, but calls it {comparison}",
+            f"the recomputation of a layer calls its attention {comparison} than its first forward did "
+            f"({len(self._results)} times)",
             hint="use the same number of attentions in each call of the layer, or use `core.recompute`",
         )
 

@@ -76,7 +76,7 @@ def show(
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
     if row is not None:
         print(f"\nsample {sample}, with its labels in brackets:")
-        for line in document_lines(row, _text_ids(data)):
+        for line in document_lines(row, _load_text_ids(data)):
             print(line)
 
 
@@ -165,7 +165,8 @@ def _count_samples(dataset: Dataset) -> dict[str, Any]:
     return {**totals, "dropped": dropped, **by_source}
 
 
-def _text_ids(data: Component) -> TextIds | None:
+def _load_text_ids(data: Component) -> TextIds | None:
+    """Returns the object that converts text to token ids and back, or None if the dataset has none."""
     record = data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:
         return None

@@ -116,7 +116,7 @@ def sequential(num_micros: int) -> list[Action]:
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:
-    """Returns the forwards of a training list in their order, which cannot deadlock, for an evaluation."""
+    """Returns the forwards of a training list, for an evaluation. In the order of training they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 

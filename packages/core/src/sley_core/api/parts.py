@@ -12,7 +12,7 @@ from sley_core.engine.buffers import FlatBuffer as FlatBuffer
 from sley_core.engine.buffers import FlatLayout as FlatLayout
 from sley_core.engine.buffers import GradientBuffer as GradientBuffer
 from sley_core.engine.buffers import Layout as Layout
-from sley_core.engine.direct import Handover as Handover
+from sley_core.engine.direct import WeightGradientSink as WeightGradientSink
 from sley_core.engine.parts import Parts as Parts
 from sley_core.engine.reduction import Sums as Sums
 from sley_core.engine.registry import Param as Param

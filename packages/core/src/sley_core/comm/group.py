@@ -103,7 +103,7 @@ class Group(Members):
         call.
         """
         if self.simulation is not None:
-            return GroupWork([], _finish=self.simulation.imitate(self, "send", tensor, tensor, channel, label))
+            return GroupWork([], _finish=self.simulation.simulate_exchange(self, "send", tensor, tensor, channel, label))
         turn = begin_turn("send", self, label, channel, tensor.nbytes, (self.coord, peer))
         message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
         return GroupWork([run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn)], (), turn)
@@ -111,7 +111,7 @@ class Group(Members):
     def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
         if self.simulation is not None:
-            return GroupWork([], _finish=self.simulation.imitate(self, "receive", tensor, tensor, channel, label))
+            return GroupWork([], _finish=self.simulation.simulate_exchange(self, "receive", tensor, tensor, channel, label))
         turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
         if self.needs_host_copy(tensor, channel):
             host_tensor = torch.empty_like(tensor, device="cpu")
@@ -146,7 +146,7 @@ class Group(Members):
                 result.copy_(tensor)
             return Work()
         if self.simulation is not None:
-            return GroupWork([], _finish=self.simulation.imitate(self, kind, result, tensor, channel, label))
+            return GroupWork([], _finish=self.simulation.simulate_exchange(self, kind, result, tensor, channel, label))
         operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
         turn = begin_turn(operation, self, label, channel, tensor.nbytes)
         return GroupWork([run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn)], (), turn)
@@ -302,7 +302,7 @@ class Simulation:
         """Returns a transport for each of `channels`. cross_memory: whether ranks of one host read each other's memory."""
         return dict.fromkeys(channels, SilentTransport())
 
-    def imitate(
+    def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Simulates an exchange of `tensor` by `members` on `channel`, which fills `result`, maybe the same tensor. Returns a

@@ -205,7 +205,7 @@ class Feed:
     def close(self) -> None:
         """Ends the thread and discards the prefetched batch, which a later `next` reads again.
 
-        Raises RunError "data-timeout".
+        Raises RunError "data-timeout" if the thread does not end in time.
         """
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))

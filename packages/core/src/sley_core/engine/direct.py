@@ -90,7 +90,7 @@ _UNSHARED_REFERENCES = 2
 
 
 @dataclass(eq=False)
-class Handover:
+class WeightGradientSink:
     """The sink of one linear's weight gradient, which multiplies at once, or queues while an I is collecting. param: the
     weight, for `on_last`.
 
@@ -147,7 +147,9 @@ class DirectLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Handover, bias_sink: BiasSink | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradientSink, bias_sink: BiasSink | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         ctx.bias_sink = bias_sink
@@ -202,7 +204,7 @@ class GradientUse(Enum):
 
 
 def linear_forward(
-    linear: nn.Linear, weight: Tensor, sink: Handover, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
+    linear: nn.Linear, weight: Tensor, sink: WeightGradientSink, bias: Tensor | None, bias_sink: BiasSink | None, input: Tensor
 ) -> Tensor:
     """Runs the forward of `linear` while a run is open. `input` is named as in `nn.Linear.forward`, for models that pass it by
     name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles them.
@@ -258,7 +260,7 @@ def patch_layers(parts: Parts, *, splits: bool) -> Callable[[], None]:
             if any(registry[f"{name}.{attribute}"].shard is not None for attribute in attributes):
                 continue
             param = registry[f"{name}.weight"]
-            sink = Handover(partial(add_gradient, param, layer=layer.name, counts_pass=False), queue, param)
+            sink = WeightGradientSink(partial(add_gradient, param, layer=layer.name, counts_pass=False), queue, param)
             param.has_products = True
             if isinstance(module, nn.Embedding):
                 forward: Callable[..., Tensor] = partial(embedding_forward, module, module.weight, sink)
@@ -284,7 +286,7 @@ class DirectEmbedding(torch.autograd.Function):
     """Computes `F.embedding`. Its backward passes the gradient's rows to `sink` if autograd would add them to `grad`."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Handover) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: WeightGradientSink) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.sink, ctx.padding_idx, ctx.num_rows = sink, padding_idx, weight.shape[0]
         return no_view(F.embedding(tokens, weight, padding_idx))
@@ -310,7 +312,7 @@ def zero_padding_rows(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> 
     return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 
 
-def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: Handover, input: Tensor) -> Tensor:
+def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradientSink, input: Tensor) -> Tensor:
     """Runs the forward of `embedding` while a run is open. weight: the parameter in the store; autograd handles any other."""
     table = embedding.weight
     is_own = table is weight and table.requires_grad and not table._backward_hooks

@@ -359,8 +359,8 @@ _ROOT = torch.empty(0, requires_grad=True)
 class InFlight:
     """Holds the values of one chunk and one microbatch between forward and backward.
 
-    inputs, description: the received tensors and their description, None on the first chunk. loss: the sum over the microbatch,
-    on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
+    inputs, description: the received tensors and their description; empty and None on the first chunk. loss: the sum over
+    the microbatch, on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
     """
 
     inputs: list[Input] = field(default_factory=list)

@@ -50,7 +50,7 @@ class Sums(Protocol):
 
 
 class Totals:
-    """Computes the loss and the gradient norm of a step. Its construction may be a collective over all ranks. gradients, loss:
+    """Computes the loss and the gradient norm of a step. The constructor may run a collective over all ranks. gradients, loss:
     this rank's gradients, and its loss, float64 of any shape. norm_type: the p of the p-norm; math.inf for the largest element.
     """
 
@@ -68,7 +68,7 @@ class Totals:
         if math.isinf(norm_type):
             # NaN becomes inf: backends differ in max(x, NaN), and some return x.
             self._norm = self._norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            # All ranks of the world, before the message of the totals, at the end of every step.
+            # A collective over all ranks, at the end of every step, before the totals are summed.
             groups["all"].all_reduce(self._norm, "max", label="the gradient norm").wait()
 
     def terms(self) -> Tensor:

@@ -168,17 +168,17 @@ class WriteWatch:
         written_slots = [slot for slot, is_written in zip(slots, written, strict=True) if is_written]
         for slot in written_slots:
             if not slot.is_buffer:
-                self._weight_written(layer, slot)
+                self._check_weight_write(layer, slot)
         check_written_buffers([(slot.name, slot.module) for slot in written_slots if slot.is_buffer])
 
     def check_rerun(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if `layer` has written a weight and runs again in the backward."""
         if layer.name in self._writers:
-            raise _weight_written(
+            raise _weight_written_error(
                 layer, self._writers[layer.name], "it would be written again when the backward recomputes the forward"
             )
 
-    def _weight_written(self, layer: Layer, slot: _TensorSlot) -> None:
+    def _check_weight_write(self, layer: Layer, slot: _TensorSlot) -> None:
         """Raises RunError "weight-written" unless one process would write the same value equally often."""
         parameter = slot.values[slot.key]
         param: Param | None = self._params_by_id.get(id(parameter))
@@ -190,7 +190,7 @@ class WriteWatch:
         elif self._has_masters and parameter is not None and parameter.requires_grad:
             reason = "the optimizer updates an fp32 copy that would not change"
         if reason is not None:
-            raise _weight_written(layer, slot.name, reason, slot.module)
+            raise _weight_written_error(layer, slot.name, reason, slot.module)
         self._writers[layer.name] = slot.name
 
     def _watched_places(self, layer: Layer) -> Iterable[_TensorSlot]:
@@ -231,7 +231,7 @@ def _fingerprints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [torch.zeros(()) if tensor is None or tensor.is_meta else fingerprint(tensor.detach()) for tensor in tensors]
 
 
-def _weight_written(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:
+def _weight_written_error(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:
     hint = "write it between two steps, under `torch.no_grad()`"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         hint = "remove `max_norm`, and scale the rows after the lookup"

@@ -237,13 +237,13 @@ class WeightSaver:
         return failure
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
-        """Returns the full tensor on the rank that writes it, or None on other ranks. A collective of the stage."""
+        """Returns the full tensor on the rank that writes it, or None on other ranks. A collective over the stage."""
         if source.param is None:
             return source.buffer if self._writes else None
         value = self._master_shard(source.param) if precision == "full" else source.param.parameter.detach()
         if not self._is_first_copy:
             return None
-        # Over `wp` of the first replica, all of whose ranks get here.
+        # A collective over `wp` of the first replica, all ranks of which reach this line.
         whole = (
             value
             if source.param.shard is None

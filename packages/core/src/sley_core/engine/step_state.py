@@ -93,7 +93,9 @@ class StepState:
         self._settled = self.done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Marks `action` as done, and calls `after_first` after the first action."""
+        """Ends `action`. Marks its chunk as done after the chunk's last action, and calls `after_first` after the first action
+        of the step.
+        """
         if self._last.get(action.chunk) == action:
             self.done |= {action.chunk}
         self.action = None

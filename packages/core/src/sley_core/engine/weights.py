@@ -149,7 +149,9 @@ class WeightStore:
         return bool(self._completions) and not self.is_eager
 
     def start_completions(self) -> None:
-        """Starts the completions, once this rank has updated its parts. All ranks call it."""
+        """Starts the gathers that complete the updated weights, and waits for them if `is_eager`. All ranks call it after the
+        update.
+        """
         for completion in self._completions:
             completion.start()
         if self.is_eager:

@@ -125,8 +125,8 @@ class Meter:
         `samples` and `samples_per_s` for data without tokens.
 
         counts: the counts of the step over all ranks. seconds: the duration of the step. data_wait_s: the time that this rank
-        waited for data. In the result, `trained_tokens` requires a label for each token, `memory_mb` is this rank's peak in
-        MiB, `tflops` is the speed per device in 10^12 FLOP/s, and `mfu` is the share of the peak, if the peak is known.
+        waited for data. The result has `trained_tokens` only if every token has a label. `memory_mb` is this rank's peak in
+        MiB, `tflops` is the speed per device in 10^12 FLOP/s, and `mfu` is the fraction of the peak, if the peak is known.
         """
         count = int(counts.samples if self._tokens is None else counts.tokens)
         row: dict[str, float | int] = {self.unit: count}

@@ -53,7 +53,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor | None:
 def flat_bytes(value: Tensor) -> Tensor:
     """Returns the bytes of `value`, uint8 [bytes], which share its memory if it is contiguous."""
     flat = value.detach().contiguous().reshape(-1)
-    # One element is contiguous with any stride, but a view of another dtype needs the stride 1.
+    # A tensor of one element is contiguous with any stride, but only one with stride 1 can be viewed as another dtype.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 

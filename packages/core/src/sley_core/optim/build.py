@@ -186,7 +186,7 @@ def _unmatched_diagnostic(
     if matches:
         first = _first_match(matches[0], groups)
         assert first is not None, matches[0]
-        message = f"`{pattern}` matches nothing that an earlier group, as `{groups[first].match}`, does not have already"
+        message = f"all parameters that `{pattern}` matches are already in an earlier group, such as `{groups[first].match}`"
         return Diagnostic("group-unmatched", message, path, hint="put the narrower pattern first")
     for alias in aliases:
         if fnmatchcase(alias, pattern):

@@ -298,7 +298,7 @@ class StepSimulation(Simulation):
             for name, channel in channels.items()
         }
 
-    def imitate(
+    def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
         """Reports collectives. Messages are already in the action lists."""

@@ -127,7 +127,7 @@ class LayerBench:
             if split:
                 with products():
                     split_halves = self._median_halves(
-                        lambda host_s: self._time_split(layer, value, queue, host_s),
+                        lambda host_s: self._time_split_backward(layer, value, queue, host_s),
                         lambda: self._time_rows(layer, value, queue),
                     )
         for module, name, tensor in host_tensors:
@@ -205,7 +205,9 @@ class LayerBench:
         backward_s, backward_device_s = self._time_work(lambda: run_backward(in_flight, gradients), host_s[1])
         return Half(forward_device_s(), forward_s), Half(backward_device_s(), max(0.0, backward_s - self._empty_s))
 
-    def _time_split(self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]) -> Halves:
+    def _time_split_backward(
+        self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]
+    ) -> Halves:
         """Times the two halves of a split backward of the layer."""
         in_flight, args, named = start_call(layer, value, self._fields)
         gradients = output_gradients(in_flight, self._call_layer(layer, in_flight, args, named))

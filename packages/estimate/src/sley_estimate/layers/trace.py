@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.assemble import DTYPES, weight_dtypes
 from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
-from sley_core.engine.direct import DirectLinear, Handover, WeightQueue, is_plain_linear
+from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.engine.step_state import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
@@ -216,14 +216,14 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
         else:
             accumulated.add_(rows.t() @ inputs)
 
-    def forward(linear: nn.Linear, sink: Handover, input: Tensor) -> Tensor:
+    def forward(linear: nn.Linear, sink: WeightGradientSink, input: Tensor) -> Tensor:
         result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]
         return result
 
     with ExitStack() as patches:
         for submodule in module.modules():
             if is_plain_linear(submodule) and submodule.weight.requires_grad:
-                sink = Handover(partial(add, torch.zeros_like(submodule.weight, dtype=dtype)), queue)
+                sink = WeightGradientSink(partial(add, torch.zeros_like(submodule.weight, dtype=dtype)), queue)
                 patches.callback(ForwardPatch(submodule, partial(forward, submodule, sink)).undo)
         yield
 

@@ -134,7 +134,7 @@ class ExactTotals(Totals):
             for tensor in group.tensors
         ]
         self._largest = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
-        # All ranks of the world, before the message of the totals, at the end of every step.
+        # A collective over all ranks, at the end of every step, before the totals are summed.
         groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
 
     def terms(self) -> Tensor:

@@ -180,7 +180,7 @@ class PartialSums:
 class TreeLeaf(NamedTuple):
     """A leaf of the tree: the index of the layer that used the parameter, among this rank's layers, and the microbatch."""
 
-    use: int
+    layer_index: int
     micro: int
 
 
@@ -394,7 +394,7 @@ class CanonicalAccumulator(Accumulator):
         self._closed.add(leaf)
         if self._sums is None:
             self._sums = self._new_partial_sums()
-        self._sums.put(leaf.use, Node(leaf.micro, leaf.micro + 1), self._sum)
+        self._sums.put(leaf.layer_index, Node(leaf.micro, leaf.micro + 1), self._sum)
 
     def _new_partial_sums(self) -> PartialSums:
         return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
