@@ -41,6 +41,14 @@ T = TypeVar("T")
 MAX_UNFORKED_STAGES = 2  # up to this number, stages run in this process, since a fork does not pay off
 
 
+class StageTooLargeError(Exception):
+    """Raised for a stage that needs more bytes than allowed. num_bytes: the bytes of its peak."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"a stage needs {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
 def build_first_draft(plan: Plan, size: int) -> Draft:
     """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
     `build_draft`.
@@ -60,13 +68,20 @@ def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
 
 
 def run_stages(
-    plan: Plan, size: int, stages: Sequence[int], draft: Draft, cores: int, *, records: bool = False
+    plan: Plan,
+    size: int,
+    stages: Sequence[int],
+    draft: Draft,
+    cores: int,
+    *,
+    records: bool = False,
+    max_bytes: int | None = None,
 ) -> list[tuple[RankBytes, RankRecord | None]]:
     """Runs the steps of the first rank of each of `stages`. Returns their bytes, and with `records` their recorded steps, in
     order.
 
     draft: is not consumed. cores: the number of parallel processes; up to `MAX_UNFORKED_STAGES` stages run in this process.
-    Raises the errors of `rank_bytes` and `run_calls`.
+    Raises the errors of `rank_bytes` and `run_calls`, and StageTooLargeError for a stage with more than `max_bytes`.
     """
     ranks_per_stage = plan.topology(size).ranks_per_stage
 
@@ -78,7 +93,11 @@ def run_stages(
         return memory, recording.record if recording else None
 
     calls = [partial(estimate_stage, stage) for stage in stages]
-    by_index = dict(run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1))
+    by_index: dict[int, tuple[RankBytes, RankRecord | None]] = {}
+    for index, (memory, record) in run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1):
+        if max_bytes is not None and memory.peak > max_bytes:
+            raise StageTooLargeError(memory.peak)
+        by_index[index] = memory, record
     return [by_index[index] for index in range(len(calls))]
 
 

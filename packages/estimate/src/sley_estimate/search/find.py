@@ -21,7 +21,7 @@ import numpy as np
 
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
-from sley_estimate.bytes.stages import run_calls
+from sley_estimate.bytes.stages import StageTooLargeError, run_calls
 from sley_estimate.layers.prices import Source
 from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Layout, Layouts
@@ -112,7 +112,9 @@ def search_layouts(
 
     def estimate_layout(layout: Layout) -> ExactEstimate | SleyError:
         try:
-            estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine)
+            estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine, max_bytes=memory)
+        except StageTooLargeError as error:
+            return ExactEstimate(math.inf, error.num_bytes, frozenset())
         except SleyError as error:
             return error
         num_bytes = max(memory.peak for memory in estimate.memory)

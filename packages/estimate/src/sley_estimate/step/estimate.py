@@ -250,7 +250,9 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
     return plan if plan.run.device == device_type else replace_values(plan, {("run", "device"): device_type})
 
 
-def estimate_plan(plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False) -> PlanEstimate:
+def estimate_plan(
+    plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
+) -> PlanEstimate:
     """Returns the seconds of a step of `plan` on `size` ranks of `machine`. Chunks whose layers are all measured use the
     measured seconds.
 
@@ -260,7 +262,7 @@ def estimate_plan(plan: Plan, size: int, machine: MachineFile, cores: int = 1, *
     """
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
-    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages)
+    memory, records = record_stages(plan, size, draft, cores, all_stages=all_stages, max_bytes=max_bytes)
     layers = price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: Measured = {
@@ -278,14 +280,14 @@ def estimate_plan(plan: Plan, size: int, machine: MachineFile, cores: int = 1, *
 
 
 def record_stages(
-    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False
+    plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], Records]:
     """Returns the bytes of the first rank of each stage that ran steps, and a recorded step for each stage. Raises the errors
     of `run_stages`.
     """
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
-    results = run_stages(plan, size, stages, draft, cores, records=True)
+    results = run_stages(plan, size, stages, draft, cores, records=True, max_bytes=max_bytes)
     recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True) if record is not None}
     lists = draft.stage.lists
     names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
