@@ -95,7 +95,9 @@ DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}], "limit
 
 def of_host(path: str | Path, host: str) -> folders.Folder:
     """Returns the folder that another host has at the same path."""
-    return folders.LocalFolder(Path(host, *Path(path).parts[1:]))
+    folder = folders.LocalFolder(Path(host, *Path(path).parts[1:]))
+    folder.text = str(path)
+    return folder
 
 
 def refusing(*_: Any) -> Any:
