@@ -93,11 +93,16 @@ def test_a_url_that_nothing_opens_is_said():
 DP = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "core.each"}], "limits": {"collective_timeout_s": 4}}
 
 
-def of_host(path: str | Path, host: str) -> folders.Folder:
-    """Returns the folder that another host has at the same path."""
-    folder = folders.LocalFolder(Path(host, *Path(path).parts[1:]))
-    folder.text = str(path)
-    return folder
+class HostFolder(folders.LocalFolder):
+    """The folder that the host in the folder `host` has at `path`."""
+
+    def __init__(self, path: str | Path, host: str) -> None:
+        super().__init__(Path(host, *Path(path).parts[1:]))
+        self.path_on_host = str(path)
+
+    @property
+    def text(self) -> str:
+        return self.path_on_host
 
 
 def refusing(*_: Any) -> Any:
@@ -108,7 +113,7 @@ def trained(tables: dict[str, Any], texts: Path, folder: Path, wrong: str) -> st
     """Returns the error of a run on this rank. wrong: what rank 1 does not have."""
     with World.join("cpu") as world, pytest.MonkeyPatch.context() as patch:
         if world.rank == 1 and wrong == "another host":
-            patch.setattr(checkpoints, "open_folder", partial(of_host, host=str(folder / "host-1")))
+            patch.setattr(checkpoints, "open_folder", partial(HostFolder, host=str(folder / "host-1")))
         if world.rank == 1 and wrong == "no right to write":
             patch.setattr(folders.LocalFolder, "write", refusing)
         with assemble(plan_from_dict(tables, texts), world, folder=folder) as run:
@@ -162,7 +167,9 @@ def losing(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:
             staging = folders.LocalFolder.staging
             run.readers.append(
                 lambda _: patch.setattr(
-                    folders.LocalFolder, "staging", lambda own, token: of_host(staging(own, token).path, str(folder / "host"))
+                    folders.LocalFolder,
+                    "staging",
+                    lambda own, token: HostFolder(staging(own, token).path, str(folder / "host")),
                 )
             )
         run.train()
