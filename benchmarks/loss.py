@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from peaks import peak_live_mb
 from protocol import compare, interleave, noise_of, parser, report
-from sley_core.engine.direct import DirectLinear, Handover, WeightQueue
+from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue
 from sley_core.engine.step_batch import BatchWeight
 from sley_core.losses.chunked_head import HeadChunks, LazyLogits, LogitsHead
 from sley_core.losses.cross_entropy import cross_entropy_of_logits
@@ -46,7 +46,7 @@ class Microbatch:
         self.hidden.grad = None
 
     def all_logits(self) -> None:
-        sink: Any = Handover(self.accumulate, WeightQueue())
+        sink: Any = WeightGradientSink(self.accumulate, WeightQueue())
         logits: Any = DirectLinear.apply(self.hidden, self.weight, None, sink, None)
         total = cross_entropy_of_logits(logits, self.labels, IGNORED, 0.0)
         del logits

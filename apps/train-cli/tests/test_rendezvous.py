@@ -37,7 +37,7 @@ open_rendezvous: list[Rendezvous] = []
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(module, "STRAGGLERS_S", 0.1)
 
 
