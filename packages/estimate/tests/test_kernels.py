@@ -93,7 +93,7 @@ def saved_by_a_block(texts: Any, **changes: Any) -> int:
     return many.alive["activations"] - few.alive["activations"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("compute", "size"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2])
 def test_a_block_saves_the_tensors_of_its_kernels(texts, compute, size, kv_heads):

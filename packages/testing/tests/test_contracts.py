@@ -84,7 +84,8 @@ TESTED_ELSEWHERE = ("handler", "weights", "sequence", "offload")
 for part_type in PART_TYPES:
     contract = contract_of(part_type, "Naive")
     globals()[f"TestNaive_{part_type}"] = pytest.mark.campaign(contract) if part_type in TESTED_ELSEWHERE else contract
-TestHalves, TestStream = contract_of("handler", "Halves"), contract_of("data", "Stream")
+TestHalves = pytest.mark.campaign(contract_of("handler", "Halves"))  # the tests of dp run this contract
+TestStream = contract_of("data", "Stream")
 
 REDUCTION, BITS = "reduction_matches_record", "gradients_are_deterministic_and_equal_on_all_ranks"
 LAYOUTS, SLICES = "layouts_match_unsharded_weights", "slice_results_equal_full_attention"
@@ -220,7 +221,7 @@ def test_bug_is_reported(request: Any, part_type: str, name: str, test: str, mes
         call_test(request, part_type, name, test, arguments)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("part_type", "name", "test", "message", "arguments"), [*cases(BUGS_IN_RUNS)])
 def test_bug_in_a_run_is_reported(
     request: Any, part_type: str, name: str, test: str, message: str, arguments: list[Any]

@@ -28,7 +28,7 @@ UNUSUAL_OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 for name, table in UNUSUAL_OPTIMIZERS.items():
     contract = contract_of(name.partition("_")[0], scope="elementwise", **table)
-    globals()[f"Test{name}"] = contract if name in ("Averages", "Draws_own") else pytest.mark.campaign(contract)
+    globals()[f"Test{name}"] = contract if name == "Averages" else pytest.mark.campaign(contract)
 for name in TORCH_OPTIMIZERS:
     contract = contract_of(name, only_matrices=name == "Muon")
     globals()[f"Test{name}"] = contract if name == "NAdam" else pytest.mark.campaign(contract)

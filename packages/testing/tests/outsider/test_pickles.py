@@ -17,6 +17,7 @@ from sley_testing.plans import small_plan
 pytestmark = pytest.mark.usefixtures("installed")
 
 
+@pytest.mark.campaign  # the tests of checkpoint run this contract
 class TestPickles(CheckpointerContract):
     checkpoint: ClassVar[dict[str, Any]] = {"use": "pickles.folder"}
 

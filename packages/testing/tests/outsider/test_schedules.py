@@ -63,11 +63,13 @@ def test_schedule_bug_is_reported(name: str, test: str, message: str) -> None:
         getattr(contract_of(name), test)()
 
 
+@pytest.mark.campaign  # the tests of pp run this contract
 class TestTies(TieContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
     tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "wave.ties"}]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["twice", "unsummed"])
 def test_tie_handler_bug_is_reported(ranks: Callable[..., Ranks], texts: Path, name: str) -> None:
     class BrokenTies(TieContract):
@@ -87,6 +89,7 @@ class TestWaveLink(StageLinkContract):
     num_walks: ClassVar[int] = 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "test", "arguments", "message"),
     [
