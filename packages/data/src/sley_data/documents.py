@@ -125,8 +125,8 @@ def compare_documents(
 ) -> str:
     """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns "".
 
-    Compares contents, and may read all data of the run. find_files: returns the files of a split. read_keys: returns the keys
-    of the documents in these files that belong to the split. noun: the name of documents in the sentence.
+    Compares contents, and may read all data of the run. find_files: returns the files of a split. read_keys: reads these files
+    and returns the keys of the split's documents. noun: the word for a document in the description.
     """
     held_out_files, problems = find_files(evaluation, "held_out")
     if problems:

@@ -52,9 +52,9 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 class PositionProbe:
     """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`.
 
-    data: the declaration of the data. num_slices: the number of slices of each sequence. dim: the dim of the `length` positions
-    of a slice. The inputs of the two runs of a layer differ at the first and the last position but one, so that reversed
-    positions are detected. The first run records the attentions of the layer, and the second run returns their contexts.
+    The probe runs a layer twice, with inputs that differ at the first and the second-last position, so that it detects reversed
+    positions. The first run records the attentions of the layer, and the second run returns their contexts. data: the
+    declaration of the data. num_slices: the number of slices of each sequence. dim: the dim of a slice's `length` positions.
     """
 
     def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:

@@ -93,9 +93,7 @@ class StepState:
         self._settled = self.done | {action.chunk} if is_last else None
 
     def leave(self, action: Action) -> None:
-        """Ends `action`. Marks its chunk as done after the chunk's last action, and calls `after_first` after the first action
-        of the step.
-        """
+        """Ends `action`: marks a chunk as done after its last action, and calls `after_first` after the step's first action."""
         if self._last.get(action.chunk) == action:
             self.done |= {action.chunk}
         self.action = None
