@@ -110,3 +110,19 @@ def test_an_optimizer_whose_number_depends_on_what_it_steps_is_refused():
     with pytest.raises(RunError, match=r"optimizer-counts-steps.*Counting computes its option 'sum'"):
         step_buckets(optimizer, stepped, one_by_one, optimizer.step)
     assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+class Splitting(torch.optim.SGD):
+    """Gives a parameter its own group in the first step that has it."""
+
+    def step(self, closure: Any = None) -> Any:
+        if len(self.param_groups) == 1 and (parameters := self.param_groups[0]["params"]):
+            self.param_groups.append({**self.param_groups[0], "params": [parameters.pop()]})
+        return super().step(closure)
+
+
+def test_an_optimizer_that_makes_groups_within_a_step_is_refused():
+    stepped: list[Any] = [One()]
+    optimizer = Splitting([stepped[0].parameter], lr=0.1)
+    with pytest.raises(RunError, match=r"optimizer-groups.*Splitting changes its groups within a step"):
+        step_buckets(optimizer, stepped, one_by_one, optimizer.step)

@@ -394,7 +394,7 @@ def step_buckets(
 
     The update equals that of one call if each parameter's update depends on no other. Before each call, the optimizer's shared
     values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps` if two
-    calls leave different values.
+    calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
     before = copy_values(shared_values(optimizer))
@@ -408,6 +408,12 @@ def step_buckets(
                 if after:
                     set_values(optimizer, copy_values(before))
                 step()
+                if len(optimizer.param_groups) != len(all_params):
+                    raise RunError(
+                        "optimizer-groups",
+                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket",
+                        hint='set `when = "idle"`, or make the groups when the optimizer is built',
+                    )
                 changes = changed_values(before, shared_values(optimizer))
                 for location, value in changes.items():
                     if location in after and can_compare(value) and not is_equal(value, after[location]):
