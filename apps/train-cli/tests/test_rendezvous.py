@@ -41,15 +41,6 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STRAGGLERS_S", 0.1)
 
 
-@pytest.fixture
-def port() -> int:
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-    reset_stores()  # the system may give a port twice
-    return number
-
-
 def environ(port: int, rank: int, size: int, **changes: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
 

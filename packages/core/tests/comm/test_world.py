@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sley_core.comm.group import make_communicator
-from sley_core.comm.world import World, reset_stores
+from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry, Topology
 
@@ -44,15 +43,6 @@ def test_joined_by_the_environment_and_left_again_with_groups_that_overlap(ranks
         assert groups["dp"] == groups["control"] == groups["stage"] == (4, rank, ["main"])
         assert groups["pp"] == groups["sp"] == (1, 0, [])
         assert sums == everyone | ties[rank]
-
-
-@pytest.fixture
-def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    reset_stores()  # the system may give a port twice
-    return number
 
 
 def sums_twice(port):

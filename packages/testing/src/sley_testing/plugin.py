@@ -121,6 +121,24 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 
 @pytest.fixture
+def port() -> Iterator[int]:
+    """Returns a TCP port of 127.0.0.1 that the system gives to no other program while the test runs. Nothing listens at it.
+
+    The socket that reserves it stays bound, which prevents no listener that sets SO_REUSEADDR, as torch's TCPStore does.
+    """
+    import socket
+
+    from sley_core.comm.world import reset_stores
+
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        number: int = reserved.getsockname()[1]
+        reset_stores()  # an earlier test may have used the same port
+        yield number
+
+
+@pytest.fixture
 def no_children() -> Iterator[None]:
     """Fails the test if one of its processes is still running a second after its end."""
     from sley_testing.processes import assert_none_left
