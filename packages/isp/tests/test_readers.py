@@ -148,7 +148,7 @@ def call_error_code(module: nn.Module) -> str:
 def test_a_closed_run(ranks, sharded, texts):
     """Also uses slices. The contract tests runs without failures."""
     plans = [sharded(2, weights={"launch": "attention"}), *(sharded(2, weights=options, **SPLIT) for options in VARIANTS)]
-    assert ranks(2, 120)(codes_after, plans, texts) == [{"weights-sharded"}] * 2
+    assert ranks(2, 120)(codes_after, plans, texts) == [{"sharded-weight-read"}] * 2
 
 
 def assembly_errors(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:

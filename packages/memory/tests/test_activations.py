@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict

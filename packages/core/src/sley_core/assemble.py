@@ -25,15 +25,12 @@ from sley_core.engine.agreement import agree
 from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
 from sley_core.engine.direct import WeightQueue
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.load import collect_names, load_weights
-from sley_core.engine.parts import Parts, StepNumbers, Waits
+from sley_core.engine.parts import Parts, StepNumbers, StepState, Waits
 from sley_core.engine.reduction import reduction_class
-from sley_core.engine.refusals import check_hooks, refuse_unregistered
 from sley_core.engine.registry import ParameterRegistry
-from sley_core.engine.save import check_extra_states
-from sley_core.engine.shards import AXIS, Shards, plan_shards, shard_on_meta
+from sley_core.engine.shards import AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
 from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, needs_timed_costs, tie_groups, time_layers
-from sley_core.engine.step_state import StepState
+from sley_core.engine.state_dict import check_extra_states, collect_names, load_weights
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.losses.chunked_head import HeadChunks, head_chunks
@@ -48,7 +45,7 @@ from sley_core.model.values import HostModel
 from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
-from sley_core.plan.plan import digest_values
+from sley_core.plan.plan import Plan, digest_values
 from sley_core.process import keep_freed_memory
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
@@ -60,7 +57,6 @@ if TYPE_CHECKING:
     from sley_core.engine.boundary import Description
     from sley_core.memory.inventory import OffloadManager
     from sley_core.plan.loader import Plugin
-    from sley_core.plan.plan import Plan
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator
 
 

@@ -22,13 +22,9 @@ from sley_core.engine.call import LayerCaller, compile_layers
 from sley_core.engine.direct import patch_layers
 from sley_core.engine.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
 from sley_core.engine.execute import Crossing, Executor
-from sley_core.engine.owners import MatrixOwners, parameter_roles
-from sley_core.engine.positions import PositionAdditivity, WholeSequences, needs_whole_sequences
-from sley_core.engine.refusals import check_no_parameters
+from sley_core.engine.registry import check_no_parameters, parameter_roles
 from sley_core.engine.replicas import CopyComparison, WriteWatch
-from sley_core.engine.shards import close_stand_ins
-from sley_core.engine.sources import SourceSums
-from sley_core.engine.step_batch import BatchSplitter
+from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.stepper import Stepper
 from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
@@ -42,7 +38,6 @@ from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.optim.shared import TORCH_TRAITS
-from sley_core.optimizer_probe import probe_optimizer
 from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 
@@ -105,7 +100,6 @@ def build_stepper(
     update = make_update(plan, parts, model, checks=checks)
     if communicator is not None:
         communicator.attach(parts)
-        undo.callback(close_stand_ins, parts.registry)
         undo.callback(communicator.detach)
     policy.attach(parts)
     undo.callback(policy.detach)
@@ -176,6 +170,8 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     roles = parameter_roles(plan.optimizer, model.layers)
     owners = None
     if scope_of(plan.optimizer.record, config) != "elementwise":
+        from sley_core.engine.owners import MatrixOwners  # few plans need it
+
         elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
         owners = MatrixOwners(parts.groups, parts.store, master_dtype, elementwise)
     masters = Masters(parts.weights, parts.store, master_dtype, master_device, owners)
@@ -188,8 +184,11 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
     groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
     factor = learning_rate_factor(plan)
-    is_probed = checks and not plan.optimizer.name.startswith("core.")
-    traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device) if is_probed else TORCH_TRAITS
+    traits = TORCH_TRAITS
+    if checks and not plan.optimizer.name.startswith("core."):
+        from sley_core.optimizer_probe import probe_optimizer  # few plans need it
+
+        traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device)
     averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
     if averages is not None and traits.has_modes:
         message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
@@ -310,6 +309,8 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     if not has_feed:
         return samples
     if names := getattr(dataset, "sources", ()):
+        from sley_core.engine.sources import SourceSums  # few plans need it
+
         executor.sources = stepper.update.sources = SourceSums(
             names,
             executor.fields,

@@ -13,7 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 from sley_core.comm.progress import BETWEEN, DEVICE
-from sley_core.engine.step_batch import BatchCounts
+from sley_core.engine.step_batch import BatchCounts, GivenBatch, ModelOutputs
 from sley_core.engine.totals import StepTotals, Votes, build_refusal
 from sley_core.errors import RunError, StateError, run_closed_error
 from sley_core.hookspecs import NOTIFICATIONS
@@ -24,9 +24,8 @@ from sley_core.run_state.state import TrainingState, build_checkpointer
 if TYPE_CHECKING:
     from sley_core.attach import Samples, StepProfiler
     from sley_core.comm.device import Moment
-    from sley_core.engine.load import LoadedWeights
     from sley_core.engine.parts import Parts
-    from sley_core.engine.step_batch import GivenBatch, ModelOutputs
+    from sley_core.engine.state_dict import LoadedWeights
     from sley_core.engine.stepper import Stepper
     from sley_core.plan.plan import Plan
     from sley_core.protocols import MetricsWriter

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from sley_core.attempt import Lineage
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.boundary import Description
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
     from sley_core.engine.registry import Param
-    from sley_core.engine.step_state import MicroStep, Phase, StepState
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
     from sley_core.run_state.pieces import CheckpointReader, SavedRun

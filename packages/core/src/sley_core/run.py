@@ -22,23 +22,21 @@ from sley_core.attach import collect_counts
 from sley_core.comm.device import on_stream
 from sley_core.engine.call import count_graphs
 from sley_core.engine.evaluation import local_rows
-from sley_core.engine.save import Precision, WeightSaver
+from sley_core.engine.state_dict import LoadedWeights, Precision, WeightSaver
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import UsageError
 from sley_core.loop import Loop, Row
 from sley_core.loop import Outcome as Outcome
 from sley_core.memory.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
-from sley_core.protocols import RewindableWriter
+from sley_core.protocols import RestoreResult, RewindableWriter
 from sley_core.run_state.state import AUTO
 from sley_core.weight_files.write import FILE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.engine.load import LoadedWeights
     from sley_core.memory.inventory import Part
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import RestoreResult
 
 
 class Run(Loop, AbstractContextManager["Run"]):
@@ -293,8 +291,8 @@ class Run(Loop, AbstractContextManager["Run"]):
     def close(self) -> None:
         """Stops threads, closes files and removes hooks, even if some steps fail. The world stays open.
 
-        Layers become ordinary modules again. Modules with sharded weights then raise RunError "weights-sharded" when called,
-        and methods of the run raise "run-closed". A second call does nothing.
+        Layers become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read"
+        when called, and methods of the run raise "run-closed". A second call does nothing.
         """
         if self._is_closed:
             return

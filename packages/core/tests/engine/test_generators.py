@@ -12,7 +12,7 @@ import torch
 
 from sley_core.comm.world import World
 from sley_core.engine.call import Keep, LayerCaller
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import RunError, SleyError
 from sley_core.generators import host_state, seed_host
 from sley_core.model.layers import Layer

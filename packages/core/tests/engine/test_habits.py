@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.engine.refusals import check_hooks
-from sley_core.engine.shards import Shard
+from sley_core.engine.shards import Shard, check_hooks
 from sley_core.errors import PlanError
 from sley_core.model.layers import Model
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
-from sley_core.engine.refusals import refuse_unregistered
+from sley_core.engine.shards import refuse_unregistered
 from sley_core.engine.step_batch import StepBatch
 from sley_core.errors import RunError
 from sley_core.model.build import build_on_meta

@@ -10,7 +10,7 @@ import torch
 
 from sley_core.config import RecomputeConfig
 from sley_core.engine.call import Recompute, build_recompute
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import RunError
 
 MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)

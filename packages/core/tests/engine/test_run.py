@@ -1,14 +1,21 @@
-"""What a run tells others: notifications, listeners, rows; and how it ends."""
+"""What a run tells others: notifications, listeners, rows, a profile; how it ends; and the example of a loop of one's own."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import runpy
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sley_core.actions.action import sequential
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.config import JsonlConfig
@@ -252,3 +259,44 @@ def test_a_loss_or_a_layer_adds_numbers_of_its_own(ranks, small, own, table):
     one = correct(tables, own)
     assert sum(one) > 0
     assert ranks(2)(correct, tables, own) == [one] * 2
+
+
+@pytest.mark.parametrize(("steps", "taken", "recorded"), [([1, 2], 3, 2), ([2, 3], 2, 1), ([3, 3], 2, None)])
+def test_the_steps_that_are_asked_for_as_far_as_the_run_gets(own, small, tmp_path, steps, taken, recorded):
+    """torch marks optimizer steps in a trace."""
+    plan = plan_from_dict(small(profile={"steps": steps}), own)
+    with World.join("cpu") as world, assemble(plan, world, folder=tmp_path) as run:
+        for _ in range(taken):
+            run.step()
+    traces = [path.name for path in tmp_path.glob("trace*")]
+    assert traces == ([] if recorded is None else ["trace-rank0.json"])
+    if recorded is not None:
+        events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
+        assert sum(event.get("name") == "Optimizer.step#SGD.step" and event["ph"] == "X" for event in events) == recorded
+        actions = [str(action) for action in sequential(plan.num_micros(run.topology))]
+        names = [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if event["ph"] == "X"]
+        assert [name for name in names if name in actions] == actions * recorded
+
+
+PROGRAM = Path(__file__).parents[4] / "examples" / "own_loop.py"
+CHANGES = ['run.device="cpu"', "model.num_layers=1", "model.hidden=64", "optimizer.lr=0.02"]
+
+
+def main(cwd):
+    os.chdir(cwd)
+    sys.argv = [str(PROGRAM), *CHANGES]
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def test_alone_and_on_two_ranks_the_losses_are_the_same(ranks, tmp_path, capsys):
+    losses = []
+    for size in (1, 2):
+        ranks(size, 100, init=False)(main, tmp_path)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+        found = [re.fullmatch(r"\[rank 0\] step +(\d+)  loss (\d+\.\d{6})", line) for line in lines]
+        assert [int(line[1]) for line in found] == list(range(1, 21)), lines
+        losses.append([float(line[2]) for line in found])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][0] == pytest.approx(math.log(256), abs=0.2)
+    assert losses[0][-1] < 2
+    assert list(tmp_path.iterdir()) == [], "a loop of one's own writes nothing"

@@ -14,9 +14,9 @@ from sley_core.actions.action import Action, Kind, loop, select_actions, sequent
 from sley_core.actions.lower import lower
 from sley_core.engine.buffers import Planner, group_by_reduce_group, plan_without_buffers
 from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.registry import Param, ParameterRegistry
-from sley_core.engine.step_state import StepState
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer
 

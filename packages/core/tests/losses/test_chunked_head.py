@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine import accumulators
+from sley_core.engine import reduction
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
@@ -75,7 +75,7 @@ def test_chunks_without_labels_and_negative_labels(texts: Path) -> None:
 def test_products_in_bf16_are_added_a_few_rows_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = small_plan(precision={"compute": "bf16"})
     expected = record(tables, 2, folder=texts)
-    monkeypatch.setattr(accumulators, "PRODUCT_BYTES", 5 * WIDTH * 2)
+    monkeypatch.setattr(reduction, "PRODUCT_BYTES", 5 * WIDTH * 2)
     assert_parity(expected, [record(chunked(tables, 7), 2, folder=texts)], "bf16")
 
 

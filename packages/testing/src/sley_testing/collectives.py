@@ -32,8 +32,7 @@ from sley_core.assemble import build_meta_model
 from sley_core.comm.group import Group
 from sley_core.comm.progress import Members, run_guarded
 from sley_core.comm.transport import Transport, Work
-from sley_core.engine.refusals import UnregisteredParameter
-from sley_core.engine.shards import StandIn
+from sley_core.engine.shards import StandIn, UnregisteredParameter
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
 from sley_testing.happens_before import replaced, tensors_of

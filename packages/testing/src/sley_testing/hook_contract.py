@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import Collective, assert_same_sequence, assert_untouched, collectives, record_built_models
 from sley_testing.parity import assert_same_bits

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.owners import parameter_roles
+from sley_core.engine.registry import parameter_roles
 from sley_core.errors import SleyError
 from sley_core.generators import derive_seed, optimizer_generators, seed_generators, use_seed
 from sley_core.model.layers import as_model

@@ -1,8 +1,8 @@
 """Layers, forward patches, attention, seeds and loss chunks, for plugins and your own models."""
 
 from sley_core.engine.boundary import copy_containers as copy_containers
+from sley_core.engine.boundary import tensors_in as tensors_in
 from sley_core.engine.call import Recompute as Recompute
-from sley_core.engine.call import tensors_in as tensors_in
 from sley_core.generators import derive_seed as derive_seed
 from sley_core.losses.chunked_head import HeadChunks as HeadChunks
 from sley_core.losses.chunked_head import HeadLoss as HeadLoss

@@ -24,18 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_core.comm.group import Group
+from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import MISMATCH_HINT, ExchangeSummary, Work, checksum
+from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
-from sley_core.engine.step_batch import NO_COUNTS, BatchCounts
-from sley_core.engine.step_state import StepState
+from sley_core.engine.step_batch import NO_COUNTS, BatchCounts, StepBatch
 from sley_core.errors import RunError
 from sley_core.model.tensors import flat_bytes
 
 if TYPE_CHECKING:
-    from sley_core.comm.group import Groups
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.step_batch import StepBatch
 
 CALL, TRAINED, MICROS, BATCH = range(4)
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)

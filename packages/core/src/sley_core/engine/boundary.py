@@ -16,7 +16,7 @@ import json
 import operator
 import struct
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import prod
@@ -83,13 +83,22 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
     return value
 
 
-def parts_of(value: Any) -> list[Any]:
-    """Returns the parts of a container or of an object with attributes; none for a module, a class or a function."""
-    if isinstance(value, Mapping):
-        return [*value.values(), *_attributes(value).values()]
-    if isinstance(value, tuple | list | set | frozenset):
-        return [*value, *_attributes(value).values()]
-    return list(_attributes(value).values())
+def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """Yields each tensor in `values` and in nested containers and objects once; none of a module, a class or a function.
+
+    visited: the visited values by id.
+    """
+    visited = {} if visited is None else visited
+    for value in values:
+        if id(value) in visited:
+            continue
+        visited[id(value)] = value
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            parts = value.values() if isinstance(value, Mapping) else value
+            parts = parts if isinstance(value, Mapping | tuple | list | set | frozenset) else ()
+            yield from tensors_in([*parts, *_attributes(value).values()], visited)
 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:

@@ -15,7 +15,7 @@ all tensors in the arguments are compared here; in the first step also their bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
@@ -23,17 +23,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.comm.progress import ActionProgress
-from sley_core.engine.boundary import copy_containers, parts_of
-from sley_core.engine.parts import Waits
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.boundary import copy_containers, tensors_in
+from sley_core.engine.parts import MicroStep, Phase, Waits
 from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive_seed, module_generators, seed_generators
 from sley_core.model.attention import varlen
-from sley_core.model.layers import ForwardPatch
+from sley_core.model.layers import ForwardPatch, Layer
 from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy, SchedulerHook, SequenceCommunicator
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.config import KeepConfig, RecomputeConfig
     from sley_core.engine.replicas import WriteWatch
-    from sley_core.model.layers import Layer
     from sley_core.plan.tables import CompileConfig
 
 
@@ -107,19 +105,6 @@ def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
     """Returns the version of each tensor in `inputs`, and with `with_bits` also a hash of its values. Waits for the hashes."""
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
-
-
-def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields each tensor in `values` and in nested containers and objects once. visited: the visited values by id."""
-    visited = {} if visited is None else visited
-    for value in values:
-        if id(value) in visited:
-            continue
-        visited[id(value)] = value
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            yield from tensors_in(parts_of(value), visited)
 
 
 def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPolicy:

@@ -17,23 +17,21 @@ from torch import Tensor
 
 from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
-from sley_core.data.dataset import SOURCE, AnyDataset, DataContext, DataInfo, Dataset, is_stream
+from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
 from sley_core.engine.agreement import agree
-from sley_core.engine.call import tensors_in
-from sley_core.engine.positions import WholeSequences
+from sley_core.engine.boundary import tensors_in
+from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.factory import call_factory
 from sley_core.model.tensors import version_of
-from sley_core.plan.tables import BEST_MODES, metric_of
+from sley_core.plan.tables import BEST_MODES, BestTable, metric_of
 
 if TYPE_CHECKING:
-    from sley_core.data.dataset import Batch
+    from sley_core.comm.group import Group
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
-    from sley_core.engine.step_batch import BatchSplitter, StepBatch
     from sley_core.plan.plan import EvaluationSet, Plan
-    from sley_core.plan.tables import BestTable
 
 Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
 
@@ -113,6 +111,23 @@ class Tally:
         """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros where this rank has none."""
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 
+    def agree_names(self, control: Group) -> list[str]:
+        """Returns the names of all metrics. With a function of the user's it is a collective over all ranks, some of which may
+        have counted no sample. Raises RunError "metric-result", the same on all ranks, if the ranks' results have other names.
+        """
+        if self.metrics.custom is None:
+            return self.metrics.names
+        gathered = control.gather_objects(self.names, label="the names of metrics")
+        known = [(rank, names) for rank, names in zip(control.ranks, gathered, strict=True) if names is not None]
+        if not known:
+            raise _metric_error("has counted no sample")
+        first_rank, first_names = known[0]
+        for rank, names in known:
+            if names != first_names:
+                described = f"{', '.join(names)} on rank {rank}, but {', '.join(first_names)} on rank {first_rank}"
+                raise _metric_error(f"returns {described}")
+        return [*self.metrics.names, *first_names]
+
     def _check_results(self, results: Any) -> dict[str, Any]:
         """Returns a copy of the user's results for one microbatch. Raises RunError "metric-result" unless they are pairs of
         numbers with the names of the earlier microbatches.
@@ -129,20 +144,6 @@ class Tally:
             raise _metric_error(f"returns {', '.join(self.names or [])} for one microbatch, but {', '.join(names)} for another")
         self.names = names
         return dict(results)
-
-
-def merge_metric_names(names_by_rank: Mapping[int, list[str] | None]) -> list[str]:
-    """Returns the names of the user's metrics, which are the same on all ranks that count samples. names_by_rank: None for a
-    rank that counts none. Raises RunError "metric-result", the same on all ranks.
-    """
-    known = [(rank, names) for rank, names in names_by_rank.items() if names is not None]
-    if not known:
-        raise _metric_error("has counted no sample")
-    first_rank, first_names = known[0]
-    for rank, names in known:
-        if names != first_names:
-            raise _metric_error(f"returns {', '.join(names)} on rank {rank}, but {', '.join(first_names)} on rank {first_rank}")
-    return first_names
 
 
 def _metric_error(fault: str) -> RunError:

@@ -12,7 +12,7 @@ them. A microbatch leaves the device after its last action.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +21,52 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.profiler import record_function
 
-from sley_core.actions.action import Action, Flow, Kind, Lowered, Transfer, select_actions
-from sley_core.data.dataset import SOURCE
+from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, StageChunk, Transfer, select_actions
+from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, call_hooks
 from sley_core.engine.direct import WeightQueue
+from sley_core.engine.parts import MicroStep, Phase, StepState
 from sley_core.engine.replicas import check_fields
-from sley_core.engine.step_state import MicroStep, Phase, StepState
 from sley_core.errors import RunError
 from sley_core.model.tensors import version_of
-from sley_core.protocols import SplitLogits
+from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
 
 if TYPE_CHECKING:
-    from sley_core.actions.action import Placement, StageChunk
     from sley_core.comm.device import Device
-    from sley_core.data.dataset import Batch, Field
     from sley_core.engine.evaluation import Tally
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.positions import PositionAdditivity, WholeSequences
     from sley_core.engine.sources import SourceSums
-    from sley_core.engine.step_batch import BatchWeight
+    from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
-    from sley_core.protocols import Loss, SchedulerHook, StageLink, WeightCommunicator
+
+
+@dataclass(eq=False)
+class ListRun:
+    """The inputs and values of one run of a list of actions.
+
+    batch: this rank's microbatches, on the host. store: accumulates the gradients of a training list; None for an evaluation.
+    weight: the divisor of every gradient; None on ranks without the loss. outputs: receives the model's output of each
+    microbatch, on ranks with the loss; a training list copies them, since the loss may write in place, and an evaluation with
+    `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: the number of first microbatches whose
+    losses are added; None for all. fields: the fields on the device of each microbatch in progress. in_flight: the values of
+    each chunk and microbatch between their first and last actions. total: the sum of the losses, or one per microbatch.
+    """
+
+    batch: Sequence[Batch]
+    store: GradientStore | None = None
+    weight: BatchWeight | None = None
+    outputs: dict[int, Any] | None = None
+    tally: Tally | None = None
+    num_counted: int | None = None
+    fields: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict, init=False)
+    total: Tensor = field(init=False)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.EVALUATE if self.store is None else Phase.TRAIN
 
 
 @dataclass(eq=False)
@@ -76,138 +99,83 @@ class Executor:
     def __post_init__(self) -> None:
         self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
         self._field_names = read_field_names(self.chunks, self.loss if self.has_loss else None, self.fields)
-        self._micros: dict[int, dict[str, Tensor]] = {}
-        self._outputs: dict[int, Any] | None = None
-        self._tally: Tally | None = None
-        self._num_counted: int | None = None
-        self._in_flight: dict[tuple[int, int], InFlight] = {}
 
-    def train(
-        self,
-        steps: Lowered,
-        batch: Sequence[Batch],
-        state: StepState,
-        store: GradientStore,
-        weight: BatchWeight | None,
-        outputs: dict[int, Any] | None = None,
-    ) -> Tensor:
-        """Runs a training list with its exchanges, and accumulates the gradients in `store`. Returns the sum of the loss over
-        this rank's samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device.
-
-        batch: this rank's microbatches, on the host. weight: the divisor of every gradient; None on ranks without the loss.
-        outputs: receives a copy of the model's output of each microbatch, on ranks with the loss.
+    def run(self, steps: Lowered, state: StepState, run: ListRun) -> Tensor:
+        """Runs a list with its exchanges, an evaluation under `torch.no_grad`. Returns the sum of the loss over this rank's
+        samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list first.
         """
-        total = self._begin(batch, Phase.TRAIN, select_actions(steps), outputs)
-        self._run(steps, batch, state, total, weight, store)
-        return total
-
-    @torch.no_grad()
-    def evaluate(
-        self,
-        steps: Lowered,
-        batch: Sequence[Batch],
-        state: StepState,
-        outputs: dict[int, Any] | None = None,
-        tally: Tally | None = None,
-        num_counted: int | None = None,
-    ) -> Tensor:
-        """Runs a forward-only list without saving activations. Returns the loss of the first `num_counted` microbatches, in the
-        form of `train`. outputs: receives the model's output of each microbatch; no loss is computed then. tally: counts the
-        metrics of the outputs.
-        """
-        total = self._begin(batch, Phase.EVALUATE, select_actions(steps), outputs)
-        self._tally, self._num_counted = tally, num_counted
-        if tally is not None:
-            tally.begin(total)
-        self._run(steps, batch, state, total, None, None)
-        return total
-
-    def _run(
-        self,
-        steps: Lowered,
-        batch: Sequence[Batch],
-        state: StepState,
-        total: Tensor,
-        weight: BatchWeight | None,
-        store: GradientStore | None,
-    ) -> None:
-        """Runs a list, and adds the losses to `total`. store: the gradient store; None for an evaluation."""
-        phase = Phase.EVALUATE if store is None else Phase.TRAIN
+        shape = (len(run.batch),) if self.keeps_micro_losses else ()
+        run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
+        if run.tally is not None:
+            run.tally.begin(run.total)
         actions = select_actions(steps)
+        self.left_in_flight = True
+        self.queue.clear()
+        if self.weights is not None:
+            self.weights.begin(actions, run.phase)
+        self.caller.policy.begin(actions, run.phase)
+        # Everything that determines the shapes at the boundaries of each microbatch.
+        has_link = self.crossing.link is not None
+        self.crossing.begin(
+            [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
+        )
+        self._run_entries(steps, actions, state, run)
+        self.crossing.end()
+        self.left_in_flight = False
+        return run.total
+
+    def _run_entries(self, steps: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
+        """Runs the entries of a list one after the other. actions: those of the entries that are actions."""
         last_of_micro = {action.micro: action for action in actions}
         last_of_chunk = {(action.chunk, action.micro): action for action in actions}
         is_profiled = torch._C._autograd._profiler_enabled()
         for step in steps:
-            state.step_progress.begin_entry(f"{step} in the evaluation" if store is None else step)
+            state.step_progress.begin_entry(f"{step} in the evaluation" if run.store is None else step)
             if isinstance(step, Transfer):
                 self.crossing.transfer(step)
                 continue
             if step.kind is Kind.CHUNK_DONE:
-                assert store is not None, step
-                store.chunk_done(step.chunk)
+                assert run.store is not None, step
+                run.store.chunk_done(step.chunk)
                 continue
-            micro = state.micro_step(step, phase)
+            micro = state.micro_step(step, run.phase)
             state.enter(step)
             with (
                 record_function(str(step)) if is_profiled else nullcontext(),
                 nullcontext() if self.weights is None else self.weights.wrap_action(step),
             ):
-                self._run_action(step, micro, batch, weight, total)
+                self._run_action(step.kind, micro, run)
             state.leave(step)
             if last_of_chunk[step.chunk, step.micro] == step:
-                del self._in_flight[step.chunk, step.micro]
+                del run.in_flight[step.chunk, step.micro]
             if last_of_micro[step.micro] == step:
-                self._micros.pop(step.micro, None)
-        self.crossing.end()
-        self.left_in_flight = False
+                run.fields.pop(step.micro, None)
 
-    def _begin(self, batch: Sequence[Batch], phase: Phase, actions: Sequence[Action], outputs: dict[int, Any] | None) -> Tensor:
-        """Discards a failed list, and announces `actions` to weights, policy and link. Returns zeros for the loss total."""
-        self.left_in_flight = True
-        self._outputs = outputs
-        self._tally = self._num_counted = None
-        self._micros.clear()
-        self._in_flight.clear()
-        self.queue.clear()
-        if self.weights is not None:
-            self.weights.begin(actions, phase)
-        self.caller.policy.begin(actions, phase)
-        # Everything that determines the shapes at the boundaries of each microbatch.
-        has_link = self.crossing.link is not None
-        keys = [(phase, *(tuple(value.shape) for value in micro.values())) for micro in batch] if has_link else []
-        self.crossing.begin(keys)
-        shape = (len(batch),) if self.keeps_micro_losses else ()
-        return torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
-
-    def _run_action(
-        self, action: Action, micro: MicroStep, batch: Sequence[Batch], weight: BatchWeight | None, total: Tensor
-    ) -> None:
-        key = action.chunk, action.micro
-        match action.kind:
+    def _run_action(self, kind: Kind, micro: MicroStep, run: ListRun) -> None:
+        key = micro.chunk, micro.micro
+        match kind:
             case Kind.FORWARD:
-                self._in_flight[key] = InFlight()
-                with self._expect_loss(weight):
-                    self._forward(micro, self._in_flight[key], batch, total)
+                flight = run.in_flight[key] = InFlight()
+                with nullcontext() if self.head is None else self.head.expect_loss(run.weight):
+                    self._forward(micro, flight, run)
             case Kind.BACKWARD:
-                self._backward(micro, self._in_flight[key], weight)
+                self._backward(micro, run.in_flight[key], run.weight)
             case Kind.INPUT_GRADIENT:
                 with self.queue.collect(key):
-                    self._backward(micro, self._in_flight[key], weight)
+                    self._backward(micro, run.in_flight[key], run.weight)
             case Kind.WEIGHT_GRADIENT:  # the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
                 weights_step = replace(micro, phase=Phase.WEIGHTS)
                 call_hooks(self.hooks, "before_backward", weights_step, None)
                 self.queue.run(key)
                 call_hooks(self.hooks, "after_backward", weights_step, None)
 
-    def _expect_loss(self, weight: BatchWeight | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.head is None else self.head.expect_loss(weight)
-
-    def _forward(self, micro: MicroStep, flight: InFlight, batch: Sequence[Batch], total: Tensor) -> None:
+    def _forward(self, micro: MicroStep, flight: InFlight, run: ListRun) -> None:
         """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""
-        if micro.micro not in self._micros:
-            items = batch[micro.micro].items()
-            self._micros[micro.micro] = {name: self.device.move(value) for name, value in items if name in self._field_names}
-        fields = self._micros[micro.micro]
+        batch = run.batch[micro.micro]
+        if micro.micro not in run.fields:
+            moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}
+            run.fields[micro.micro] = moved
+        fields = run.fields[micro.micro]
         layers = self.chunks[micro.chunk]
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
@@ -226,17 +194,17 @@ class Executor:
             flight.edges = gradient_edges(description, tensors)
             self.crossing.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
             return
-        is_prediction = self._outputs is not None and micro.phase is Phase.EVALUATE
-        if self._outputs is not None:
-            self._outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_prediction)
+        is_prediction = run.outputs is not None and run.store is None
+        if run.outputs is not None:
+            run.outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_prediction)
         if is_prediction:
             return
-        is_counted = self._num_counted is None or micro.micro < self._num_counted
-        if self._tally is not None:
-            self._count_metrics(self._tally, micro, output, batch[micro.micro], counts=is_counted)
-        flight.loss = self._loss(micro, output, fields, batch[micro.micro])
+        is_counted = run.num_counted is None or micro.micro < run.num_counted
+        if run.tally is not None:
+            self._count_metrics(run.tally, micro, output, batch, counts=is_counted)
+        flight.loss = self._loss(micro, output, fields, batch)
         if is_counted and (self.whole is None or self.whole.counts):
-            loss_sum = total[micro.micro] if self.keeps_micro_losses else total
+            loss_sum = run.total[micro.micro] if self.keeps_micro_losses else run.total
             loss_sum += flight.loss.detach()
 
     def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
@@ -395,16 +363,9 @@ class InFlight:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
-        zeros where autograd made none. Raises RunError `no-gradient` for a loss that does not depend on any trained parameter.
+        zeros where autograd made none. torch raises RuntimeError for a loss that does not depend on any trained parameter.
         """
         if self.loss is not None:
-            if not self.loss.requires_grad:
-                raise RunError(
-                    "no-gradient",
-                    "the loss of a microbatch does not depend on any trained parameter",
-                    hint="check whether a layer or the loss detaches its input, or whether all parameters that the "
-                    "microbatch uses are frozen",
-                )
             if self.loss.ndim:
                 torch.autograd.backward(self.loss, gradients[0])  # not a scalar: torch raises its error
             # `torch.autograd.backward` would check the shape, which imports sympy and takes a third of a second.

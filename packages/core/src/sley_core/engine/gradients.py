@@ -25,7 +25,6 @@ from torch import Tensor
 
 from sley_core.actions.action import Action
 from sley_core.comm.copies import free, grow
-from sley_core.engine.accumulators import Accumulator, State, UnbufferedAccumulator, mark_irregular
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,
@@ -35,7 +34,7 @@ from sley_core.engine.buffers import (
     allocate_buffers,
     group_by_reduce_group,
 )
-from sley_core.engine.reduction import Reduction
+from sley_core.engine.reduction import Accumulator, Reduction, State, UnbufferedAccumulator, mark_irregular
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import sharded_read_error
 from sley_core.errors import RunError, StateError, run_closed_error
@@ -65,27 +64,34 @@ class GradientStore:
         self.state = reduction.state
         for param in registry:
             param.num_sums = self.reduction.num_sums(param)
-        self.buffers: list[GradientBuffer] = []
         self.on_ready: list[Callable[[Param], None]] = []
         self.on_chunk_done: list[Callable[[int], None]] = []
         self.refusal: RunError | None = None
         self.num_layouts = 0
-        self._memory = torch.empty(0, dtype=dtype, device=device)
         self._num_freed = 0
-        self._accumulators: dict[Param, Accumulator] = {}
-        self._order: list[Accumulator] = []
-        self._loose: list[Accumulator] = []
-        self._buffer_of: dict[Param, GradientBuffer] = {}
-        self._parts: dict[Param, Tensor] = {}
-        self._next = 0
         self._are_freed = False
         self._is_watching = False
         self._is_closed = False
         self._has_memory = True
         self._has_learned_passes = False
         self._tasks: dict[Accumulator, tuple[Action | None, int]] = {}
+        self._order: list[Accumulator] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._clear_layout()
         self.lay_out(planner)
+
+    def _clear_layout(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for accumulator in self._order:
+            accumulator.parameter.grad = None
+        self.buffers: list[GradientBuffer] = []
+        self._memory = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._accumulators: dict[Param, Accumulator] = {}
+        self._loose: list[Accumulator] = []
+        self._buffer_of: dict[Param, GradientBuffer] = {}
+        self._parts: dict[Param, Tensor] = {}
+        self._hooks, self._order, self._next = [], [], 0
 
     # Reading
 
@@ -116,6 +122,11 @@ class GradientStore:
         """Returns a view of this rank's part of the gradient: the full gradient, or its `elements`."""
         self._check_not_freed()
         return self._parts[param] if param in self._parts else self.gradient(param)
+
+    def parts(self) -> dict[Param, Tensor]:
+        """Returns `part` of each parameter with a gradient."""
+        self._check_not_freed()
+        return {accumulator.param: self._parts.get(accumulator.param, accumulator.view) for accumulator in self._order}
 
     def elements(self, param: Param) -> ElementRange | None:
         """Returns the range of the gradient's elements that this rank gets, or None if it gets the full gradient."""
@@ -291,16 +302,12 @@ class GradientStore:
 
     def chunk_done(self, chunk: int) -> None:
         """Ends the chunk's last gradient action: zeroes gradients without contributions, and reports the chunk's gradients."""
-        done, are_all_complete = self.state.done, True
         for accumulator in self._order:
-            if accumulator.chunks <= done:
+            if accumulator.chunks <= self.state.done:
                 self._accumulate_assigned(accumulator)
-            if accumulator.is_open:
-                if chunk in accumulator.chunks and accumulator.chunks <= done:
+                if accumulator.is_open and chunk in accumulator.chunks:
                     accumulator.state = State.COMPLETE
-                else:
-                    are_all_complete = False
-        if are_all_complete:
+        if not any(accumulator.is_open for accumulator in self._order):
             for accumulator in self._order:
                 accumulator.record_passes()
             mark_irregular(self._tasks)
@@ -394,13 +401,3 @@ class GradientStore:
             self._next += 1
             for notify in self.on_ready:
                 notify(accumulator.param)
-
-    def _clear_layout(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for accumulator in self._order:
-            accumulator.parameter.grad = None
-        self._hooks, self._accumulators, self._order, self._loose = [], {}, [], []
-        self.buffers, self._buffer_of, self._parts = [], {}, {}
-        self._memory = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._next = 0

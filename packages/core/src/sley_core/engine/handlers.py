@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sley_core.config import EachConfig, GradientNormsConfig
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import Parts, StepState
     from sley_core.engine.registry import Param
-    from sley_core.engine.step_state import StepState
 
 
 class Each(GradientHandler):

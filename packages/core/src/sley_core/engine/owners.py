@@ -22,26 +22,12 @@ from torch import Tensor, nn
 
 from sley_core.comm.copies import free, grow
 from sley_core.engine.buffers import FlatBuffer
-from sley_core.engine.registry import Param, ParameterRegistry
+from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS
-from sley_core.records import OptimizerRecord, ParameterRole
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group, Groups
     from sley_core.engine.gradients import GradientStore
-    from sley_core.model.layers import Layer
-    from sley_core.plan.plan import Component
-
-
-def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[str, ParameterRole] | None:
-    """Returns the role of each parameter of a model with these `layers` by name, or None if the optimizer has no roles."""
-    record = optimizer.record
-    if not isinstance(record, OptimizerRecord) or record.roles is None:
-        return None
-    roles: Mapping[str, ParameterRole] = record.load(record.roles)(
-        optimizer.config, ParameterRegistry([[layer] for layer in layers]).params
-    )
-    return roles
 
 
 def update_work(shape: Sequence[int]) -> int:

@@ -1,7 +1,8 @@
 """Adds up gradients of microbatches and ranks, losses and norms, in the order that `[parallel] reduction` selects.
 
-A run has one `Reduction`, which belongs to the store. The class here is "fast": it adds terms in their order of arrival. Its
-subclass in `engine.canonical` adds in one order for all layouts. No other code depends on which of the two a run has.
+An `Accumulator` adds up the gradient of one parameter, and refuses contributions that come too late. A run has one `Reduction`,
+which belongs to the store. The classes here are "fast": they add terms in their order of arrival. Their subclasses in
+`engine.canonical` add in one order for all layouts. No other code depends on which of the two a run has.
 
 On a CPU torch adds the squares of a tensor one after the other in the tensor's own dtype: over ten million fp32 elements the
 norm is off by 4e-4 (measured), and the error depends on how gradients lie in buffers, i.e. on the layout. Along the rows of a
@@ -11,14 +12,16 @@ matrix it adds in vectors, so a long tensor is viewed as rows, whose norms are c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from sley_core.engine.accumulators import Accumulator, UnbufferedAccumulator
+from sley_core.errors import RunError
+from sley_core.model.tensors import uniform_items
 from sley_core.topology import DEFAULT_CHANNEL
 
 if TYPE_CHECKING:
@@ -26,8 +29,235 @@ if TYPE_CHECKING:
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import GradientBuffer, NormGroup
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.parts import StepState
     from sley_core.engine.registry import Param, Stages
-    from sley_core.engine.step_state import StepState
+
+PRODUCT_BYTES = 1 << 25
+"""The bytes of a product that is added to a gradient of another dtype. Larger products are computed a few rows at a time."""
+
+
+class State(Enum):
+    """The state of a gradient within a step; see the diagram of `Accumulator`."""
+
+    OPEN = "contributions may come"
+    COMPLETE = "no more contributions are expected; it waits for the gradients before it in the order"
+    REPORTED = "handlers know that it is complete"
+
+
+class Accumulator:
+    """Adds up the gradient of `param` in `view`, a part of a buffer, in the order in which contributions come.
+
+             reset ──> OPEN ── expected passes ──> COMPLETE ── report, in the store's order ──> REPORTED ──> reset, next step
+                        ^                             │                                            │
+                        └──────── check_open ─────────┘                                            └── `gradient-late`
+                          a backward within the backward came once more
+
+    contributions: the number of contributions in this step. passes: the number of passes in the action that completes the
+    gradient. Autograd makes one pass per backward, however often it uses the parameter; the queue of a W makes one after the
+    parameter's last product; a communicator makes one with every contribution. expected_passes: the number of passes in earlier
+    steps; 0 before the first step, None if the number varies, so that only the end of the chunk completes the gradient.
+    is_lent: whether `parameter.grad` is the view in this step, so that autograd adds into the view. has_hook: whether a hook
+    accumulates each gradient of autograd. Otherwise autograd adds them up in `parameter.grad` until the end of the chunk, which
+    only a `UnbufferedAccumulator` supports.
+    """
+
+    rows: list[Tensor]
+
+    def __init__(self, param: Param, view: Tensor) -> None:
+        self.param = param
+        self.parameter = param.parameter
+        self.chunks = param.chunks
+        self.view = view
+        self.dtype = view.dtype
+        self.expected_passes: int | None = 0
+        self.has_hook = True
+        self.reset()
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is State.OPEN
+
+    def reset(self) -> None:
+        """Starts a step. The first contribution overwrites the view."""
+        self.contributions = 0
+        self.passes = 0
+        self.is_lent = False
+        self.state = State.OPEN
+        self.parameter.grad = None
+
+    def check_open(self, state: StepState) -> None:
+        """Checks that a contribution may come now, and opens a COMPLETE gradient that was not yet reported again. Raises
+        RunError `gradient-complete` for a user's backward between two steps, and `gradient-late` if the gradient was already
+        reported, since its reduction would sum only a part of it.
+        """
+        if self.state is State.OPEN:
+            return
+        name = self.param.name
+        if state.action is not None:
+            assert not self.chunks <= state.done, f"{name}: a contribution after its gradient was reported ready"
+            self.expected_passes = None
+            if self.state is State.COMPLETE:
+                self.state = State.OPEN
+                return
+            raise RunError(
+                "gradient-late",
+                f"a nested backward reaches the parameter {name!r} again while its gradient is being reduced; in "
+                "earlier steps it was reached only once",
+                hint="use torch.utils.checkpoint with `use_reentrant=False`, or use `core.recompute`",
+            )
+        raise RunError(
+            "gradient-complete",
+            f"a backward between two steps reaches the parameter {name!r}, whose gradient still belongs to the previous step",
+            hint="call `run.store.begin_step()` before your own backward, and then read "
+            "`run.store.gradient(param)`, which covers this rank's samples; to train on your own samples, "
+            "call `run.step(batch)`",
+        )
+
+    def begin_contribution(self, layer: str = "", micro: int | None = None) -> None:
+        """Prepares for a contribution from `layer` in the global microbatch `micro`, by default the running microbatch. Both
+        matter only for a fixed order of sums.
+        """
+
+    def end_contributions(self) -> None:
+        """Marks the end of the running action's contributions."""
+
+    def accumulate(self, gradient: Tensor) -> None:
+        """Adds `gradient`, of any floating dtype, to the view. The first gradient of a step is copied."""
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+
+    def accumulate_grad(self) -> None:
+        """Accumulates `parameter.grad` after a backward; it is the complete sum if autograd has added into the view. Raises
+        RunError `sparse-gradient`.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None, self.param
+        if gradient is not self.view:
+            if self.is_lent:
+                self.contributions = 0
+            self._accumulate_owned(_require_dense(gradient, self.param))
+            self.is_lent = not self.param.has_products and self.parameter.dtype == self.view.dtype
+            self.parameter.grad = self.view if self.is_lent else None
+        self.contributions += 1
+
+    @property
+    def is_assigned(self) -> bool:
+        """Returns whether a backward called by the user assigned `parameter.grad` without a hook call."""
+        gradient = self.parameter.grad
+        return self.has_hook and gradient is not None and gradient is not self.view
+
+    def accumulate_product(self, left: Tensor, right: Tensor) -> None:
+        """Adds left^T right. Needs no temporary tensor if all dtypes are equal, and otherwise that of a few rows."""
+        if left.dtype != self.dtype:
+            num_rows = max(1, PRODUCT_BYTES // max(1, right.shape[1] * right.element_size()))
+            for start in uniform_items(range(0, len(self.view), num_rows)):
+                rows = slice(start, start + num_rows)
+                product = left[:, rows].t() @ right
+                self.view[rows].add_(product) if self.contributions else self.view[rows].copy_(product)
+        elif self.contributions:
+            self.view.addmm_(left.t(), right)
+        else:
+            torch.mm(left.t(), right, out=self.view)
+
+    def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
+        """Adds each of `rows` at its index along dim 0. The first call of a step zeroes the view first."""
+        if not self.contributions:
+            self.view.zero_()
+        add_at(self.view, indices, rows.to(self.dtype))
+
+    def finalize(self) -> None:
+        """Completes the sum, which is zero without contributions. Called once per step, before the parameter is reported."""
+        if not self.contributions:
+            self.view.zero_()
+
+    def count_pass(self, *, is_first_step: bool) -> None:
+        """Counts a pass in the action that completes the gradient, and completes it after the expected ones."""
+        self.passes += 1
+        if self.is_open and not is_first_step and self.expected_passes and self.passes >= self.expected_passes:
+            self.state = State.COMPLETE
+
+    def record_passes(self) -> None:
+        """Records the number of passes of this step, or that the number varies between steps."""
+        if self.expected_passes is not None and self.passes:
+            self.expected_passes = self.passes if self.expected_passes in (0, self.passes) else None
+
+    def _accumulate_owned(self, gradient: Tensor) -> None:
+        """Adds `gradient` and may keep the tensor, so the caller must not use it again."""
+        self.accumulate(gradient)
+
+
+class UnbufferedAccumulator(Accumulator):
+    """Accumulates a gradient that no handler reduces, in autograd's own tensor or in a new one for each step."""
+
+    def __init__(self, param: Param, empty: Tensor) -> None:
+        """empty: a tensor of the store's dtype without elements."""
+        self._empty = empty
+        super().__init__(param, empty)
+
+    def reset(self) -> None:
+        super().reset()
+        self.view = self._empty
+
+    def accumulate(self, gradient: Tensor) -> None:
+        # Contiguous, as the parameter is: a fused optimizer ignores strides, and would use elements in the wrong order.
+        self._accumulate_owned(gradient if self.contributions else gradient.clone(memory_format=torch.contiguous_format))
+
+    def accumulate_product(self, left: Tensor, right: Tensor) -> None:
+        if not self.contributions:
+            self.view = torch.empty_like(self.parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
+        super().accumulate_product(left, right)
+
+    def accumulate_rows(self, indices: Tensor, rows: Tensor) -> None:
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+        add_at(self.view, indices, rows.to(self.dtype))
+
+    def finalize(self) -> None:
+        if not self.has_hook and self.parameter.grad is not None:
+            self._accumulate_owned(_require_dense(self.parameter.grad, self.param))
+            self.contributions += 1
+            self.parameter.grad = None
+        if not self.contributions:
+            self.view = torch.zeros_like(self.parameter, dtype=self.dtype)
+
+    def check_no_late_gradient(self) -> None:
+        """Asserts that no contribution followed `finalize` if no hook would notice one."""
+        is_late = not self.has_hook and self.parameter.grad is not None and self.parameter.grad is not self.view
+        assert not is_late, f"{self.param.name}: a contribution after its gradient was reported ready"
+
+    def _accumulate_owned(self, gradient: Tensor) -> None:
+        if self.contributions:
+            self.view.add_(gradient)
+        else:
+            self.view = gradient.to(self.dtype).contiguous()  # the strides of another tensor may be anything
+
+
+def mark_irregular(tasks: Mapping[Accumulator, tuple[object, int]]) -> None:
+    """Marks gradients that a nested backward accumulated. tasks: the action and autograd's graph task of each gradient."""
+    outermost: dict[object, int] = {}  # the action's own backward has the lowest task number: it began first
+    for action, task in tasks.values():
+        outermost[action] = min(task, outermost.get(action, task))
+    for accumulator, (action, task) in tasks.items():
+        if task != outermost[action]:
+            accumulator.expected_passes = None
+
+
+def _require_dense(gradient: Tensor, param: Param) -> Tensor:
+    """Returns `gradient` of `param` unchanged. Raises RunError `sparse-gradient` if it is a sparse tensor."""
+    if gradient.is_sparse:
+        message = f"the gradient of the parameter {param.name!r} is sparse, but reducers and norms need dense gradients"
+        raise RunError("sparse-gradient", message, hint="create its module with `sparse=False`")
+    return gradient
+
+
+def add_at(table: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Adds `rows` [n, ...], of the table's dtype, at `indices` [n] along dim 0, deterministically."""
+    if table.is_cuda:
+        table.index_put_((indices,), rows, accumulate=True)  # sorted first; `index_add_` would be atomic here
+    else:
+        table.index_add_(0, indices, rows)  # one after the other; `index_put_` may be atomic here
 
 
 class Sums(Protocol):
@@ -146,7 +376,7 @@ class Reduction:
 
 def reduction_class(name: str) -> type[Reduction]:
     if name == "canonical":
-        from sley_core.engine.canonical.tree import CanonicalReduction  # few plans need it
+        from sley_core.engine.canonical import CanonicalReduction  # few plans need it
 
         return CanonicalReduction
     return Reduction

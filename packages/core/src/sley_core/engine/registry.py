@@ -6,17 +6,20 @@ weight counts once, names do not depend on the layout, and tensors carry no extr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
-from sley_core.errors import RunError
+from sley_core.errors import PlanError, RunError
+from sley_core.generators import iterate_leaves
+from sley_core.records import OptimizerRecord, ParameterRole
 
 if TYPE_CHECKING:
     from sley_core.model.layers import Layer
+    from sley_core.plan.plan import Component
 
 Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
 """Parts of the model in its own order, each with the stage that holds it; a stage may hold several."""
@@ -129,28 +132,19 @@ class ParameterRegistry:
     def __init__(self, chunks: Sequence[Sequence[Layer]], stages: Stages | None = None, shards: Shards | None = None) -> None:
         self.params: list[Param] = []
         self.base: dict[str, int] = {}  # checksums of the frozen parameters of a model with adapters, by name
-        params_by_id: dict[int, Param] = {}
-        stages = stages or [(0, layers) for layers in chunks]
-        first_names, stages_by_id, layers_by_id = _index_parameters(stages)
+        params_by_id = _index_parameters(stages or [(0, layers) for layers in chunks])
         local_layers = {layer.name for layers in chunks for layer in layers}
         for chunk, layers in enumerate(chunks):
             for layer in layers:
-                for name, holder in _named_holders(layer, chunk):
-                    parameter = getattr(holder.module, holder.attribute)
-                    param = params_by_id.get(id(parameter))
-                    if param is None:
-                        first_name, decays = first_names[id(parameter)]
-                        shard = (shards or {}).get(id(parameter))
-                        shape = tuple(parameter.shape) if shard is None else shard.shape
-                        param = params_by_id[id(parameter)] = Param(first_name, shape, [], index=len(self.params))
-                        param.stages = tuple(sorted(stages_by_id[id(parameter)]))
-                        param.aliases = [name] if name != first_name else []
-                        param.decays = decays
-                        param.shard = shard
-                        param.reduce_group = "stage" if param.shard is None else REDUCE_GROUP
-                        param.layers = tuple(name for name in layers_by_id[id(parameter)] if name in local_layers)
+                for name, holder, parameter in _named_holders(layer, chunk):
+                    param = params_by_id[id(parameter)]
+                    if not param.holders:
+                        param.index = len(self.params)
+                        param.layers = tuple(layer_name for layer_name in param.layers if layer_name in local_layers)
+                        if (shard := (shards or {}).get(id(parameter))) is not None:
+                            param.shard, param.shape, param.reduce_group = shard, shard.shape, REDUCE_GROUP
                         self.params.append(param)
-                    else:
+                    if name != param.name:
                         param.aliases.append(name)
                     param.holders.append(holder)
         self._by_name = {name: param for param in self.params for name in (param.name, *param.aliases)}
@@ -203,32 +197,55 @@ def tie_axis(stages: Sequence[int]) -> str:
 
 def ties(stages: Stages) -> list[tuple[int, ...]]:
     """Returns the sets of stages that share a parameter, each once, in ascending order."""
-    _, holders, _ = _index_parameters(stages)
-    return sorted({tuple(sorted(owners)) for owners in holders.values() if len(owners) > 1})
+    return sorted({param.stages for param in _index_parameters(stages).values() if len(param.stages) > 1})
 
 
-def _index_parameters(stages: Stages) -> tuple[dict[int, tuple[str, bool]], dict[int, set[int]], dict[int, list[str]]]:
-    """Returns three dicts by parameter id: its first (name, decays) in the model, its stages, and its layers. They are
-    computed from the full model and equal on every stage, so that copies of a tie stay equal.
+def _index_parameters(stages: Stages) -> dict[int, Param]:
+    """Returns all parameters of the model by id, without holders, each with its first name, its stages and all its layers.
+    They are computed from the full model and equal on every stage, so that copies of a tie stay equal.
     """
-    firsts: dict[int, tuple[str, bool]] = {}
-    holders: dict[int, set[int]] = {}
-    users: dict[int, list[str]] = {}
+    params: dict[int, Param] = {}
     for stage, layers in stages:
         for layer in layers:
-            for name, holder in _named_holders(layer, 0):
-                parameter = getattr(holder.module, holder.attribute)
-                key = id(parameter)
-                firsts.setdefault(key, (name, parameter.ndim >= 2 and not is_norm(holder.module)))
-                holders.setdefault(key, set()).add(stage)
-            for parameter in layer.module.parameters():
-                users.setdefault(id(parameter), []).append(layer.name)
-    return firsts, holders, users
+            for name, holder, parameter in _named_holders(layer, 0):
+                decays = parameter.ndim >= 2 and not is_norm(holder.module)
+                new_param = Param(name, tuple(parameter.shape), [], decays=decays, stages=())
+                param = params.setdefault(id(parameter), new_param)
+                param.stages = tuple(sorted({*param.stages, stage}))
+                param.layers = tuple(dict.fromkeys((*param.layers, layer.name)))
+    return params
 
 
-def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder]]:
-    """Yields the full name and the holder of each parameter, once per holder."""
+def _named_holders(layer: Layer, chunk: int) -> Iterator[tuple[str, Holder, nn.Parameter]]:
+    """Yields the full name, the holder and the parameter of each attribute that holds a parameter."""
     for prefix, module in layer.module.named_modules(prefix=layer.name, remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            del parameter
-            yield f"{prefix}.{attribute}", Holder(module, attribute, chunk)
+            yield f"{prefix}.{attribute}", Holder(module, attribute, chunk), parameter
+
+
+def parameter_roles(optimizer: Component, layers: Sequence[Layer]) -> Mapping[str, ParameterRole] | None:
+    """Returns the role of each parameter of a model with these `layers` by name, or None if the optimizer has no roles."""
+    record = optimizer.record
+    if not isinstance(record, OptimizerRecord) or record.roles is None:
+        return None
+    roles: Mapping[str, ParameterRole] = record.load(record.roles)(
+        optimizer.config, ParameterRegistry([[layer] for layer in layers]).params
+    )
+    return roles
+
+
+def check_no_parameters(loss: Any) -> None:
+    """Raises PlanError "loss-parameters" for tensors reachable from `loss` that require a gradient."""
+    visited, names = set[int](), list[str]()
+    members = {**loss._parameters, **loss._modules} if isinstance(loss, nn.Module) else {}
+    for key, value in {**members, **getattr(loss, "__dict__", {"": loss})}.items():
+        for leaf in iterate_leaves(value, visited):
+            if isinstance(leaf, nn.Module):
+                names += [f"{key}.{name}" for name, parameter in leaf.named_parameters() if parameter.requires_grad]
+            elif isinstance(leaf, Tensor) and leaf.requires_grad:
+                names.append(key)
+    if names:
+        names_text = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
+        message = f"the loss has its own parameters, {names_text}, which no step would train"
+        hint = "move them into the last layer, whose output the loss receives, or freeze them with `requires_grad_(False)`"
+        raise PlanError("loss-parameters", message, path=("loss",), hint=hint)

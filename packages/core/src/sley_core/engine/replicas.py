@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,9 +27,8 @@ from sley_core.model.tensors import fingerprint, version_of
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group
-    from sley_core.engine.parts import Parts
+    from sley_core.engine.parts import MicroStep, Parts
     from sley_core.engine.registry import Param
-    from sley_core.engine.step_state import MicroStep
     from sley_core.model.layers import Layer
 
 MAX_SHOWN = 3
@@ -117,11 +117,11 @@ class _TensorSlot(NamedTuple):
 
 
 class _LayerSnapshot(NamedTuple):
-    """The state of a layer before a call. prints: hashes of the values, on the device; None if values are not compared."""
+    """The watched tensors of a layer. states: their versions, with hashes of their values if these are compared."""
 
     tensors: list[Tensor | None]
-    versions: list[int]
-    prints: list[Tensor] | None
+    states: list[tuple[int, int]] | list[int]
+    compares_values: bool
 
 
 class WriteWatch:
@@ -144,32 +144,28 @@ class WriteWatch:
             self._first_steps[layer.name] = micro.step
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
-        tensors = [slot.values.get(slot.key) for slot in self._slots_of_layer[layer.name]]
         compares_values = is_first_call or (not micro.micro and micro.step % COMPARE_EVERY == COMPARE_EVERY - 1)
-        return _LayerSnapshot(
-            tensors, [_version(tensor) for tensor in tensors], _fingerprints(tensors) if compares_values else None
-        )
+        return self._snapshot(layer, compares_values=compares_values)
 
     def check(self, layer: Layer, before: _LayerSnapshot | None) -> None:
         """Raises RunError "weight-written" or PlanError "model-buffer-written" if `layer` made a write that is refused."""
         if before is None:
             return
-        slots = self._slots_of_layer[layer.name]
-        tensors = [slot.values.get(slot.key) for slot in slots]
-        written = [
-            tensor is not was or _version(tensor) != version
-            for tensor, was, version in zip(tensors, before.tensors, before.versions, strict=True)
-        ]
-        if before.prints is not None:
-            pairs = zip(_fingerprints(tensors), before.prints, strict=True)
-            written = [known or bool(tensor != was) for known, (tensor, was) in zip(written, pairs, strict=True)]
-        if not any(written):
+        after = self._snapshot(layer, compares_values=before.compares_values)
+        if after.states == before.states and all(map(is_, after.tensors, before.tensors)):
             return
-        written_slots = [slot for slot, is_written in zip(slots, written, strict=True) if is_written]
+        rows = zip(self._slots_of_layer[layer.name], *before[:2], *after[:2], strict=True)
+        written_slots = [slot for slot, old, old_state, new, state in rows if new is not old or state != old_state]
         for slot in written_slots:
             if not slot.is_buffer:
                 self._check_weight_write(layer, slot)
         check_written_buffers([(slot.name, slot.module) for slot in written_slots if slot.is_buffer])
+
+    def _snapshot(self, layer: Layer, *, compares_values: bool) -> _LayerSnapshot:
+        tensors = [slot.values.get(slot.key) for slot in self._slots_of_layer[layer.name]]
+        versions = [0 if tensor is None else version_of(tensor) for tensor in tensors]
+        states = list(zip(versions, map(_fingerprint, tensors), strict=True)) if compares_values else versions
+        return _LayerSnapshot(tensors, states, compares_values)
 
     def check_rerun(self, layer: Layer) -> None:
         """Raises RunError "weight-written" if `layer` has written a weight and runs again in the backward."""
@@ -222,13 +218,9 @@ def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: 
             )
 
 
-def _version(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else version_of(tensor)
-
-
-def _fingerprints(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    with torch.no_grad():
-        return [torch.zeros(()) if tensor is None or tensor.is_meta else fingerprint(tensor.detach()) for tensor in tensors]
+@torch.no_grad()
+def _fingerprint(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_meta else int(fingerprint(tensor.detach()))
 
 
 def _weight_written_error(layer: Layer, name: str, reason: str, module: nn.Module | None = None) -> RunError:

@@ -1,4 +1,4 @@
-"""Shards weights over the ranks of `wp`, and replaces them in modules by placeholders.
+"""Shards weights over the ranks of `wp`, and refuses reads of tensors that this rank does not have.
 
     5 rows over 2 ranks     | 0 1 2 | 3 4 . |      . a row of zeros, which no gradient ever changes
 
@@ -10,7 +10,11 @@ so they do not depend on the layout.
                          │      values: refused with the parameter's name, whenever code reads them
                          └────> shard   used by the registry, the optimizer and the communicator
 
-A stand-in costs nothing until code uses it, in whichever forward that is.
+A stand-in costs nothing until code uses it, in whichever forward that is. Weights of other ranks' layers, and tensors that the
+model's factory computed, refuse reads likewise (`refuse_unregistered`).
+
+Autograd calls hooks on parameters (`parameter.register_hook`) once per microbatch, with the full gradient. If only parts of
+that gradient exist on any one rank, a hook that clips or masks by values would give other numbers (`check_hooks`).
 """
 
 from __future__ import annotations
@@ -23,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.errors import RunError
-from sley_core.model.layers import Layer, parameter_like
+from sley_core.errors import Diagnostic, PlanError, RunError
+from sley_core.model.layers import MODEL, Layer, Model, parameter_like
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group, Groups
-    from sley_core.engine.registry import Param
+    from sley_core.engine.registry import Param, Stages
 
 AXIS = "wp"
 """The axis over which weights are sharded."""
@@ -171,14 +175,11 @@ GRADIENT_FUNCTIONS = {T.grad.__get__, T.grad.__set__}
 
 class StandIn(nn.Parameter):
     """Replaces the sharded parameter `param` in its modules. It has the full shape, but no memory: this rank holds only
-    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the name, or `weights-sharded` after the
-    run.
+    `shard`. Any operation that needs values raises RunError `sharded-weight-read` with the name, also after the run.
     """
 
     param: Param
     shard: nn.Parameter
-    is_closed: bool
-    """Whether the run is over, so that the full weight is no longer gathered."""
 
     @staticmethod
     def __new__(cls, param: Param) -> StandIn:
@@ -188,7 +189,6 @@ class StandIn(nn.Parameter):
         )
         placeholder.param = param
         placeholder.shard = shard
-        placeholder.is_closed = False
         return placeholder
 
     def __init__(self, param: Param) -> None:
@@ -236,20 +236,8 @@ class StandIn(nn.Parameter):
         """Refuses all operations that `__torch_function__` does not handle."""
         raise next(_stand_ins((args, kwargs or {})))._read_error(str(function))
 
-    def _read_error(self, label: str) -> Exception:
-        if not self.is_closed:
-            return sharded_read_error(self.param, f"`{label}` reads")
-        message = f"`{label}` reads the parameter {self.param.name!r} after its run was closed, but this rank has only"
-        hint = "call the model while the run is open, or copy the full weights before closing it"
-        return RunError("weights-sharded", message + _describe_part(self.param), hint=hint)
-
-
-def close_stand_ins(params: Iterable[Param]) -> None:
-    """Marks the stand-ins of `params` as closed, which changes their errors. Modules keep the stand-ins."""
-    for param in params:
-        parameter = param.holders[0].module._parameters.get(param.holders[0].attribute)
-        if isinstance(parameter, StandIn):
-            parameter.is_closed = True
+    def _read_error(self, label: str) -> RunError:
+        return sharded_read_error(self.param, f"`{label}` reads")
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
@@ -263,15 +251,102 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 def sharded_read_error(param: Param, label: str) -> RunError:
     """Returns the error `sharded-weight-read`. label: the text of the read, such as "`norm` reads"."""
+    assert param.shard is not None, f"{param.name} is not sharded"
+    part = f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
     return RunError(
         "sharded-weight-read",
-        f"{label} the parameter {param.name!r} outside its module, but this rank has only {_describe_part(param)}",
-        hint="call the linear or embedding layer that owns the parameter, or read it in the forward of a subclass. Between "
-        "steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
+        f"{label} the parameter {param.name!r} outside its module or after its run, but this rank has only {part}",
+        hint="call the linear or embedding layer that owns the parameter while the run is open, or read it in the forward of a "
+        "subclass. Between steps, `sley_core.engine.shards.gather_full_tensors` returns full copies of weights, and "
         "`run.registry[name].parameter` is this rank's shard",
     )
 
 
-def _describe_part(param: Param) -> str:
-    assert param.shard is not None, f"{param.name} is whole"
-    return f"{param.shard.own_size} of {param.shape[param.shard.dim]} {'columns' if param.shard.dim else 'rows'}"
+_ANSWERED = SHAPE_FUNCTIONS | SHARD_FUNCTIONS | GRADIENT_FUNCTIONS | {Tensor.__repr__}
+
+
+class _UnreadableTensor:
+    """A tensor whose values no torch function may read: RunError "weight-unregistered". refusal: its message and hint."""
+
+    refusal: tuple[str, str]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in _ANSWERED:
+            for argument in (*args, *kwargs.values()):
+                for item in argument if isinstance(argument, list | tuple) else [argument]:
+                    if isinstance(item, _UnreadableTensor):
+                        message, hint = item.refusal
+                        raise RunError("weight-unregistered", message, hint=hint)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+class UnregisteredParameter(_UnreadableTensor, nn.Parameter):
+    """A parameter that is registered in no layer of this rank."""
+
+
+class ComputedTensor(_UnreadableTensor, Tensor):
+    """A tensor that autograd computed from parameters while the factory ran."""
+
+
+def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
+    """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
+    "weight-unregistered" when they are used, since it is unknown before whether a forward uses an unregistered tensor.
+    """
+    hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
+
+    def refuse(tensor: Tensor, tensor_class: type[_UnreadableTensor], message: str, hint: str = hint) -> None:
+        tensor.__class__ = tensor_class  # type: ignore[assignment]
+        tensor.refusal = message, hint  # type: ignore[attr-defined]
+
+    for layer in model.layers:
+        for name, parameter in layer.module.named_parameters(layer.name):
+            if parameter.is_meta:
+                message = (
+                    f"a forward reads the parameter {name!r} of a layer on another rank, which is neither a parameter nor a "
+                )
+                refuse(parameter, UnregisteredParameter, message + "submodule of its own layer")
+    for layer in local_layers:
+        for attribute, tensor in layer.unreadable.items():
+            if isinstance(tensor, nn.Parameter):
+                message = (
+                    f"a forward reads a parameter through `{attribute}`, which is neither a parameter nor a submodule of "
+                    "its own layer"
+                )
+                refuse(tensor, UnregisteredParameter, message)
+            else:
+                message = f"a forward reads `{attribute}`, which the factory computed from parameters, with its autograd graph"
+                refuse(
+                    tensor, ComputedTensor, message, "compute it in the forward, or `.detach()` it if it should stay constant"
+                )
+
+
+def check_hooks(stages: Stages, shards: Shards, num_slices: int) -> None:
+    """Raises the same PlanError "model-hook" on all ranks for hooked parameters whose full gradient no rank has."""
+    names: dict[int, str] = {}
+    parts: dict[int, set[int]] = {}
+    for index, (_, layers) in enumerate(stages):
+        for layer in layers:
+            for name, parameter in layer.module.named_parameters(layer.name):
+                if parameter._backward_hooks and parameter.requires_grad:
+                    names.setdefault(id(parameter), name)
+                    parts.setdefault(id(parameter), set()).add(index)
+    diagnostics = []
+    for key, name in names.items():
+        if len(parts[key]) > 1:
+            users, hint = "several pipeline stages, each with its own gradient", "use the parameter in one stage only"
+        elif key in shards:
+            users, hint = "several ranks, each with a shard", "remove `[weights]`, or hook the output of its module"
+        elif num_slices > 1:
+            users, hint = "several ranks, each with a slice of the sequence", "set `sp = 1`, or hook the output of its module"
+        else:
+            continue
+        message = (
+            f"the parameter {name!r} has a gradient hook, but is used by {users}, so no rank has the full "
+            "gradient to pass to the hook"
+        )
+        diagnostics.append(Diagnostic("model-hook", message, path=MODEL, hint=hint))
+    if diagnostics:
+        raise PlanError.from_diagnostics(diagnostics)

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sley_core.data.dataset import IGNORE_INDEX, SOURCE
+from sley_core.data.dataset import IGNORE_INDEX, SOURCE, Batch, Field
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
-from sley_core.protocols import SplitLogits
+from sley_core.protocols import Loss, SplitLogits
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.data.dataset import Batch, Field
     from sley_core.engine.reduction import Reduction
     from sley_core.engine.step_batch import StepBatch
-    from sley_core.protocols import Loss
 
 
 def split_by_source(

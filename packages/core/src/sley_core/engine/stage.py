@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -64,16 +64,19 @@ class Lists:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's part of the model. stages: all layers in model order, by position and stage. chunks: this stage's layers."""
+    """One stage's part of the model. stages: all layers in model order, by position and stage."""
 
     lists: Lists
     stages: Stages
-    chunks: Sequence[Sequence[Layer]]
 
     def for_stage(self, number: int) -> Stage:
-        lists, placement = self.lists.for_stage(number), self.lists.placement
-        chunks = [self.stages[placement.position(number, chunk)][1] for chunk in range(placement.chunks)]
-        return Stage(lists, self.stages, chunks)
+        return Stage(self.lists.for_stage(number), self.stages)
+
+    @cached_property
+    def chunks(self) -> list[Sequence[Layer]]:
+        """Returns this stage's layers per model chunk."""
+        placement = self.lists.placement
+        return [self.stages[placement.position(self.lists.stage, chunk)][1] for chunk in range(placement.chunks)]
 
     @property
     def layers(self) -> list[Layer]:
@@ -91,7 +94,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other
         lists = Lists(lambda micros: [sequential(micros)], loop(1), 0)
-        return Stage(lists, [(0, model.layers)], [model.layers])
+        return Stage(lists, [(0, model.layers)])
     assert plan.partition is not None, "a pipeline has a partition"
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
@@ -102,8 +105,7 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
         raise plan.add_places(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
     stages = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
-    chunks = [positions[placement.position(stage_index, chunk)] for chunk in range(placement.chunks)]
-    stage = Stage(lists, stages, chunks)
+    stage = Stage(lists, stages)
     if stage.ties and not has_tie_handler(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         link_ties = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None

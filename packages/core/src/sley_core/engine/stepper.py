@@ -20,10 +20,10 @@ from sley_core.actions.action import Lowered, select_actions
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
-from sley_core.engine.evaluation import Metrics, Tally, merge_metric_names
-from sley_core.engine.parts import StepEvents
+from sley_core.engine.evaluation import Metrics, Tally
+from sley_core.engine.execute import Executor, ListRun
+from sley_core.engine.parts import StepEvents, StepState
 from sley_core.engine.step_batch import BatchWeight, StepBatch
-from sley_core.engine.step_state import StepState
 from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import RunError, run_closed_error
 from sley_core.model.attention import attention_kernel
@@ -31,7 +31,6 @@ from sley_core.model.attention import attention_kernel
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
     from sley_core.comm.group import Groups
-    from sley_core.engine.execute import Executor
     from sley_core.engine.gradients import GradientStore
     from sley_core.engine.registry import Param
     from sley_core.engine.stage import Lists
@@ -142,7 +141,7 @@ class Stepper:
         weight = None  # the divisor of gradients is known to ranks with the loss only
         if self.executor.has_loss:
             weight = BatchWeight(self._global_weight, self.update.scale.value if self.update.scale else 1.0)
-        return self.executor.train(steps, batch.micros, self.state, self.store, weight, outputs)
+        return self.executor.run(steps, self.state, ListRun(batch.micros, self.store, weight, outputs))
 
     def _global_weight(self) -> float:
         """Waits for the sum of all ranks' loss weights, which is part of the agreement's exchange, and returns it."""
@@ -160,13 +159,10 @@ class Stepper:
             for index, batch in enumerate(batches):
                 steps = self._begin_forward("an evaluation", index, batch, state)
                 counts = tally if metrics.names or metrics.custom is not None else None
-                losses.append(self.executor.evaluate(steps, batch.micros, state, None, counts, batch.num_counted))
+                run = ListRun(batch.micros, tally=counts, num_counted=batch.num_counted)
+                losses.append(self.executor.run(steps, state, run))
                 weight += self.agreement.weight  # of all ranks
-            names = metrics.names
-            if metrics.custom is not None:  # a collective of all ranks, some of which may have no output
-                control = self.groups["control"]
-                names_of_ranks = control.gather_objects(tally.names, label="the names of metrics")
-                names = [*names, *merge_metric_names(dict(zip(control.ranks, names_of_ranks, strict=True)))]
+            names = tally.agree_names(self.groups["control"])
             sums = [losses, *(tally.column(name, column) for name in names for column in (0, 1))]
             difference = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(difference), *map(self.store.reduction.loss_terms, sums)])
@@ -194,20 +190,20 @@ class Stepper:
         with self._evaluating() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
-            self.executor.evaluate(steps, batch.micros, state, outputs)
+            self.executor.run(steps, state, ListRun(batch.micros, outputs=outputs))
             state.step_progress.begin_entry(BETWEEN)
         return outputs
 
     @contextmanager
     def _evaluating(self) -> Iterator[StepState]:
-        """Yields the state of an evaluation; all modules are in evaluation mode within the block."""
+        """Yields the state of an evaluation. Within the block all modules are in evaluation mode, and graphs are not saved."""
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
         all_modules = [submodule for module in modules for submodule in module.modules()]
         training = [module.training for module in all_modules]
         for module in modules:
             module.eval()
         try:
-            with self.device.in_use(), attention_kernel(self.attention), self.device.preserve_random_state():
+            with self.device.in_use(), attention_kernel(self.attention), self.device.preserve_random_state(), torch.no_grad():
                 step_progress = self.groups.progress.step_progress
                 state = StepState(within=step_progress)
                 step_progress.begin_entry(EVALUATION)

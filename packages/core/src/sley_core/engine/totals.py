@@ -46,7 +46,7 @@ class Votes(NamedTuple):
 
 
 LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
-"""The index of each of a step's totals. In fp16 the number of ranks with an overflow follows, then plugins' numbers."""
+"""The index of each of a step's totals. The plugins' numbers follow."""
 
 USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 """Totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
@@ -58,7 +58,7 @@ class StepTotals:
 
     values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
     global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same;
-    in fp16 the number of ranks with a non-finite gradient; the plugins' numbers; the terms of `SourceSums`. own_loss,
+    the plugins' numbers; the terms of `SourceSums`. own_loss,
     own_exchanges: this rank's share of the loss, a scalar, and its exchanges, for errors. loss_scale: the scale in fp16, else
     None. end: the moment at which the step ends on the device, from `fetch` on.
     """
@@ -81,11 +81,10 @@ class StepTotals:
     def read(self) -> StepResult:
         """Waits for the copy of the values, but for no later work on the device, and returns them."""
         self.device.wait_until(self.end)
-        loss, grad_norm, weight, stops, saves, differs, *extra = self.host_values()
-        scale = self.loss_scale
-        skipped, numbers = (False, extra) if scale is None else (extra[0] > 0, extra[1:])
+        loss, grad_norm, weight, stops, saves, differs, *numbers = self.host_values()
+        skipped = self.loss_scale is not None and not math.isfinite(grad_norm)
         mean = loss / weight if weight else 0.0
-        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, scale, skipped)
+        return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, skipped)
 
     @property
     def allow_a_step(self) -> Tensor:

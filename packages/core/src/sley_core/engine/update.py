@@ -14,11 +14,12 @@ saved weights use the averages; training keeps the raw weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,7 @@ from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
-from sley_core.engine.sources import SourceSums
-from sley_core.engine.totals import NORM, USUAL, LossScale, Skips, StepTotals, Votes, allow_a_step
+from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes, allow_a_step
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
@@ -52,6 +52,9 @@ from sley_core.optim.shared import (
     skips_on_device,
     step_if,
 )
+
+if TYPE_CHECKING:
+    from sley_core.engine.sources import SourceSums
 
 CLIP_EPSILON = 1e-6
 """The same as in torch.nn.utils.clip_grad_norm_."""
@@ -116,7 +119,7 @@ class Update:
         gradients = list(self.store.norm_groups())
         totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
-            overflowed = totals.host_values()[len(USUAL)] > 0  # the same on every rank; waits for the device
+            overflowed = not math.isfinite(totals.host_values()[NORM])  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
             if overflowed:
                 return totals
@@ -226,7 +229,9 @@ class Update:
 
     def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
         """Returns norm, loss, votes and plugins' numbers by one all-reduce, or two for inf-norms and a fixed order of sums."""
-        overflow = [self._unscale(gradients, 1 / self.scale.value)] if self.scale else []
+        if self.scale is not None:
+            for group in gradients:
+                torch._foreach_mul_(group.tensors, 1 / self.scale.value)
         totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
         terms = totals.terms()
         differs = exchange_difference(self._exchanging)
@@ -234,22 +239,13 @@ class Update:
         numbers += [] if self.sources is None else [self.sources.terms()]
         host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
         # One message for everything: on a small model the latency of a second one would be noticeable in every step.
-        summed = torch.cat([terms, self.device.move(host), *overflow, *numbers])
+        summed = torch.cat([terms, self.device.move(host), *numbers])
         # All ranks of the world; every rank ends every step here, after its own reductions.
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
         scale = self.scale.value if self.scale is not None else None
         return StepTotals(values, loss.sum(), collect_exchanges(self._exchanging), self.device, scale)
-
-    def _unscale(self, gradients: list[NormGroup], factor: float) -> Tensor:
-        """Multiplies every gradient by `factor`. Returns float64 [1]: 1 if a gradient of this rank is not finite, else 0."""
-        overflow = torch.zeros(1, device=self.device.torch_device)
-        inverse = torch.full((1,), factor, device=self.device.torch_device)
-        for group in gradients:
-            # One pass for both, as in torch.amp.GradScaler, whose kernel it is.
-            torch._amp_foreach_non_finite_check_and_unscale_(group.tensors, overflow, inverse)
-        return overflow.double()
 
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""

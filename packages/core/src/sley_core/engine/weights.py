@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from sley_core.comm.copies import free, grow, storage_id
 from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
-from sley_core.engine.owners import MatrixOwners
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.model.tensors import keeps_fp32, parameter_format
+
+if TYPE_CHECKING:
+    from sley_core.engine.owners import MatrixOwners
 
 
 class WeightBuffer(FlatBuffer):
@@ -241,9 +243,10 @@ class Masters:
     optimizer_params: list[Stepped] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._originals: list[tuple[Param, nn.Parameter]] = []
+        self._originals: list[tuple[Param, nn.Parameter, torch.dtype]] = []
         self._flats: list[FlatBuffer] = []
         self._masters: dict[Param, Stepped] = {}
+        self._copies: list[Stepped] = []  # what is stepped in place of weights: masters, and views of weights
 
     def add(self, params: Sequence[Param]) -> list[Stepped]:
         """Adds `params`, and narrows them to the working dtype if needed. Returns the tensors that the optimizer updates."""
@@ -253,7 +256,7 @@ class Masters:
         for param in params:
             self.weights.adopt(param)
             parameter, elements = param.parameter, self.store.elements(param)
-            self._originals.append((param, parameter))
+            self._originals.append((param, parameter, parameter.dtype))
             if elements is not None and not elements.numel:
                 continue
             if param in masters:
@@ -264,6 +267,7 @@ class Masters:
                 updated = parameter if elements is None else nn.Parameter(_view_elements(parameter.detach(), elements))
                 added.append(Stepped(param, updated, parameter, elements))
         self.stepped += added
+        self._copies += [stepped for stepped in added if stepped.parameter is not stepped.original]
         if self.owners is not None:
             self.owners.add(params)
             added = [stepped for stepped in added if stepped.param not in self.owners.params]
@@ -289,9 +293,10 @@ class Masters:
         self.follow()
         if self.device is not None:
             return
+        gradients = self.store.parts()
         for stepped in self.optimizer_params:
             if not stepped.is_owned:
-                gradient = self.store.part(stepped.param) if stepped.param in self.store else None
+                gradient = gradients.get(stepped.param)
                 stepped.parameter.grad = None if gradient is None else gradient.to(stepped.parameter.dtype)
         if self.owners is not None:
             self.gather_owned_params()
@@ -322,17 +327,14 @@ class Masters:
                 torch._foreach_copy_([stepped.working for stepped in masters], values)
             for stepped in masters:
                 stepped.synced = stepped.state
-        for stepped in self.stepped:
-            if stepped.parameter is not stepped.original:
-                stepped.parameter.grad = None
+        for stepped in self._copies:
+            stepped.parameter.grad = None
         self.weights.start_completions()
 
     @torch.no_grad()
     def _copy_back(self) -> None:
         """Copies the values of parameters whose `.data` the optimizer replaced back into masters and weights."""
-        for stepped in self.stepped:
-            if stepped.parameter is stepped.original:
-                continue
+        for stepped in self._copies:
             memory = stepped.master
             if memory is None:
                 memory = _view_elements(stepped.original.detach(), stepped.elements)
@@ -362,9 +364,9 @@ class Masters:
         """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
         storage, without a device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
-        for param, original in self._originals:
+        for param, original, dtype in self._originals:
             parameter = param.parameter
-            if parameter is not original or parameter.dtype != self.weights.dtype_of(param):
+            if parameter is not original or parameter.dtype != dtype:
                 message = (
                     f"the parameter {param.name!r} is not the tensor that the optimizer updates: it was replaced, or "
                     "its type has changed"

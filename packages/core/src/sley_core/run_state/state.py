@@ -13,7 +13,7 @@ from torch import Tensor
 from sley_core.attempt import RunAttempt, use_copied_files
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.evaluation import Best
-from sley_core.engine.save import extra_state, modules_with_extra_state
+from sley_core.engine.state_dict import extra_state, modules_with_extra_state
 from sley_core.engine.update import list_averages
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path
 from sley_core.files import CHECKPOINTS, PLAN

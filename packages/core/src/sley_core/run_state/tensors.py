@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sley_core.attempt import use_copied_files
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine.save import modules_with_extra_state, set_extra_state
+from sley_core.engine.state_dict import modules_with_extra_state, set_extra_state
 from sley_core.errors import RunError
 from sley_core.generators import host_state, set_host_state
 from sley_core.json_text import decode_value, encode_value

@@ -23,7 +23,7 @@ from sley_core.comm.copies import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe_output, gradient_edges
-from sley_core.engine.step_state import MicroStep, Phase
+from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
 from sley_core.model.layers import ForwardPatch, Layer, Model, parameter_like

@@ -1,40 +1,30 @@
-"""Sums microbatches in a fixed tree over their numbers in the global batch.
+"""Sums in one fixed order, whatever the layout: `[parallel] reduction = "canonical"`.
 
-    [0,7)                                       A node of two leaves or more is split at the largest power of two below its
-     ├── [0,4)                                  length: for 2^n leaves the perfect tree, else perfect trees side by side,
-     │    ├── [0,2) ── 0, 1                     the largest first, joined from the right.
-     │    └── [2,4) ── 2, 3
-     └── [4,7)                                  rank 0 of 2 has 0 to 3:  [0,4)
-          ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
-          └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
+Gradients are summed in the tree of `canonical_tree`, and losses of microbatches in the same order. The loss weight is a sum of
+digits, integers that float64 adds exactly in any order.
 
-Any division of the leaves into runs gives nodes that add up to the same root. Each node is either inside a run, or disjoint
-from it, or split by its border. Take the maximal nodes of a run: those inside it whose parent is not. They are disjoint, and
-they cover the run (a leaf is a node inside it). A parent whose two children lie in different runs finds these, or the nodes
-that they are made of, among the runs' nodes. So adding siblings until one node is left performs exactly the additions of the
-tree, in any order of nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
+Adding multiples of one unit is exact as long as the sum fits, so the norm depends on no order. The unit comes from the largest
+element of the whole model, below 2^e: every (|g| / 2^e)^2 is below 1 and is cut into three digits of 24 bits.
 
-A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
-inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
+    |g| / 2^e, squared  =  0.d1 d2 d3 | rest below 2^-72, dropped        sum of d1, sum of d2, sum of d3: int64, over all ranks
 
-An accumulator sums each microbatch of a gradient separately:
-
-    contributions of a microbatch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
-                                        └ closed when another begins                 └ a reducer adds up those of all ranks
+The dropped rests of n elements are below n 2^-72 of the largest square: less than float64 shows. This is the pre-rounding of
+Demmel and Nguyen (2013), Fast Reproducible Floating-Point Summation, with a maximum that is known beforehand, and digits as in
+Collange, Defour, Graillat, Iakymchuk (2015), Numerical Reproducibility for the Parallel Reduction.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sley_core.engine.accumulators import Accumulator, add_at
-from sley_core.engine.canonical.totals import ExactTotals, tree_sum, weight_digits, weight_of
+from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, TreeSums, covering_nodes, leaf_range, sum_uses
 from sley_core.engine.direct import is_plain_embedding, is_plain_linear
-from sley_core.engine.reduction import Reduction, Sums
+from sley_core.engine.reduction import Accumulator, Reduction, Sums, Totals, add_at
 from sley_core.engine.registry import Param, Stages
 from sley_core.errors import Diagnostic, PlanError, RunError
 from sley_core.model.layers import MODEL
@@ -45,136 +35,7 @@ if TYPE_CHECKING:
     from sley_core.comm.progress import SentBytes
     from sley_core.engine.buffers import NormGroup
     from sley_core.engine.gradients import GradientStore
-    from sley_core.engine.step_state import StepState
-
-
-class Node(NamedTuple):
-    """A node of the tree: the sum of the microbatches from `first` to before `last`."""
-
-    first: int
-    last: int
-
-    @property
-    def children(self) -> tuple[Node, Node]:
-        """Returns the two nodes whose sum is this node, which must not be a leaf."""
-        length = self.last - self.first
-        assert length > 1, f"{self} is a leaf"
-        middle = self.first + (1 << ((length - 1).bit_length() - 1))
-        return Node(self.first, middle), Node(middle, self.last)
-
-
-def leaf_node(index: int) -> Node:
-    return Node(index, index + 1)
-
-
-def sibling(node: Node, num_leaves: int) -> Node | None:
-    """Returns the node that is added to `node` in the tree of `num_leaves`, or None for the root."""
-    first, last = node
-    length = last - first
-    if last < num_leaves and not first & length:
-        return Node(last, min(last + length, num_leaves))
-    return Node(first - (first & -first), first) if first else None
-
-
-def parent(node: Node, other: Node) -> Node:
-    return Node(min(node.first, other.first), max(node.last, other.last))
-
-
-def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
-    """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
-    nodes: list[Node] = []
-    while first < last:
-        node = leaf_node(first)
-        while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
-            node = parent(node, other)
-        nodes.append(node)
-        first = node.last
-    return nodes
-
-
-def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
-    """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
-    assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
-    size_per_rank = num_leaves // size
-    return coord * size_per_rank, (coord + 1) * size_per_rank
-
-
-class SumMemory:
-    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`."""
-
-    def __init__(self) -> None:
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
-        self.created: list[Tensor] = []
-
-    def allocate(self, like: Tensor) -> Tensor:
-        """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
-        free = self.free.get((like.shape, like.dtype))
-        if free:
-            return free.pop()
-        memory = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.created.append(memory)
-        return memory
-
-    def clear(self) -> None:
-        self.free.clear()
-        self.created.clear()
-
-
-class PartialSums:
-    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` allows, separately for each use of the
-    parameter.
-
-    home: the tensor that should hold the final sum, if it is an operand. sum_memory: receives the memory of merged sums.
-    """
-
-    def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
-        self.num_leaves = num_leaves
-        self.sum_memory = sum_memory
-        self.home = home
-        self._sums_by_node: dict[tuple[int, Node], Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._sums_by_node)
-
-    @property
-    def nodes(self) -> list[tuple[int, Node]]:
-        """Returns the (parameter use, node) pairs of the stored sums."""
-        return sorted(self._sums_by_node)
-
-    def put(self, use: int, node: Node, value: Tensor) -> None:
-        """Stores the sum of `node`, and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
-        while True:
-            other = sibling(node, self.num_leaves)
-            stored = self._sums_by_node.pop((use, other), None) if other is not None else None
-            if other is None or stored is None:
-                break
-            value = self._add_pair(stored, value)
-            node = parent(node, other)
-        assert (use, node) not in self._sums_by_node, f"{node} came twice"
-        self._sums_by_node[use, node] = value
-
-    def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
-        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros of the shape of `like`."""
-        stored = self._sums_by_node.pop((use, node), None)
-        if stored is not None:
-            return stored
-        has_inner = any(
-            stored_use == use and node.first <= stored.first and stored.last <= node.last
-            for stored_use, stored in self._sums_by_node
-        )
-        if not has_inner:
-            return torch.zeros_like(like, memory_format=torch.contiguous_format)
-        left, right = node.children
-        return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
-
-    def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
-        """Returns the sum of both, computed in place, in `home` if that is an operand: a + b equals b + a bit for bit."""
-        if other is self.home:
-            total, other = other, total
-        total.add_(other)
-        if self.sum_memory is not None:
-            self.sum_memory.free.setdefault((other.shape, other.dtype), []).append(other)
-        return total
+    from sley_core.engine.parts import StepState
 
 
 class TreeLeaf(NamedTuple):
@@ -254,8 +115,6 @@ class CanonicalReduction(Reduction):
         return range(begin, begin + group.size * step, step)
 
     def sums(self, store: GradientStore, sent: SentBytes, channel: str = DEFAULT_CHANNEL) -> Sums:
-        from sley_core.engine.canonical.sums import TreeSums
-
         return TreeSums(self, store, sent, channel)
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> ExactTotals:
@@ -400,14 +259,6 @@ class CanonicalAccumulator(Accumulator):
         return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
 
 
-def sum_uses(sums: list[Tensor]) -> Tensor:
-    """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
-    first, *other_sums = sums
-    for other_sum in other_sums:
-        first.add_(other_sum)
-    return first
-
-
 FAST = 'set [parallel] reduction = "fast"'
 Use = tuple[str, nn.Module, int]
 """A use of a parameter: its name there, the module that holds it, and that module's stage."""
@@ -437,3 +288,124 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
             count = len(by_layer)
             message = f"{count} layers on several stages share {name!r}, and the stages sum its gradients in their own order"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or set `pp = 1`")
+
+
+NUM_DIGITS = 4
+"""The integer part, and three digits of 24 bits after the point."""
+
+_BASE = 2.0**24
+
+
+def weight_digits(weights: Iterable[float]) -> list[float]:
+    """Returns the summed digits of `weights` [NUM_DIGITS], to add over ranks. The first has the non-finite weights."""
+    sums = [0.0] * NUM_DIGITS
+    for weight in weights:
+        if not math.isfinite(weight):
+            sums[0] += weight
+            continue
+        remainder = weight
+        for index in range(NUM_DIGITS):
+            digit = math.floor(remainder)
+            sums[index] += digit
+            remainder = (remainder - digit) * _BASE
+    return sums
+
+
+def weight_of(digits: Sequence[float]) -> float:
+    """Returns the weight from the sum of its digits over ranks."""
+    total = 0.0
+    for digit in reversed(digits):
+        total = total / _BASE + digit
+    return total
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """Returns the sum of `values` [n], n at least 1, in the order of `Node(0, n)`: level by level, from the leaves."""
+    while values.numel() > 1:
+        pairs = values.numel() // 2
+        joined = values[: 2 * pairs : 2] + values[1 : 2 * pairs : 2]
+        values = torch.cat([joined, values[2 * pairs :]])
+    return values[0]
+
+
+_DIGIT = 24
+_NUM_DIGITS = 3
+_CHUNK = 1 << 18
+"""The number of elements converted to float64 at a time. The sum of their digits is below 2^53, so exact."""
+_HALF = 26
+"""The number of low bits of a digit's sum, which are sent in a separate float64; sums over up to 2^27 ranks are exact."""
+
+
+def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest |g| as a float64 scalar: 0 without tensors, inf if an element is not finite."""
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        largest = torch.maximum(largest, torch.linalg.vector_norm(tensor, math.inf).double())
+    return torch.where(largest.isfinite(), largest, math.inf)
+
+
+def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> Tensor:
+    """Returns the digit sums of |g|^p, float64 [6] with integer values. largest: the largest |g| of all ranks. norm_type: p."""
+    shrink = _power_of_two(-_exponent(largest))
+    sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=largest.device)
+    for tensor in tensors:
+        for chunk in torch.split(tensor.reshape(-1), _CHUNK):
+            remainder = chunk.to(torch.float64, copy=True).mul_(shrink)
+            remainder = remainder.square_() if norm_type == 2 else remainder.abs_()
+            for number in range(_NUM_DIGITS):
+                digit = remainder.mul_(2.0**_DIGIT).floor()
+                sums[number] += digit.sum().to(torch.int64)
+                remainder.sub_(digit)
+    high = sums >> _HALF
+    return torch.cat([high, sums - (high << _HALF)]).double()
+
+
+def norm_from_digits(summed: Tensor, largest: Tensor, norm_type: float) -> Tensor:
+    """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
+    halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
+    total = torch.zeros((), dtype=torch.float64, device=largest.device)
+    for number in reversed(range(_NUM_DIGITS)):
+        value = halves[0, number].double() * 2.0**_HALF + halves[1, number].double()
+        total = total + value * 2.0 ** (-_DIGIT * (number + 1))
+    root = total.sqrt() if norm_type == 2 else total
+    return torch.where(largest.isfinite(), root * _power_of_two(_exponent(largest)), math.inf)
+
+
+def _exponent(largest: Tensor) -> Tensor:
+    """Returns the smallest e with `largest` < 2^e; 0 if `largest` is 0 or not finite."""
+    exponent: Tensor = torch.frexp(torch.where(largest.isfinite(), largest, 0.0)).exponent
+    return exponent
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), exponent)
+
+
+class ExactTotals(Totals):
+    """Computes the exact norm and loss. Its construction is a collective over all ranks. loss: float64 [microbatches]."""
+
+    def __init__(self, groups: Groups, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> None:
+        self._norm_type = norm_type
+        self._loss = loss
+        stage = groups["pp"].coord
+        # Among the ranks with copies of the same elements, one counts them.
+        self._counted = [
+            tensor
+            for group in gradients
+            if groups[group.reduce_group].coord < group.num_shards and stage == group.stages[0]
+            for tensor in group.tensors
+        ]
+        self._largest = max_abs((tensor for group in gradients for tensor in group.tensors), loss.device)
+        # A collective over all ranks, at the end of every step, before the totals are summed.
+        groups["all"].all_reduce(self._largest, "max", label="the largest gradient").wait()
+
+    def terms(self) -> Tensor:
+        norm_terms = [] if math.isinf(self._norm_type) else [digit_sums(self._counted, self._largest, self._norm_type)]
+        return torch.cat([*norm_terms, self._loss])
+
+    def result(self, summed: Tensor) -> tuple[Tensor, Tensor]:
+        num_losses = self._loss.numel()
+        loss = tree_sum(summed[-num_losses:])
+        if math.isinf(self._norm_type):
+            return loss, self._largest
+        return loss, norm_from_digits(summed[:-num_losses], self._largest, self._norm_type)

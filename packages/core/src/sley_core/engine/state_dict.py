@@ -1,10 +1,16 @@
-"""Saves a run's weights as safetensors files, by names that no layout changes. Each stage writes its own files.
+"""Saves and loads a run's weights by names that no layout changes.
+
+Weights are saved as safetensors files; each stage writes its own:
 
     every rank of a stage    a part of a master  ──> sum over the ranks that share it          (`precision = "full"`)
     its first replica        shards of one weight ──> gather over `wp` ──> the first rank's file
     rank 0                   all files are there ──> index ──> the folder gets its name
 
 Only one weight is gathered at a time, and no rank holds a file in memory.
+
+Full tensors are loaded on every rank, which copies its own part. Every rank knows the names of the full model, so it can
+distinguish a misspelt name from a name of another stage. Ranks exchange their faults and a checksum of each value, since
+replicas that load different values would stay different.
 
 The extra state of modules (`get_extra_state`) has torch's name in files of weights and in checkpoints. torch's state dict holds
 any object there; files hold tensors. So it is written as text, uint8 [bytes], and must be plain data: None, numbers, strings,
@@ -14,8 +20,10 @@ bytes, tensors, and lists, tuples and dicts of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -23,9 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.agreement import Agreement
+from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError, SleyError, format_cause
 from sley_core.json_text import decode_value, encode_value
+from sley_core.model.tensors import checksum
 from sley_core.sizes import split_by_size
 from sley_core.weight_files.write import (
     LocalProbeFolder,
@@ -43,7 +53,6 @@ from sley_core.weight_files.write import (
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
-    from sley_core.engine.registry import Param
     from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
@@ -113,12 +122,8 @@ class WeightSaver:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
         writing rank cannot see the folder that contains it. Every rank calls it. A single writer is not tested.
         """
-        failure = ""
-        try:
-            check_replaceable(folder)
-        except RunError as error:
-            failure = error.diagnostics[0].message
-        self._exchange_files([], failure if self._parts.world.rank == 0 else "", folder, {})
+        failure = _failure_of(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
+        self._exchange_files([], failure, folder, {})
         if self._parts.topology.pp > 1:
             probe(LocalProbeFolder(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
 
@@ -130,33 +135,27 @@ class WeightSaver:
         the files' metadata; only those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
-        sources: list[_Source] = []
-        failure = ""
-        try:
+        is_first, sources = self._parts.world.rank == 0, list[_Source]()
+
+        def prepare() -> None:
             require()
-            sources = list(self._list_sources(precision))
-            if self._parts.world.rank == 0:
+            sources.extend(self._list_sources(precision))
+            if is_first:
                 begin_folder(folder)
-        except SleyError as error:
-            failure = error.diagnostics[0].message
-        except OSError as error:
-            failure = describe_write_error(error, folder)
+
+        failure = _failure_of(prepare, folder)
         specs_of_rank = [source.spec for source in sources] if self._writes else []
         files, metadata = self._exchange_files(
             split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, metadata
         )
         local_names = {spec.name: name for name, rank, specs in files for spec in specs if rank == self._parts.world.rank}
-        failure = self._write(sources, local_names, precision, folder, metadata)
-        self._exchange_files([], failure, folder, {})
-        if self._parts.world.rank == 0:
+        self._exchange_files([], self._write(sources, local_names, precision, folder, metadata), folder, {})
+        failure = ""
+        if is_first:
             specs_by_file = {name: specs for name, _, specs in files}
             missing = [name for name in specs_by_file if not (scratch_folder(folder) / name).is_file()]
             failure = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
-            try:
-                if not failure:
-                    complete_folder(folder, specs_by_file)
-            except OSError as error:
-                failure = describe_write_error(error, folder)
+            failure = failure or _failure_of(partial(complete_folder, folder, specs_by_file), folder)
         self._exchange_files([], failure, folder, {})
 
     def _exchange_files(
@@ -223,18 +222,9 @@ class WeightSaver:
         with TensorFiles(scratch_folder(folder), files, metadata) as tensor_files:
             for source in sources:
                 value = self._gather_full(source, precision)
-                if value is None or failure:
-                    continue
-                try:
-                    tensor_files.add(source.spec.name, value)
-                except OSError as error:
-                    failure = describe_write_error(error, folder)
-            try:
-                if not failure:
-                    tensor_files.close()
-            except OSError as error:
-                failure = describe_write_error(error, folder)
-        return failure
+                if value is not None and not failure:
+                    failure = _failure_of(partial(tensor_files.add, source.spec.name, value), folder)
+            return failure or _failure_of(tensor_files.close, folder)
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
         """Returns the full tensor on the rank that writes it, or None on other ranks. A collective over the stage."""
@@ -267,3 +257,162 @@ class WeightSaver:
         bits = flat.view(_BITS[flat.element_size()])
         group.all_reduce(bits, label=f"the master of {param.name}").wait()
         return flat.reshape(parameter.shape)
+
+
+def _failure_of(write: Callable[[], object], folder: Path) -> str:
+    """Calls `write`, which works on `folder`. Returns its failure, or ""."""
+    try:
+        write()
+    except SleyError as error:
+        return error.diagnostics[0].message
+    except OSError as error:
+        return describe_write_error(error, folder)
+    return ""
+
+
+Pairs = Iterable[tuple[str, Tensor]]
+
+_MAX_SHOWN = 4
+
+
+class LoadedWeights(NamedTuple):
+    """Lists the model's parameters that the state lacks (missing), and the state's names that the model lacks (unknown)."""
+
+    missing: list[str]
+    unknown: list[str]
+
+
+@dataclass
+class _LoadReport:
+    """Holds one rank's faults, its unknown names, and the checksums of its values by name."""
+
+    faults: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    sums: dict[str, int] = field(default_factory=dict)
+
+
+class ModelNames(NamedTuple):
+    """The names of a full model. first: the registry's name by parameter name. buffers: buffers and extra states."""
+
+    first: Mapping[str, str]
+    buffers: set[str]
+
+
+def collect_names(layers: Sequence[Layer]) -> ModelNames:
+    first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
+    buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
+    return ModelNames(first, buffers | {name for name, _ in modules_with_extra_state(layers)})
+
+
+def load_weights(
+    names: ModelNames, parts: Parts, masters: Masters, state: Mapping[str, Tensor] | Pairs, *, strict: bool
+) -> LoadedWeights:
+    """Loads `state` into this rank's `parts` of a model with these `names`, and into `masters`, as `Run.load_weights`
+    describes. Every rank calls it, since it runs two blocking collectives over `control`.
+    """
+    Agreement(parts.groups).begin("loading weights").check()
+    loading = _WeightLoader(names, parts, masters)
+    if not isinstance(state, Mapping):
+        loading.check_pairs(state, writes=True)
+        return loading.exchange_reports(strict)
+    loading.check_pairs(state.items())
+    loaded = loading.exchange_reports(strict)
+    for name, value in state.items():
+        loading.write(name, value)
+    return loaded
+
+
+class _WeightLoader:
+    """Holds the state of one call of `load_weights` on this rank."""
+
+    def __init__(self, names: ModelNames, parts: Parts, masters: Masters) -> None:
+        self.names = names
+        self.masters = masters
+        self.control = parts.groups["control"]
+        self.params = {param.name: param for param in parts.registry}
+        self.base = parts.registry.base
+        self.buffers = {
+            name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
+        }
+        self.extra = dict(modules_with_extra_state(parts.layers))
+        self.report = _LoadReport()
+        self.received_names: set[str] = set()
+
+    def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
+        """Checks every pair, and with `writes` also writes the pairs before the first fault. Collects the faults."""
+        try:
+            for name, value in pairs:
+                self._check_value(name, value)
+                if writes and not self.report.faults:
+                    self.write(name, value)
+        except Exception as error:
+            self.report.faults.append(f"the weights could not be read: {format_cause(error)}")
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
+        param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
+        if param is not None:
+            if param.name in self.base:
+                self.base[param.name] = self.report.sums[param.name]
+            local_value = value.detach() if param.shard is None else param.shard.cut(value.detach())
+            self.masters.set(param, local_value)
+        elif buffer is not None:
+            buffer.copy_(value)
+        elif name in self.extra:
+            set_extra_state(self.extra[name], value)
+
+    def exchange_reports(self, strict: bool) -> LoadedWeights:
+        """Exchanges reports over all ranks, and returns missing and unknown names. Raises the same RunError on all ranks."""
+        control = self.control
+        missing = [name for name in self.params if name not in self.received_names]
+        if strict:
+            self.report.faults += [f"{name!r} is missing" for name in missing]
+            self.report.faults += [f"{name!r} is unknown" for name in self.report.unknown]
+        # over all ranks: each of them reaches this, even with faults
+        reports = control.gather_objects([asdict(self.report), missing], label="the reports on loaded weights")
+        reports_and_missing = [(_LoadReport(**report), names) for report, names in reports]
+        faults = list(dict.fromkeys(line for report, _ in reports_and_missing for line in report.faults))
+        if faults:
+            suffix = f", and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
+            message = f"these are not the weights of this model: {', '.join(faults[:_MAX_SHOWN])}{suffix}"
+            raise RunError("weights-mismatch", message, hint="use the names of `run.registry`, or strict=False")
+        sums: dict[str, tuple[int, int]] = {}
+        for rank, (report, _) in zip(control.ranks, reports_and_missing, strict=True):
+            for name, value in report.sums.items():
+                known_checksum, first_rank = sums.setdefault(name, (value, rank))
+                if known_checksum != value:
+                    message = f"ranks {first_rank} and {rank} received different values of {name!r}"
+                    raise RunError("weights-differ", message, hint="pass the same state on all ranks")
+        all_missing = dict.fromkeys(name for _, names in reports_and_missing for name in names)
+        unknown = dict.fromkeys(name for report, _ in reports_and_missing for name in report.unknown)
+        return LoadedWeights(list(all_missing), list(unknown))
+
+    def _check_value(self, name: str, value: Tensor) -> None:
+        """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
+        first = self.names.first.get(name, name)
+        self.received_names.add(first)
+        if name not in self.names.first and name not in self.names.buffers:
+            self.report.unknown.append(name)
+        param, buffer = self.params.get(first), self.buffers.get(name)
+        if param is not None:
+            shape = param.shape
+        elif buffer is not None:
+            shape = tuple(buffer.shape)
+        else:
+            return  # another stage holds it
+        fault = ""
+        if not isinstance(value, Tensor):
+            fault = f"must be a tensor, but is a {type(value).__name__}"
+        elif tuple(value.shape) != shape:
+            fault = f"must have the shape {list(shape)}, but has {list(value.shape)}"
+        elif param is not None and not value.is_floating_point():
+            fault = f"must be floating-point, but is {value.dtype}"
+        elif value.is_meta:
+            fault = "is on meta and has no values"
+        else:
+            digest = checksum(value)
+            if self.report.sums.setdefault(first, digest) != digest:
+                fault = "has different values than the parameter that it is tied to"
+        if fault:
+            self.report.faults.append(f"{name!r} {fault}")

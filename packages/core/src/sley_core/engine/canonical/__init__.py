@@ -1,1 +1,0 @@
-"""Sums in one fixed order, whatever the layout: `[parallel] reduction = "canonical"`."""

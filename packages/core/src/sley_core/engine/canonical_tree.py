@@ -1,0 +1,311 @@
+"""Sums microbatches in a fixed tree over their numbers in the global batch.
+
+    [0,7)                                       A node of two leaves or more is split at the largest power of two below its
+     ├── [0,4)                                  length: for 2^n leaves the perfect tree, else perfect trees side by side,
+     │    ├── [0,2) ── 0, 1                     the largest first, joined from the right.
+     │    └── [2,4) ── 2, 3
+     └── [4,7)                                  rank 0 of 2 has 0 to 3:  [0,4)
+          ├── [4,6) ── 4, 5                     rank 1 has 4 to 6:       [4,7)
+          └── 6                                 ranks of three cuts, 0-2, 3-4, 5-6:  [0,2) 2 | 3 4 | 5 6
+
+Any division of the leaves into runs gives nodes that add up to the same root. Each node is either inside a run, or disjoint
+from it, or split by its border. Take the maximal nodes of a run: those inside it whose parent is not. They are disjoint, and
+they cover the run (a leaf is a node inside it). A parent whose two children lie in different runs finds these, or the nodes
+that they are made of, among the runs' nodes. So adding siblings until one node is left performs exactly the additions of the
+tree, in any order of nodes: the operands of each addition are fixed, and a + b equals b + a bit for bit.
+
+A run has at most 2 log2(n) + 1 maximal nodes: each border of it splits one node per level, which leaves at most one child
+inside. Leaves that come in order leave one node per level open at a time, as the digits of a binary counter: log2(n) of them.
+
+An accumulator sums each microbatch of a gradient separately:
+
+    contributions of a microbatch ──> leaf ──> partial sums, added ──> settle ──> rows, one per node of this rank's run
+                                        └ closed when another begins                 └ a reducer adds up those of all ranks
+
+The rows of all ranks are summed over ranks in the order of the same tree:
+
+    rows of each rank ──all-to-all──> all ranks' rows of my part ──added──> the sum of my part ──all-gather──> the whole sum
+
+An all-reduce cannot be used, since the order in which a backend adds depends on the number of ranks and on the position in the
+buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sley_core.engine.reduction import Sums
+
+if TYPE_CHECKING:
+    from sley_core.comm.group import Group
+    from sley_core.comm.progress import SentBytes
+    from sley_core.comm.transport import Work
+    from sley_core.engine.buffers import GradientBuffer
+    from sley_core.engine.canonical import CanonicalReduction
+    from sley_core.engine.gradients import GradientStore
+
+
+class Node(NamedTuple):
+    """A node of the tree: the sum of the microbatches from `first` to before `last`."""
+
+    first: int
+    last: int
+
+    @property
+    def children(self) -> tuple[Node, Node]:
+        """Returns the two nodes whose sum is this node, which must not be a leaf."""
+        length = self.last - self.first
+        assert length > 1, f"{self} is a leaf"
+        middle = self.first + (1 << ((length - 1).bit_length() - 1))
+        return Node(self.first, middle), Node(middle, self.last)
+
+
+def leaf_node(index: int) -> Node:
+    return Node(index, index + 1)
+
+
+def sibling(node: Node, num_leaves: int) -> Node | None:
+    """Returns the node that is added to `node` in the tree of `num_leaves`, or None for the root."""
+    first, last = node
+    length = last - first
+    if last < num_leaves and not first & length:
+        return Node(last, min(last + length, num_leaves))
+    return Node(first - (first & -first), first) if first else None
+
+
+def parent(node: Node, other: Node) -> Node:
+    return Node(min(node.first, other.first), max(node.last, other.last))
+
+
+def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
+    """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
+    nodes: list[Node] = []
+    while first < last:
+        node = leaf_node(first)
+        while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
+            node = parent(node, other)
+        nodes.append(node)
+        first = node.last
+    return nodes
+
+
+def leaf_range(coord: int, size: int, num_leaves: int) -> tuple[int, int]:
+    """Returns the range of leaves of rank `coord` in a group of `size` ranks that share all leaves."""
+    assert num_leaves % size == 0, f"{num_leaves} microbatches over {size} ranks"
+    size_per_rank = num_leaves // size
+    return coord * size_per_rank, (coord + 1) * size_per_rank
+
+
+class SumMemory:
+    """Allocates and reuses the memory of partial sums within one step. created: the tensors allocated since `clear`."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # sums that are no longer needed
+        self.created: list[Tensor] = []
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """Returns memory for one more sum, of the shape and dtype of `like`, with arbitrary contents."""
+        free = self.free.get((like.shape, like.dtype))
+        if free:
+            return free.pop()
+        memory = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.created.append(memory)
+        return memory
+
+    def clear(self) -> None:
+        self.free.clear()
+        self.created.clear()
+
+
+class PartialSums:
+    """Adds up the contributions to one gradient, as far as the tree of `num_leaves` allows, separately for each use of the
+    parameter.
+
+    home: the tensor that should hold the final sum, if it is an operand. sum_memory: receives the memory of merged sums.
+    """
+
+    def __init__(self, num_leaves: int, sum_memory: SumMemory | None = None, home: Tensor | None = None) -> None:
+        self.num_leaves = num_leaves
+        self.sum_memory = sum_memory
+        self.home = home
+        self._sums_by_node: dict[tuple[int, Node], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums_by_node)
+
+    @property
+    def nodes(self) -> list[tuple[int, Node]]:
+        """Returns the (parameter use, node) pairs of the stored sums."""
+        return sorted(self._sums_by_node)
+
+    def put(self, use: int, node: Node, value: Tensor) -> None:
+        """Stores the sum of `node`, and owns its memory. Adds it to its sibling if that is stored, and so on up the tree."""
+        while True:
+            other = sibling(node, self.num_leaves)
+            stored = self._sums_by_node.pop((use, other), None) if other is not None else None
+            if other is None or stored is None:
+                break
+            value = self._add_pair(stored, value)
+            node = parent(node, other)
+        assert (use, node) not in self._sums_by_node, f"{node} came twice"
+        self._sums_by_node[use, node] = value
+
+    def pop(self, use: int, node: Node, like: Tensor) -> Tensor:
+        """Removes and returns the sum of `node`. A microbatch without a contribution counts as zeros of the shape of `like`."""
+        stored = self._sums_by_node.pop((use, node), None)
+        if stored is not None:
+            return stored
+        has_inner = any(
+            stored_use == use and node.first <= stored.first and stored.last <= node.last
+            for stored_use, stored in self._sums_by_node
+        )
+        if not has_inner:
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+        left, right = node.children
+        return self._add_pair(self.pop(use, left, like), self.pop(use, right, like))
+
+    def _add_pair(self, total: Tensor, other: Tensor) -> Tensor:
+        """Returns the sum of both, computed in place, in `home` if that is an operand: a + b equals b + a bit for bit."""
+        if other is self.home:
+            total, other = other, total
+        total.add_(other)
+        if self.sum_memory is not None:
+            self.sum_memory.free.setdefault((other.shape, other.dtype), []).append(other)
+        return total
+
+
+def sum_uses(sums: list[Tensor]) -> Tensor:
+    """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
+    first, *other_sums = sums
+    for other_sum in other_sums:
+        first.add_(other_sum)
+    return first
+
+
+MAX_IN_FLIGHT = 2
+"""The number of sums in flight at a time: while one is gathered, the next is exchanged. It bounds the copies of gradients."""
+
+
+class TreeSums(Sums):
+    """Sums buffers of `store` over their groups, or this rank's part of a sharded buffer. Each start advances the earlier sums,
+    in the same order on all ranks of their groups. sent: the counter of sent bytes. channel: the channel of the groups.
+    """
+
+    def __init__(self, reduction: CanonicalReduction, store: GradientStore, sent: SentBytes, channel: str) -> None:
+        self._reduction = reduction
+        self._store = store
+        self._sent = sent
+        self._channel = channel
+        self._in_flight: deque[_TreeSum] = deque()
+
+    def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts to sum `buffer`, not to be used until `finish`. Ends the oldest sum if MAX_IN_FLIGHT are in flight."""
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        for exchange in self._in_flight:
+            exchange.sum_rows()
+        self._in_flight.append(_TreeSum(self._reduction, self._store, buffer, group, self._sent, self._channel))
+
+    def finish(self) -> None:
+        for exchange in self._in_flight:
+            exchange.sum_rows()
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+
+    def discard(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().work.wait_sent()
+
+
+class _TreeSum:
+    """Sums one buffer. The constructor starts the exchange; `sum_rows` and `finish` follow."""
+
+    def __init__(
+        self,
+        reduction: CanonicalReduction,
+        store: GradientStore,
+        buffer: GradientBuffer,
+        group: Group,
+        sent: SentBytes,
+        channel: str,
+    ) -> None:
+        self.buffer = buffer
+        self.group = group
+        self._sent = sent
+        self._channel = channel
+        self._num_leaves = reduction.num_leaves
+        self._nodes = [reduction.nodes(buffer.reduce_group, coord) for coord in range(group.size)]
+        self._num_uses = buffer.params[0].num_sums
+        self._outgoing_rows = _pack_sums(store, buffer, self._num_uses, max(map(len, self._nodes)), group.size)
+        self._incoming_rows = self._outgoing_rows.new_empty(self._outgoing_rows.shape)
+        self._gathered: Tensor | None = None
+        self._is_summed = False
+        # The buffer's reduce group; its ranks start their buckets in one order.
+        self.work: Work = group.transport(channel).all_to_all(
+            self._incoming_rows, self._outgoing_rows, label=f"the sums of {buffer.params[0].name}", contents=buffer.contents
+        )
+        sent.add(self._outgoing_rows, group, passes=1)
+
+    def sum_rows(self) -> None:
+        """Waits for the exchange, adds the rows in the tree's order, and starts to gather the sum of an unsharded buffer."""
+        if self._is_summed:
+            return
+        self._is_summed = True
+        self.work.wait()
+        num_rows = self._incoming_rows.shape[1] // self._num_uses
+        sums = PartialSums(self._num_leaves)
+        for coord, nodes in enumerate(self._nodes):
+            for use in range(self._num_uses):
+                for row, node in enumerate(nodes):
+                    sums.put(use, node, self._incoming_rows[coord, use * num_rows + row])
+        root = Node(0, self._num_leaves)
+        local_sum = sum_uses([sums.pop(use, root, self._incoming_rows[0, 0]) for use in range(self._num_uses)])
+        if self.buffer.shard is not None:
+            self.buffer.local_part.copy_(local_sum)
+            self.buffer.zero_padding()
+            return
+        self.work.wait_sent()
+        self._gathered = self._outgoing_rows.view(-1)[: self.group.size * local_sum.numel()]
+        # Over the same group; all its ranks start it between the same two starts, or after the last start.
+        self.work = self.group.transport(self._channel).all_gather(
+            [self._gathered], [local_sum], label=f"the sum of {self.buffer.params[0].name}"
+        )
+        self._sent.add(self._gathered, self.group, passes=1)
+
+    def finish(self) -> None:
+        """Waits for the all-gather and writes the sum into the buffer."""
+        self.sum_rows()
+        self.work.wait()
+        if self._gathered is not None and self._gathered.data_ptr() != self.buffer.data.data_ptr():
+            self.buffer.data.copy_(self._gathered[: self.buffer.data.numel()])
+        self.work.wait_sent()
+
+
+def _pack_sums(store: GradientStore, buffer: GradientBuffer, num_uses: int, num_rows: int, size: int) -> Tensor:
+    """Returns each rank's part of this rank's sums: [size, uses x rows, columns]. Rows of other ranks' nodes are zeros.
+
+    Drops the sums' memory. Returns a view of the buffer itself if each rank has one row and the buffer divides; then the other
+    ranks' parts of it may only be read until the exchange is done.
+    """
+    numel = buffer.data.numel()
+    if num_uses * num_rows == 1 and numel % size == 0:
+        return buffer.data.view(size, 1, -1)
+    num_columns = -(-numel // size)
+    packed = buffer.data.new_zeros(size, num_uses * num_rows, num_columns)
+    flat = buffer.data.new_zeros(size * num_columns)
+    partial = [store.partial_sums(param) for param in buffer.params]
+    num_per_use = len(partial[0]) // num_uses
+    for index in range(len(partial[0])):
+        if index == 0:
+            flat[:numel].copy_(buffer.data)
+        else:
+            for rows, start in zip(partial, buffer.offsets, strict=True):
+                flat[start : start + rows[index].numel()].copy_(rows[index].reshape(-1))
+        packed[:, index // num_per_use * num_rows + index % num_per_use].copy_(flat.view(size, num_columns))
+    for rows in partial:
+        del rows[1:]
+    return packed
