@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from packages import PACKAGES, ROOT
+from manifests import PACKAGES, ROOT
 
 
 def import_rules() -> Iterator[str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nox
-from packages import PACKAGES, Package, with_needs
+from manifests import PACKAGES, Package, with_needs
 
 FILE = "releases.toml"
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import nox
-from packages import BACKENDS, PACKAGES, ROOT, Package
+from manifests import BACKENDS, PACKAGES, ROOT, Package
 
 WITH = ("sley-core", "sley-data", "sley-models", "sley-metrics", "sley-checkpoint", "sley-testing", "sley-train-cli")
 """What an outsider's environment has of Sley beside a plugin."""

@@ -23,8 +23,8 @@ from layouts import layout_of, num_ranks
 
 from sley_checkpoint.reader import newest, read
 from sley_core.attempt import read_attempt
-from sley_testing.forked import ForkedProgram
 from sley_testing.plans import Tables, changed, small_plan, write_texts
+from sley_testing.processes import ForkedProgram
 
 NAME = "killed"
 LIFE_S = 60.0

@@ -20,8 +20,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_testing.forked import ForkedProgram
 from sley_testing.plans import changed, small_plan
+from sley_testing.processes import ForkedProgram
 from sley_testing.runs import assert_same_run, record
 
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
@@ -165,7 +165,7 @@ from sley_core.assemble import assemble
 from sley_checkpoint.folders import LocalFolder
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_testing.forked import ForkedProgram
+from sley_testing.processes import ForkedProgram
 
 tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 count = 0

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+
 
 @pytest.fixture
 def parts(plugin_folder: Callable[..., None]) -> None:
     """Installs the plugin `parts`: a correct part of each type, and parts with one bug each."""
-    plugin_folder(Path(__file__).parent / "own", parts="parts_plugin")
+    plugin_folder(TESTS / "own", parts="parts_plugin")
+
+
+@pytest.fixture
+def installed(plugin_folder: Callable[..., None]) -> None:
+    """Installs plugins of a third party, which use only core, and the plugin `broken`."""
+    plugin_folder(TESTS / "outsider/own", wave="sley_wave.plugin", pickles="sley_pickles.plugin", broken="broken_parts")

@@ -75,12 +75,6 @@ def read_as_numpy_during_copy(bench: Bench) -> None:
     bench.host.numpy()
 
 
-def write_on_host_during_copy(bench: Bench) -> None:
-    bench.reload()
-    bench.first.record().hold_device()
-    bench.host.zero_()
-
-
 def copy_without_follow(bench: Bench) -> None:
     bench.weights.add_(1)
     bench.first.copy(bench.host, bench.weights)
@@ -105,12 +99,6 @@ def reload_before_offload_ends(bench: Bench) -> None:
     bench.second.copy(target, bench.host)
 
 
-def copy_twice_into_same_memory(bench: Bench) -> None:
-    bench.offload()
-    bench.second.wait_for_device()
-    bench.second.copy(bench.host, torch.zeros(4))
-
-
 RACES: dict[Callable[[Bench], None], str] = {
     write_during_copy: r"aten.add_.Tensor writes float32 \[4\] while copy 1 of stream 1, from .*`hold_device` is missing",
     read_during_copy: r"aten.sum.default reads float32 \[4\] while copy 2 of stream 1, into .*`hold_device` is missing",
@@ -118,19 +106,17 @@ RACES: dict[Callable[[Bench], None], str] = {
     lose_reference_during_copy: r"memory was freed while copy 1 of stream 1, from .*`hold_device` is missing",
     read_on_host_during_copy: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     read_as_numpy_during_copy: r"Tensor.numpy reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
-    write_on_host_during_copy: r"aten.zero_.default writes float32 \[4\] while copy 2 of stream 1, from .*`wait` is missing",
     copy_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
     copy_into_tensor_in_use: r"stream 1 copies into float32 \[4\], which the device read .*: `wait_for_device` is missing",
     copy_into_new_memory: r"stream 1 copies into float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
     reload_before_offload_ends: r"stream 2 copies from float32 \[4\] while copy 1 of stream 1, into .*`wait_for` is missing",
-    copy_twice_into_same_memory: r"stream 2 copies into float32 \[4\] while copy 1 of stream 1, into .*`wait_for` is missing",
 }
 
 
 @pytest.mark.parametrize("race", RACES, ids=lambda race: race.__name__)
 def test_missing_wait_is_reported_in_any_order(race: Callable[[Bench], None]) -> None:
     """Includes orders in which the copy is done in time."""
-    for seed in range(8):
+    for seed in range(4):
         bench = Bench(seed)
         with pytest.raises(AssertionError, match=RACES[race]), bench.device.watching():
             race(bench)

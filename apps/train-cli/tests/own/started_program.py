@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sley_testing.forked import ForkedProgram
-from sley_testing.processes import MARK, Process, assert_none_left, descendants, processes_with
+from sley_testing.processes import MARK, ForkedProgram, Process, assert_none_left, descendants, processes_with
 
 LIMIT_S = 60.0
 """The time limit of a program on a machine that is busy with other tests."""

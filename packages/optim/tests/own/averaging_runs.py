@@ -18,7 +18,7 @@ from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
-from sley_testing.parity import Bits, full_tensors, tensor_bytes
+from sley_testing.parity import full_tensors, tensor_bytes
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import running
@@ -90,7 +90,7 @@ class RunResult:
     files: Tensors = field(default_factory=dict)
     exported: Tensors = field(default_factory=dict)
     loss: float = 0.0
-    bits: Bits = field(default_factory=dict)
+    bits: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 

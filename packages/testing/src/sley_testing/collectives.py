@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -344,13 +343,6 @@ def can_read_peers() -> bool:
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"
-
-
-ATTACHES = (
-    pytest.param(True, marks=pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")),
-    False,
-)
-"""Test parameters with and without `[parallel] cross_memory_attach`."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Defines the data and model of the contracts for weights and sequences: odd sizes, ties, documents, and a failing layer."""
+"""Defines the data and model of the contracts for weights and sequences: odd sizes, ties and documents."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +42,6 @@ class Data(Samples):
         }
 
 
-class Fragile(nn.Module):
-    """Returns its input, and raises in the pass that `breaks_in` names."""
-
-    breaks_in: ClassVar[Literal["forward", "backward"] | None] = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if Fragile.breaks_in == "forward" and hidden.requires_grad:
-            _break()
-        if Fragile.breaks_in == "backward" and hidden.requires_grad:
-            hidden.register_hook(_break)  # type: ignore[no-untyped-call]
-        return hidden
-
-
-def _break(*_: Tensor) -> None:
-    raise ValueError("the contract's failing step")
-
-
 class Embed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +53,7 @@ class Embed(nn.Module):
 
 
 class Block(Uneven):
-    """Combines attention with two query heads per key head, dropout, `Uneven`, and two linears around a `Fragile`."""
+    """Combines attention with two query heads per key head, dropout, `Uneven`, and two linears."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)
@@ -81,7 +64,6 @@ class Block(Uneven):
         self.out = nn.Linear(HEADS * HEAD_WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.wide = nn.Linear(WIDTH, 9, bias=False)
-        self.fragile = Fragile()
         self.narrow = nn.Linear(9, WIDTH)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # takes documents too
@@ -91,7 +73,7 @@ class Block(Uneven):
         context = self.attention(q, k, v, cu_seqlens=cu_seqlens)
         hidden = hidden + self.dropout(self.out(context.flatten(-2)))
         normed = super().forward(normed).tanh()
-        return hidden + self.narrow(self.fragile(self.wide(normed)).tanh())
+        return hidden + self.narrow(self.wide(normed).tanh())
 
 
 class Head(nn.Module):

@@ -112,47 +112,38 @@ class SchedulerHookContract:
 
     hook: ClassVar[Table]
 
-    def test_run_is_bit_identical_with_hook(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, held-out losses and weights with a run without the hook."""
-        self._compare(ranks, texts, self._observe(ranks, texts), "with the hook")
+    def test_hook_changes_nothing(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+        """Compares losses, norms, held-out losses and weights with a run without the hook.
 
-    def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects that a run with a failed step is bit-identical to a run without the step and the hook."""
-        failed = ranks(2)(observe, [self.hook], texts, fails=True)
-        self._compare(ranks, texts, failed, "with the hook, after a failed step")
-
-    def test_ranks_issue_same_collectives(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Includes the collectives that the hook adds."""
-        assert_same_sequence([observation.calls for observation in self._observe(ranks, texts)])
-
-    def test_hook_keeps_no_graph(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects that the hook detaches the tensors that it keeps, so that saved activations are freed."""
-        baselines, observations = ranks(2).once(observe, [], texts), self._observe(ranks, texts)
+        Ranks must issue the same collectives, including those of the hook. The hook must detach the tensors that it keeps, so
+        that saved activations are freed. Its counts must be finite and have the same names in every step.
+        """
+        baselines, observations = ranks(2).once(observe, [], texts), ranks(2).once(observe, [self.hook], texts)
+        assert_same_sequence([observation.calls for observation in observations])
         for baseline, observation in zip(baselines, observations, strict=True):
             for number, (expected, actual) in enumerate(zip(baseline.graphs, observation.graphs, strict=True), start=1):
                 extra = [name for name in actual if name not in expected]
                 assert not extra, f"after step {number} the hook keeps tensors with their graph: {extra[:3]}"
-
-    def test_counts_are_numbers(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects finite counts with the same names in every step."""
-        for observation in self._observe(ranks, texts):
             assert len({tuple(counts) for counts in observation.counts}) <= 1, "the names of the counts differ between steps"
+        _assert_same_results(baselines, observations, "with the hook")
+
+    def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
+        """Expects that a run with a failed step is bit-identical to a run without the step and the hook."""
+        failed = ranks(2)(observe, [self.hook], texts, fails=True)
+        _assert_same_results(ranks(2).once(observe, [], texts), failed, "with the hook, after a failed step")
 
     def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
         """Covers the first stage and the phase `weights`, which have no tensors, and containers between stages."""
         errors = failing_calls([self.hook], texts)
         assert not errors, "\n".join(errors)
 
-    def _observe(self, ranks: Callable[..., Ranks], texts: Path) -> list[Observation]:
-        return ranks(2).once(observe, [self.hook], texts)
 
-    def _compare(self, ranks: Callable[..., Ranks], texts: Path, observations: Sequence[Observation], label: str) -> None:
-        """Asserts that rows and weights are bit-identical to those of a run without the hook."""
-        for rank, (baseline, observation) in enumerate(zip(ranks(2).once(observe, [], texts), observations, strict=True)):
-            for expected, actual in zip(baseline.rows, observation.rows, strict=True):
-                for key in ("loss", "grad_norm", "held_out_loss"):
-                    is_equal = repr(expected.get(key)) == repr(actual.get(key))
-                    assert is_equal, (
-                        f"{label}, rank {rank}, step {actual['step']}: {key} is {actual.get(key)}, not {expected.get(key)}"
-                    )
-            assert_same_bits(baseline.weights, observation.weights)
+def _assert_same_results(baselines: Sequence[Observation], observations: Sequence[Observation], label: str) -> None:
+    """Asserts that rows and weights are bit-identical on each rank. label: the start of the message."""
+    for rank, (baseline, observation) in enumerate(zip(baselines, observations, strict=True)):
+        for expected, actual in zip(baseline.rows, observation.rows, strict=True):
+            for key in ("loss", "grad_norm", "held_out_loss"):
+                assert repr(expected.get(key)) == repr(actual.get(key)), (
+                    f"{label}, rank {rank}, step {actual['step']}: {key} is {actual.get(key)}, not {expected.get(key)}"
+                )
+        assert_same_bits(baseline.weights, observation.weights)

@@ -43,6 +43,9 @@ WAVE = (0, 1, 1, 0, 0, 1, 1, 0)
 ROUTES = {"two stages": (0, 1), "a wave": WAVE, "three stages in random order": (2, 0, 1, 1, 0, 2)}
 """The stage of each position, for each placement."""
 
+LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
+"""Lengths of the microbatches of each walk."""
+
 MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
 """Lengths of microbatches that differ between two stages."""
 
@@ -106,13 +109,11 @@ class StageLinkContract:
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """Receives in the order of the receiver's list, while the sender overwrites sent tensors."""
-        route = ROUTES[name]
-        ranks(max(route) + 1)(observe, self.link, route, [(3, 3, 3, 3)] * self.num_walks, False, len(route))
-
-    def test_micro_batches_of_different_lengths(self, ranks: Callable[..., Ranks]) -> None:
-        """Changes lengths within a walk and between walks."""
-        ranks(2)(observe, self.link, WAVE, [(3, 5, 1, 3), (5,), (1, 1, 8), (3, 5, 1, 3)], False, 3)
+        """Receives in the order of the receiver's list, while the sender overwrites sent tensors. Lengths change within a walk
+        and between walks.
+        """
+        route, walks = ROUTES[name], [LENGTHS[index % len(LENGTHS)] for index in range(self.num_walks)]
+        ranks(max(route) + 1)(observe, self.link, route, walks, False, len(route))
 
     def test_received_tensors_stay_unchanged_while_referenced(self, ranks: Callable[..., Ranks]) -> None:
         """Keeps tensors, views and arrays over all walks. A write to one tensor must not change another."""

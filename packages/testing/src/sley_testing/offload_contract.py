@@ -9,9 +9,8 @@ A small bf16 decoder with master weights is trained in one process on a device t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import StateError
-from sley_core.memory.inventory import COPIED, Part, Where
+from sley_core.memory.inventory import COPIED, OffloadManager, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
@@ -36,17 +35,16 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. plan: additional
-    changes of the plan, as in `small_plan`. orders: the number of random copy orders.
+    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. orders: the
+    number of random copy orders.
     """
 
     offload: ClassVar[dict[str, Any]]
-    plan: ClassVar[dict[str, Any]] = {}
     orders: ClassVar[int] = 2
 
     def test_round_trip_preserves_all_bits(self, texts: Path) -> None:
         """Offloads and reloads between all steps, in random copy orders. Host copies and training must be bit-identical."""
-        with _running(changed(PLAN, **self.plan), texts) as run:
+        with _running(PLAN, texts) as run:
             rows = [run.step() for _ in range(NUM_STEPS)]
             expected = _bits(run, COPIED)
         for order in range(self.orders):
@@ -78,46 +76,33 @@ class OffloadManagerContract:
                 run.memory.onload(part)
             run.step()
 
-    def test_second_call_is_no_op(self, texts: Path) -> None:
-        """Expects that a second `offload` or `onload` copies nothing."""
-        with self._run(texts) as run:
-            run.step()
-            (manager,) = run.memory.managers
-            for part in self._movable_parts(run):
-                bits_before = _bits(run, [part]) if part in COPIED else {}
-                for move in (run.memory.offload, run.memory.onload):
-                    move(part).wait()
-                    stats = manager.moved(part)
-                    num_bytes = stats.copied_out + stats.copied_in
-                    move(part).wait()
-                    copied = manager.moved(part).copied_out + manager.moved(part).copied_in - num_bytes
-                    assert not copied, f"{part}: a second {move.__name__} copies {copied} bytes"
-                _assert_same(bits_before, _bits(run, [part]) if part in COPIED else {}, "after two offloads and two reloads")
-
     def test_manager_reports_its_moves(self, texts: Path) -> None:
-        """Checks the reported location, copied bytes and freed device bytes of each part."""
+        """Checks the reported location, copied bytes and freed device bytes of each part. A second call must copy nothing."""
         with self._run(texts) as run:
             run.step()
             (manager,) = run.memory.managers
             for part in self._movable_parts(run):
                 num_bytes = run.memory.bytes[part]
-                run.memory.offload(part).wait()
-                location, stats = run.memory.where[part], manager.moved(part)
-                assert location is Where.AWAY, f"offloaded {part} are reported as {location.value}"
+                bits_before = _bits(run, [part]) if part in COPIED else {}
+                for move, expected in ((run.memory.offload, Where.AWAY), (run.memory.onload, Where.HERE)):
+                    move(part).wait()
+                    location, num_copied = run.memory.where[part], _num_copied(manager, part)
+                    assert location is expected, f"after {move.__name__}, {part} are reported as {location.value}"
+                    move(part).wait()
+                    num_copied_again = _num_copied(manager, part) - num_copied
+                    assert not num_copied_again, f"{part}: a second {move.__name__} copies {num_copied_again} bytes"
+                stats = manager.moved(part)
                 assert stats.given_back >= num_bytes, (
                     f"{part} had {num_bytes} bytes, but {stats.given_back} are reported as given back"
                 )
-                if part in COPIED:
-                    assert stats.copied_out >= num_bytes, (
-                        f"{part}: {stats.copied_out} of {num_bytes} bytes are reported as copied"
-                    )
-                run.memory.onload(part).wait()
-                location = run.memory.where[part]
-                assert location is Where.HERE, f"reloaded {part} are reported as {location.value}"
+                assert part not in COPIED or stats.copied_out >= num_bytes, (
+                    f"{part}: {stats.copied_out} of {num_bytes} bytes are reported as copied"
+                )
+                _assert_same(bits_before, _bits(run, [part]) if part in COPIED else {}, "after two offloads and two reloads")
 
     def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
         """Expects ordinary modules with their weights after the run."""
-        with self._run(texts, closes=False) as run:
+        with self._run(texts) as run:
             run.step()
             expected = weights(run)
             if self._movable_parts(run):
@@ -132,7 +117,7 @@ class OffloadManagerContract:
         """Expects that the next step equals the one of a run without offload."""
         rows = []
         for tables in (PLAN, changed(PLAN, offload=[self.offload])):
-            with _running(changed(tables, **self.plan), texts, None if tables is PLAN else 3) as run:
+            with _running(tables, texts, None if tables is PLAN else 3) as run:
                 run.step()
                 fail_once(run)
                 if tables is not PLAN:
@@ -144,9 +129,9 @@ class OffloadManagerContract:
         )
         assert offloaded["grad_norm"] == baseline["grad_norm"], f"after a failed step: the norm is not {baseline['grad_norm']}"
 
-    def _run(self, texts: Path, order: int = 0, *, closes: bool = True) -> AbstractContextManager[Run]:
+    def _run(self, texts: Path, order: int = 0) -> AbstractContextManager[Run]:
         """Returns a context manager that yields a run with the manager."""
-        return _running(changed(PLAN, offload=[self.offload], **self.plan), texts, order, closes=closes)
+        return _running(changed(PLAN, offload=[self.offload]), texts, order)
 
     def _movable_parts(self, run: Run) -> list[Part]:
         """Returns the parts with device memory that the manager moves on call; pools are only trimmed."""
@@ -175,27 +160,17 @@ class OffloadManagerContract:
 
 
 @contextmanager
-def _running(tables: dict[str, Any], texts: Path, order: int | None = None, *, closes: bool = True) -> Iterator[Run]:
-    """Yields a run in this process. order: the seed of drawn copies; None for a plain CPU. closes: whether to close the run."""
-    plan = plan_from_dict(tables, texts)
-    if order is None:
-        with assemble(plan, World.alone("cpu")) as run:
-            yield run
-        return
-    device, was_frozen = DrawnDevice(order=order), gc.get_freeze_count()
-    if not was_frozen:  # excludes existing objects from garbage collection
-        gc.freeze()
-    try:
-        with device.watching(), World.alone(device) as world:
-            run = assemble(plan, world)
-            try:
-                yield run
-            finally:
-                if closes:
-                    run.close()
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
+def _running(tables: dict[str, Any], texts: Path, order: int | None = None) -> Iterator[Run]:
+    """Yields a run in this process. order: the seed of drawn copies; None for a plain CPU."""
+    device = DrawnDevice(order=order) if order is not None else None
+    watching: AbstractContextManager[None] = nullcontext() if device is None else device.watching()
+    with watching, World.alone(device or "cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
+        yield run
+
+
+def _num_copied(manager: OffloadManager, part: Part) -> int:
+    stats = manager.moved(part)
+    return stats.copied_out + stats.copied_in
 
 
 def _bits(run: Run, parts: Sequence[Part]) -> Bits:

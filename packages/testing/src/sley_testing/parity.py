@@ -7,8 +7,7 @@ wrong parameter is not hidden by large correct ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,23 +90,19 @@ def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
     return tensor_bytes(reference) == tensor_bytes(actual)
 
 
-Bits = dict[str, bytes]  # the bytes of tensors and numbers, by layout-independent names
-
-
-def train_bits(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Bits:
-    """Takes `num_steps` steps of the plan in `tables`, and returns the bits of rows and of `full_tensors`. All ranks must call
-    it.
+def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, Tensor]:
+    """Takes `num_steps` steps of the plan in `tables`, and returns the `full_tensors`, losses and norms by names that do not
+    depend on the layout. All ranks must call it.
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
-        bits: Bits = {}
+        numbers: dict[str, float] = {}
         for _ in range(num_steps):
             row = run.step()
-            for key in ("loss", "grad_norm"):
-                bits[f"step {row['step']}: {key}"] = float(row[key]).hex().encode()
+            numbers |= {f"step {row['step']}: {key}": row[key] for key in ("loss", "grad_norm")}
         if run.held_out is not None:
-            bits["held out"] = run.evaluate().hex().encode()
-        return bits | {name: tensor_bytes(value) for name, value in full_tensors(run).items()}
+            numbers["held out"] = run.evaluate()
+        return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()} | full_tensors(run)
 
 
 def full_tensors(run: Run) -> dict[str, Tensor]:
@@ -129,30 +124,6 @@ def full_tensors(run: Run) -> dict[str, Tensor]:
         assert have_same_bits(parts.setdefault((name, rectangle), part), part), f"ranks have different bits of {name}"
         tensors.setdefault(name, torch.zeros(shape, dtype=part.dtype))[rectangle.slices] = part
     return tensors
-
-
-def differing_names(first_run: Sequence[Bits], second_run: Sequence[Bits]) -> list[str]:
-    """Returns the names whose bits differ between two runs or are missing in one."""
-    first_bits, second_bits = _merge_ranks(first_run), _merge_ranks(second_run)
-    return sorted(name for name in first_bits.keys() | second_bits.keys() if first_bits.get(name) != second_bits.get(name))
-
-
-def digest(ranks: Sequence[Bits]) -> str:
-    """Returns the sha256 of the merged bits of all ranks."""
-    hasher = sha256()
-    for name, value in sorted(_merge_ranks(ranks).items()):
-        hasher.update(f"{name} {len(value)} ".encode())
-        hasher.update(value)
-    return hasher.hexdigest()
-
-
-def _merge_ranks(ranks: Sequence[Bits]) -> Bits:
-    """Merges the bits of all ranks; asserts that ranks agree on common names."""
-    merged: Bits = {}
-    for bits in ranks:
-        for name, value in bits.items():
-            assert merged.setdefault(name, value) == value, f"ranks have different bits of {name}"
-    return merged
 
 
 def tensor_bytes(value: Tensor) -> bytes:

@@ -31,6 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
+    root = str(config.rootpath)
+    if root not in sys.path:  # where the names of test modules begin with `--import-mode=importlib`, so that ranks find them
+        sys.path.append(root)
+        config.add_cleanup(lambda: sys.path.remove(root))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -42,20 +46,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         ranks_share = num_devices > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if num_devices < num_needed and not ranks_share:
             pytest.skip(f"the test needs {num_needed} CUDA devices, but the machine has {num_devices}")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Adds the test counts to the table of `nox -s gpu`."""
-    if "SLEY_FIGURES" in os.environ:
-        from sley_testing.live_bytes import Figure, note
-
-        passed, failed, errors = (len(terminalreporter.stats.get(status, ())) for status in ("passed", "failed", "error"))
-        failed += errors
-        note(
-            Figure(
-                "tests", f"{passed} passed, {failed} failed", "at least one, and none fails", is_met=passed > 0 and not failed
-            )
-        )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,50 +31,35 @@ from typing import Any
 
 import pytest
 
-from sley_testing.shipping import Packed, pack_result, unpack
-
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the input of a rank, beside the working folder and `sys.path`, which multiprocessing passes on. call: the packed
-    (function, args, kwargs). folder: a private folder for output and stacks of each rank. filters: the `warnings.filters` of
-    the parent, so that the same warnings are errors.
+    """Holds the input of a rank, beside the working folder and `sys.path`, which multiprocessing passes on. call: the pickled
+    (function, args, kwargs). folder: a private folder for output and stacks of each rank. filters: the pickled
+    `warnings.filters` of the parent, so that the same warnings are errors. init_timeout_s: the time limit of the call if the
+    default group is initialized, else None.
     """
 
     rank: int
-    size: int
-    init: bool
-    timeout_s: float
-    call: Packed
-    store: str
+    call: bytes
     folder: str
     environ: dict[str, str]
-    filters: Packed
+    filters: bytes
+    init_timeout_s: float | None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of a rank. value: the pickled result. error: the pickled exception of a failed rank. ended_s: the time
-    on the monotonic clock, which all processes of a machine share.
+    """Holds the result of a rank. failure: a summary of the error of a failed rank, else "". value: the pickled result. error:
+    the pickled exception. ended_s: the time on the monotonic clock, which all processes of a machine share.
     """
 
     rank: int
-    failed: bool
+    failure: str = ""
     value: bytes = b""
     error: bytes = b""
-    summary: str = ""
     trace: str = ""
     ended_s: float = 0.0
-
-    @classmethod
-    def from_error(cls, rank: int, error: BaseException) -> Outcome:
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        return cls(rank, True, b"", _pickle_error(error), summary, _format_traceback(error), time.monotonic())
-
-    @classmethod
-    def without_result(cls, rank: int, summary: str, ended_s: float, trace: str = "") -> Outcome:
-        """Returns the outcome of a rank that sent none."""
-        return cls(rank, True, summary=summary, trace=trace, ended_s=ended_s)
 
 
 def rank_main(connection: Connection, job: Job) -> None:
@@ -87,7 +72,7 @@ def rank_main(connection: Connection, job: Job) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
-        if not outcome.failed:
+        if not outcome.failure:
             with contextlib.suppress(EOFError):  # the parent closes it when all ranks are done
                 connection.recv_bytes()
 
@@ -95,18 +80,48 @@ def rank_main(connection: Connection, job: Job) -> None:
 def _run(job: Job) -> Outcome:
     """Runs a job's call and returns its outcome, even if the call raises."""
     try:
-        function, args, kwargs = unpack(job.call)
-        if job.init:
+        function, args, kwargs = pickle.loads(job.call)
+        if job.init_timeout_s is not None:
             import torch.distributed as dist
 
             # Longer than the time limit of the parent, which reports a hang with the stacks of all ranks.
-            timeout = timedelta(seconds=job.timeout_s + 60)
-            dist.init_process_group("gloo", init_method=job.store, rank=job.rank, world_size=job.size, timeout=timeout)
+            timeout, size = timedelta(seconds=job.init_timeout_s + 60), int(job.environ["WORLD_SIZE"])
+            store = job.environ["SLEY_STORE"]
+            dist.init_process_group("gloo", init_method=store, rank=job.rank, world_size=size, timeout=timeout)
         with _background_failures_are_warnings():
             result = function(*args, **kwargs)
-        return Outcome(job.rank, False, pack_result(result))
+        return Outcome(job.rank, value=_pickle_result(result))
     except BaseException as error:
-        return Outcome.from_error(job.rank, error)
+        failure = "".join(traceback.format_exception_only(error)).strip()
+        return Outcome(job.rank, failure, b"", _pickle_error(error), _format_traceback(error), time.monotonic())
+
+
+class _ResultPickler(pickle.Pickler):
+    """Pickles plain host tensors as their bytes, since torch would write a file for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        from sley_core.model.tensors import flat_bytes
+
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return NotImplemented
+        if value.requires_grad or vars(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
+            return NotImplemented
+        data = bytearray(flat_bytes(value).numpy().data) if value.numel() else bytearray()
+        return _tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _pickle_result(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
 
 
 @contextlib.contextmanager
@@ -128,7 +143,7 @@ def _apply_settings(job: Job) -> Iterator[None]:
 
         torch.set_num_threads(1)
         warnings.resetwarnings()
-        for action, message, category, module, line in unpack(job.filters):
+        for action, message, category, module, line in pickle.loads(job.filters):
             patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
             warnings.filterwarnings(action, patterns[0], category, patterns[1], line, append=True)
         try:

@@ -28,7 +28,6 @@ from typing import ParamSpec, TypeVar
 
 from sley_testing import rank_process
 from sley_testing.rank_process import Job, Outcome, rank_main
-from sley_testing.shipping import Packed, pack
 
 GRACE_S = 1.0  # the time limit of other ranks after the first failure
 
@@ -62,7 +61,7 @@ class Ranks:
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
-        return [pickle.loads(value) for value in self._values(pack((function, args, kwargs)))]
+        return [pickle.loads(value) for value in self._values(_pickle_call((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call.
@@ -71,53 +70,42 @@ class Ranks:
         equal.
         """
         __tracebackhide__ = True
-        call = pack((function, args, kwargs))
+        call = _pickle_call((function, args, kwargs))
         environ = tuple(sorted((name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"))
-        key = (self.size, self.init, call.data, tuple(sys.path), str(Path.cwd()), environ)
+        key = (self.size, self.init, call, tuple(sys.path), str(Path.cwd()), environ)
         if key not in _cached_results:
             _cached_results[key] = self._values(call)
         return [pickle.loads(value) for value in _cached_results[key]]
 
-    def _values(self, call: Packed) -> list[bytes]:
+    def _values(self, call: bytes) -> list[bytes]:
         """Returns the pickled result of `call` on each rank."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
-            world.start(self._jobs(call, folder))
+            world.start(self, call)
             outcomes = world.collect(self.timeout_s)
-        if failed := sorted((o for o in outcomes if o.failed), key=lambda outcome: outcome.ended_s):
+        if failed := sorted((outcome for outcome in outcomes if outcome.failure), key=lambda outcome: outcome.ended_s):
             first, *later = failed
             error = pickle.loads(first.error) if first.error else None
             if not isinstance(error, BaseException) or isinstance(error, SystemExit | KeyboardInterrupt):
-                error = RankError(f"rank {first.rank} of {self.size}: {first.summary}")
+                error = RankError(f"rank {first.rank} of {self.size}: {first.failure}")
             error.add_note(f"rank {first.rank} of {self.size} failed first\n{first.trace}".rstrip())
             for outcome in sorted(later, key=lambda outcome: outcome.rank):
-                error.add_note(f"rank {outcome.rank}: {outcome.summary}")
+                error.add_note(f"rank {outcome.rank}: {outcome.failure}")
             raise error
         return [outcome.value for outcome in outcomes]
 
-    def _jobs(self, call: Packed, folder: str) -> list[Job]:
-        """Returns one job per rank, with the environment of a local launch."""
-        store = Path(folder, "store").as_uri()
-        filters = pack(list(warnings.filters))
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        shared = {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size), "SLEY_STORE": store}
-        return [
-            Job(
-                rank=rank,
-                size=self.size,
-                init=self.init,
-                timeout_s=self.timeout_s,
-                call=call,
-                store=store,
-                folder=folder,
-                environ={**os.environ, **shared, "GLOO_SOCKET_IFNAME": loopback, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                filters=filters,
-            )
-            for rank in range(self.size)
-        ]
-
 
 _cached_results: dict[Hashable, list[bytes]] = {}  # the results of `Ranks.once`
+
+
+def _pickle_call(call: tuple[object, ...]) -> bytes:
+    """Pickles a call. Raises TypeError if it has a lambda, a nested function or another unpicklable object."""
+    try:
+        return pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"cannot be sent to another process: {error}; use a function at module level and pass the rest as arguments"
+        ) from error
 
 
 @dataclass
@@ -144,12 +132,20 @@ class _World:
             for line in _read_text(Path(self.folder, f"rank{rank}.out")).splitlines():
                 print(f"[rank {rank}] {line}")
 
-    def start(self, jobs: list[Job]) -> None:
-        """Starts a process for each job. The first call also starts the fork server, outside any time limit."""
+    def start(self, ranks: Ranks, call: bytes) -> None:
+        """Starts a process for each rank with the environment of a local launch. The first call also starts the fork server,
+        outside any time limit.
+        """
         context = preloaded_server()
-        for job in jobs:
+        filters = pickle.dumps(list(warnings.filters))
+        size, store = str(ranks.size), Path(self.folder, "store").as_uri()
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "SLEY_STORE": store, "GLOO_SOCKET_IFNAME": loopback}
+        for rank in range(ranks.size):
+            environ = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             parent_end, rank_end = context.Pipe()
-            process = context.Process(target=rank_main, args=(rank_end, job), name=f"rank {job.rank}")
+            job = Job(rank, call, self.folder, environ, filters, ranks.timeout_s if ranks.init else None)
+            process = context.Process(target=rank_main, args=(rank_end, job), name=f"rank {rank}")
             self.processes.append(process)
             self.connections.append(parent_end)
             process.start()
@@ -171,15 +167,13 @@ class _World:
             for connection in ready:
                 rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns connections of its argument
                 outcomes[rank] = self._receive(rank)
-                if outcomes[rank].failed and not failed:
+                if outcomes[rank].failure and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         for rank, process in enumerate(self.processes):
             if rank not in outcomes:
                 kill(process)
-                outcomes[rank] = Outcome.without_result(
-                    rank, f"still at work {GRACE_S:g} s after that, killed", ended_s=float("inf")
-                )
+                outcomes[rank] = Outcome(rank, f"still at work {GRACE_S:g} s after that, killed", ended_s=float("inf"))
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
@@ -197,7 +191,7 @@ class _World:
                 summary = f"left with exit code {code} before it returned"
             if code is not None and code < 0:
                 summary = f"died of {signal.Signals(-code).name}"
-            return Outcome.without_result(rank, summary, ended_s=0.0, trace=self._stacks(rank))
+            return Outcome(rank, summary, trace=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
         """Returns the Python stacks that faulthandler wrote in `rank`, without the kit's own frames."""

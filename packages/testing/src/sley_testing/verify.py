@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,18 +91,10 @@ class RankFindings:
     skipped: list[int] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
-        """Writes the findings into `folder`."""
-        (folder / f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)), "utf-8")
-
 
 def read_findings(folder: Path, num_ranks: int) -> list[RankFindings]:
     """Reads the findings of all ranks from `folder`."""
-    contents = [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(num_ranks)]
-    return [
-        RankFindings(**{**content, "comparisons": [Comparison(**comparison) for comparison in content["comparisons"]]})
-        for content in contents
-    ]
+    return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Comparison, int]]:
@@ -276,52 +268,47 @@ def save_reference(run: Run, num_steps: int, folder: Path) -> None:
 
 def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
     """Takes the same steps on this rank, compares each with `folder`, and writes the findings there."""
-    comparer = StepComparer(run.world.rank, run.plan, folder)
-    comparer.begin(run)
-    for step, row in _steps(run, num_steps):
-        comparer.step(run, step, row)
-    comparer.findings.write(folder)
+    findings = StepComparer(run, folder).compare(num_steps)
+    (folder / f"rank-{run.world.rank}").write_bytes(pickle.dumps(findings))
 
 
 class StepComparer:
-    """Compares the tensors of this rank step by step with those that one process saved in `folder`. findings: the comparisons
-    so far.
-    """
+    """Compares the tensors of this rank of `run` step by step with those that one process saved in `folder`."""
 
-    def __init__(self, rank: int, plan: Plan, folder: Path) -> None:
-        precision = plan.precision.compute
-        self.findings = RankFindings(rank, stage=0)
+    def __init__(self, run: Run, folder: Path) -> None:
+        precision = run.plan.precision.compute
+        self._run = run
         self._folder = folder
         self._noise_share = NOISE[precision]
         # Parameters whose gradient norm was below the noise floor in this or an earlier step: their weights are random.
         self._noise_parameters: set[str] = set()
         self._noise_floor = 0.0
-        self._weight_limit = WEIGHTS[precision] + limits(plan).reduced
+        self._weight_limit = WEIGHTS[precision] + limits(run.plan).reduced
         self._noise_masks: dict[str, Tensor] = {}
 
-    def begin(self, run: Run) -> None:
-        """Records this rank's stage, and compares first values if the run has not taken a step."""
-        self.findings.stage = run.groups["pp"].coord
+    def compare(self, num_steps: int) -> RankFindings:
+        """Takes the steps and returns the findings. All ranks must call it, since sharded tensors are gathered."""
+        run = self._run
+        findings = RankFindings(run.world.rank, run.groups["pp"].coord)
         if run.num_steps_done == 0:
-            self.findings.comparisons += self._compare_tensors("first value", 0, full_weights(run), "weights")
-
-    def step(self, run: Run, step: int, row: Mapping[str, float]) -> None:
-        """Compares the results of step `step`, counted from 1. All ranks must call it, since sharded tensors are gathered."""
-        reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
-        self.findings.comparisons += _compare_numbers(step, row, reference)
-        if row.get("skipped") and reference.get("skipped"):
-            self.findings.skipped.append(step)  # gradients that are not finite have nothing to compare
-        else:
-            unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
-            self._record_noise(step, unclipped)
-            self.findings.comparisons += self._compare_tensors("gradient", step, unclipped, "gradients")
-        self.findings.comparisons += self._compare_tensors("weight", step, full_weights(run), "weights")
+            findings.comparisons += self._compare_tensors("first value", 0, full_weights(run), "weights")
+        for step, row in _steps(run, num_steps):
+            reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
+            findings.comparisons += _compare_numbers(step, row, reference)
+            if row.get("skipped") and reference.get("skipped"):
+                findings.skipped.append(step)  # gradients that are not finite have nothing to compare
+            else:
+                unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
+                self._record_noise(step, unclipped)
+                findings.comparisons += self._compare_tensors("gradient", step, unclipped, "gradients")
+            findings.comparisons += self._compare_tensors("weight", step, full_weights(run), "weights")
+        return findings
 
     def _compare_tensors(
         self, quantity: Quantity, step: int, actual_tensors: Mapping[str, Tensor], file_name: str
     ) -> list[Comparison]:
         """Compares the tensors of this rank in registry order."""
-        with _open_tensors(tensor_file(self._folder, step, file_name)) as expected_tensors:
+        with safe_open(tensor_file(self._folder, step, file_name), "pt") as expected_tensors:
             return [
                 self._compare_tensor(quantity, step, name, expected_tensors.get_tensor(name), tensor)
                 for name, tensor in actual_tensors.items()
@@ -344,7 +331,7 @@ class StepComparer:
         """Records the rounding noise of the gradients: parameters with a small norm, and elements that differ by more than the
         weight limit.
         """
-        with _open_tensors(tensor_file(self._folder, step, "gradients")) as tensors:
+        with safe_open(tensor_file(self._folder, step, "gradients"), "pt") as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
             self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
             # An exact zero is not noise: only zero agrees with it.
@@ -366,7 +353,7 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
     for comparison in (comparison for rank in ranks for comparison in rank.comparisons):
         compared_names.setdefault((comparison.quantity, comparison.step), set()).add(comparison.name)
     for quantity, step in saved:
-        with _open_tensors(tensor_file(folder, step, "gradients" if quantity == "gradient" else "weights")) as tensors:
+        with safe_open(tensor_file(folder, step, "gradients" if quantity == "gradient" else "weights"), "pt") as tensors:
             if missing := sorted(set(tensors.keys()) - compared_names.get((quantity, step), set())):
                 label = f"{quantity} of step {step}" if step > 1 else quantity
                 message = f"no rank has the {label} of `{missing[0]}` (of {len(missing)} such parameters)"
@@ -437,11 +424,6 @@ def _make_contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
     """Returns the path of the `gradients` or `weights` file of a step. Step 0 is before the first step."""
     return str(folder / f"{file_name}-{step}.safetensors")
-
-
-def _open_tensors(file: str) -> AbstractContextManager[Any]:
-    """Opens a safetensors file, whose tensors are read one at a time."""
-    return safe_open(file, "pt")
 
 
 def _norm(tensor: Tensor) -> float:

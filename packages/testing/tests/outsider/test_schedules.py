@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.actions.action import Placement
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.plan.plan import Plan
 from sley_testing.link_contract import StageLinkContract
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
@@ -26,14 +24,6 @@ class TestHanayo(ScheduleContract):
 
     def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
         return 2 * min(stages, micros)
-
-
-@pytest.mark.campaign
-class TestTwoWaves(ScheduleContract):
-    pipeline: ClassVar[dict[str, Any]] = {"use": "wave.hanayo", "waves": 2}
-
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return 4 * min(stages, micros)
 
 
 def contract_of(name: str) -> ScheduleContract:
@@ -63,18 +53,10 @@ def test_schedule_bug_is_reported(name: str, test: str, message: str) -> None:
         getattr(contract_of(name), test)()
 
 
-@pytest.mark.campaign  # the tests of pp run this contract
-class TestTies(TieContract):
-    pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
-    tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "wave.ties"}]}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["twice", "unsummed"])
-def test_tie_handler_bug_is_reported(ranks: Callable[..., Ranks], texts: Path, name: str) -> None:
+def test_tie_that_is_summed_twice_is_reported(ranks: Callable[..., Ranks], texts: Path) -> None:
     class BrokenTies(TieContract):
         pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
-        tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": f"broken.{name}"}]}
+        tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "broken.twice"}]}
 
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):
         BrokenTies().test_tied_weight_matches_one_process(ranks, texts)
@@ -83,22 +65,16 @@ def test_tie_handler_bug_is_reported(ranks: Callable[..., Ranks], texts: Path, n
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign  # the tests of pp run this contract in CI
-class TestWaveLink(StageLinkContract):
-    link: ClassVar[dict[str, Any]] = {"use": "wave.link"}
-    num_walks: ClassVar[int] = 2
-
-
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "test", "arguments", "message"),
     [
         ("reusing", "received_tensors_stay_unchanged_while_referenced", (), "a received and kept tensor changed"),
-        ("disorderly", "received_tensors_equal_sent", ("a wave",), "forward of F0.* was received as"),
-        ("rigid", "micro_batches_of_different_lengths", (), r"received .*\(5, 3\).*, not .*\(7, 3\)"),
+        ("disorderly", "received_tensors_equal_sent", ("a wave",), "forward of F0.*received"),
+        ("rigid", "received_tensors_equal_sent", ("a wave",), r"received .*\(\d, 3\).*, not .*\(\d, 3\)"),
         ("late", "received_tensors_equal_sent", ("a wave",), "tensor 0 was received as .*77"),
         ("deaf", "differing_walks_are_reported_on_both_stages", (), "received .*, not"),
-        ("patient", "abort_does_not_wait", (), "Timed out"),
+        pytest.param("patient", "abort_does_not_wait", (), "Timed out", marks=pytest.mark.campaign),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -114,27 +90,12 @@ def test_link_bug_is_reported(ranks: Callable[..., Ranks], name: str, test: str,
 # -- the plan of a full pipeline ----------------------------------------------------------------------------------------
 
 
-def pipeline_plan(texts: Path) -> Plan:
-    return plan_from_dict(
-        small_plan(model__num_layers=8, parallel={"dp": 1, "pp": 4}, pipeline={"use": "wave.hanayo"}, batch__micro_size=1),
-        texts,
-    )
-
-
 def test_plan_uses_parts_of_schedule_record_and_only_link(texts: Path) -> None:
-    plan = pipeline_plan(texts)
+    changes = {"model__num_layers": 8, "batch__micro_size": 1, "pipeline": {"use": "wave.hanayo"}}
+    plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 4}, **changes), texts)
     assert "pp" not in plan.plugins
     assert plan.link is not None
     assert plan.partition is not None
     assert (plan.link.name, plan.partition.name) == ("wave.link", "wave.even")
     assert [handler.name for handler in plan.gradient_handlers] == ["wave.ties"]
     assert check_plan(plan, 4) == []
-
-
-def test_invalid_placement_is_refused(monkeypatch: pytest.MonkeyPatch, texts: Path) -> None:
-    import sley_wave.hanayo
-
-    monkeypatch.setattr(sley_wave.hanayo, "wave", lambda stages, chunks: Placement((0, 1, 2, 4) * 2))
-    (problem,) = check_plan(pipeline_plan(texts), 4)
-    assert (problem.code, problem.path) == ("placement-wrong", ("pipeline", "use"))
-    assert "2 on stage 2, 2 on stage 4" in problem.message

@@ -1,4 +1,4 @@
-"""Short gradient handlers: an observer, two correct reducers, and `Hoards` with a bug."""
+"""Short reducers: two correct ones, and `Hoards` with a bug."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from sley_core.api.comm import Work
 from sley_core.api.parts import GradientBuffer, Layout, Param, Parts, StepState
 from sley_core.protocols import GradientHandler
 from sley_core.table import Table
-
-
-class Early(GradientHandler):
-    """Records norms of local gradients before the reducer sums them, as for a gradient noise scale."""
-
-    def __init__(self, config: Table) -> None:
-        self.norms: list[float] = []
-
-    def attach(self, parts: Parts) -> None:
-        self.store = parts.store
-
-    def gradient_ready(self, param: Param, step: StepState) -> None:
-        self.norms.append(float(self.store.gradient(param).norm()))
 
 
 class Late(GradientHandler):

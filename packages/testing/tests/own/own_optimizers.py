@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import torch
@@ -178,40 +177,9 @@ class LooksAtAll(Plain):
         parameter.sub_(gradient, alpha=group["lr"] / (1 + norm))
 
 
-class Stacks(Plain):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            torch.stack([param.grad.norm() for param in group["params"]])
-        super().step()
-
-
 class KeepsItsRate(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.rate = lr
-
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        parameter.sub_(gradient, alpha=self.rate)
-
-
-class CountsById(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.counts: dict[int, int] = {}
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        count = self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
-        parameter.sub_(gradient, alpha=group["lr"] / count)
-
-
-class Remembers(Plain):
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.norms: deque[float] = deque(maxlen=3)
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        self.norms.append(float(gradient.norm()))
-        parameter.sub_(gradient, alpha=group["lr"] / (1 + sum(self.norms)))
+        parameter.sub_(gradient, alpha=self.defaults["lr"])
 
 
 class KeyOfTwoWords(Plain):

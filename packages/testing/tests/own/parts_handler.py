@@ -20,13 +20,6 @@ class Changes(Late):
             self.change(self._parts.store.gradient(param), self._parts.groups[param.reduce_group])
 
 
-class Mean(Changes):
-    """Averages gradients over the ranks."""
-
-    def change(self, gradient, group) -> None:
-        gradient.div_(group.size)
-
-
 class World(Late):
     """Sums over all ranks instead of the reduce group."""
 
@@ -52,17 +45,6 @@ class Early(GradientHandler):
         if buffer not in self._reduced_buffers:
             self._reduced_buffers.append(buffer)
             self._groups[buffer.reduce_group].all_reduce(buffer.data, label="a buffer").wait()
-
-
-class Tail(Late):
-    """Sums blocks of four elements and omits the remainder."""
-
-    def finish_step(self, step) -> None:
-        for param in self._ready:
-            flat = self._parts.store.gradient(param).view(-1)
-            blocks = flat[: flat.numel() // 4 * 4]
-            if blocks.numel():
-                self._parts.groups[param.reduce_group].all_reduce(blocks, label=param.name).wait()
 
 
 class Chatty(Late):

@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[type[Record], str]] = {
     "hook": (SchedulerHookRecord, "Naive Scales Keeps Asks Differs Unbalanced Asked Hooked"),
     "learning_rate": (LRScheduleRecord, "naive counting negative short nothing"),
     "offload": (OffloadManagerRecord, "Naive Careless Skips Open Twice Stays Half Silent"),
-    "sequence": (SequenceAttentionRecord, "Naive Local Unsummed Undivided Patched Silent"),
+    "sequence": (SequenceAttentionRecord, "Naive Local Unsummed Patched Silent"),
     "weights": (WeightCommunicatorRecord, "Naive Mean Cached Eager Patched Shards Hoards"),
     "writer": (MetricsWriterRecord, "Naive Begins First Integers Late Deaf Once Mute Strict"),
 }
@@ -59,18 +59,14 @@ def records(part_type: str) -> list[Any]:
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
     inexact = {"Noisy": 2**-6, "Rounded": 2**-6, "Coarse": 2**-6}
     correct = {"Naive": "Late", "Halves": "Halves", "Hoards": "Hoards"}
-    buggy = "Mean World Early Tail Chatty Watches Noisy Rounded Coarse"
+    buggy = "World Early Chatty Watches Noisy Rounded Coarse"
     builds = {name: f"naive_handlers:{cls}" for name, cls in correct.items()}
     builds |= {name: f"parts_handler:{name}" for name in buggy.split()}
-    early = "naive_handlers:Early"
     return [
-        GradientHandlerRecord(name="handler_before", config=Empty, build=early, role="observer", before=("reducer",)),
-        *(
-            GradientHandlerRecord(
-                name=f"handler_{name.lower()}", config=Empty, build=build, role="reducer", tolerance=inexact.get(name, 0.0)
-            )
-            for name, build in builds.items()
-        ),
+        GradientHandlerRecord(
+            name=f"handler_{name.lower()}", config=Empty, build=build, role="reducer", tolerance=inexact.get(name, 0.0)
+        )
+        for name, build in builds.items()
     ]
 
 

@@ -69,13 +69,6 @@ class Unsummed(Naive):
         return gradient
 
 
-class Undivided(Naive):
-    """Attends across documents."""
-
-    def forward(self, module, q, k, v, cu_seqlens=None):
-        return super().forward(module, q, k, v)
-
-
 class Patched(Naive):
     """Leaves its patched forwards in the modules."""
 

@@ -11,9 +11,8 @@ import torch
 from sley_core.api.actions import Action, Kind, Schedule
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, ScheduleRecord, StageLinkRecord
-from sley_wave.config import HanayoConfig, LinkConfig, TiesConfig
 from sley_wave.link import Link
-from sley_wave.ties import Ties
+from sley_wave.plugin import HanayoConfig, NoKeys, Ties
 
 Lists = list[list[Action]]
 LINKS = ("reusing", "disorderly", "rigid", "late", "deaf", "patient")
@@ -26,8 +25,8 @@ class Reusing(Link):
         super().__init__(config)
         self._memory = {}
 
-    def _received(self, transfer):
-        description, tensors = super()._received(transfer)
+    def _receive_message(self, transfer):
+        description, tensors = super()._receive_message(transfer)
         memory = [self._memory.setdefault((transfer, index, tensor.shape), tensor) for index, tensor in enumerate(tensors)]
         return description, [reused.copy_(tensor) for reused, tensor in zip(memory, tensors, strict=True)]
 
@@ -37,7 +36,7 @@ class Disorderly(Link):
 
     def receive(self, transfer):
         direction = "up" if transfer.peer < self._stage else "down"
-        return self._received(self._due[direction].popleft())
+        return self._receive_message(self._posted[direction].popleft())
 
 
 class Rigid(Link):
@@ -47,8 +46,8 @@ class Rigid(Link):
         super().__init__(config)
         self._descriptions = {}
 
-    def _received(self, transfer):
-        description, tensors = super()._received(transfer)
+    def _receive_message(self, transfer):
+        description, tensors = super()._receive_message(transfer)
         return self._descriptions.setdefault((transfer.flow, transfer.chunk), description), tensors
 
 
@@ -83,10 +82,10 @@ class Late(Link):
 class Deaf(Link):
     """Receives the walks of its neighbours but does not compare them."""
 
-    def _agree(self, peer):
-        if peer not in self._agreed:
-            self._hear(torch.empty_like(self._word), peer)
-            self._agreed.add(peer)
+    def _compare_walks(self, peer):
+        if peer not in self._compared_peers:
+            self._receive_tensor(torch.empty_like(self._digest), peer)
+            self._compared_peers.add(peer)
 
 
 class Patient(Link):
@@ -155,27 +154,15 @@ class Twice(Ties):
         super().finish_step(step)
 
 
-class Unsummed(Ties):
-    """Does not sum gradients."""
-
-    def finish_step(self, step):
-        pass
-
-
 @hookimpl
 def sley_records():
     options = {"config": HanayoConfig, "link": "wave.link", "partition": "wave.even"}
     return [
-        *(StageLinkRecord(name=name, config=LinkConfig, build=f"broken_parts:{name.title()}") for name in LINKS),
+        *(StageLinkRecord(name=name, config=NoKeys, build=f"broken_parts:{name.title()}") for name in LINKS),
         *(ScheduleRecord(name=name, build=f"broken_parts:build_{name}", **options) for name in GENERATORS),
     ]
 
 
 @hookimpl
 def sley_gradient_handlers():
-    return [
-        GradientHandlerRecord(
-            name=name, config=TiesConfig, build=f"broken_parts:{name.title()}", role="tie", after=("reducer",)
-        )
-        for name in ("twice", "unsummed")
-    ]
+    return [GradientHandlerRecord(name="twice", config=NoKeys, build="broken_parts:Twice", role="tie", after=("reducer",))]

@@ -1,125 +1,108 @@
-"""A stage link that sends one message after another, each with its description before it; for tensors on the host.
+"""A stage link for tensors on the host, which sends one message after another, each with its description first.
 
-Nothing is received before it is taken, and everything into memory of its own, so the link keeps nothing of what it gave out.
+It receives a message into new memory when the run asks for it, so it keeps no memory of earlier messages.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.comm import Work
-from sley_core.api.parts import Description, Leaf, Parts
+from sley_core.api.parts import Description, Parts
 from sley_core.errors import RunError
-from sley_wave.config import LinkConfig
+from sley_wave.plugin import NoKeys
 
 Message = tuple[Description, list[Tensor]]
 
 
 class Link:
-    """Sends at once, receives when it must."""
-
-    def __init__(self, config: LinkConfig) -> None:
+    def __init__(self, config: NoKeys) -> None:
         self._walk = 0
-        self._word = torch.empty(0, dtype=torch.uint8)
         self._peers: Sequence[int] = ()
-        self._agreed: set[int] = set()
-        self._due: dict[str, deque[Transfer]] = {"up": deque(), "down": deque()}
-        self._come: dict[Transfer, Message] = {}
-        self._sending: list[tuple[Work, Tensor]] = []
+        self._begin_walk()
 
     def prepare(self, parts: Parts) -> None:
         self._group = parts.groups["pp"]
         self._stage = self._group.coord
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        self._forget()
+        self._begin_walk()
         self._walk += 1
         self._peers = peers
-        word = sha256(f"walk {self._walk}: {list(keys)}".encode()).digest()
-        self._word = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        digest = sha256(f"walk {self._walk}: {list(keys)}".encode()).digest()
+        self._digest = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         for peer in peers:
-            self._tell(self._word, peer)
+            self._send_tensor(self._digest, peer)
 
     def post_receive(self, transfer: Transfer, key: Hashable) -> None:
-        self._due[direction_of(transfer.peer, self._stage)].append(transfer)
+        self._posted[direction_of(transfer.peer, self._stage)].append(transfer)
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
         if transfer.flow == "forward":
             description = description.with_overlaps(tensors)
-        text = torch.frombuffer(bytearray(_to_text(description)), dtype=torch.uint8)
-        for piece in (torch.tensor([len(text)]), text, *tensors):
-            self._tell(piece.detach().clone(memory_format=torch.contiguous_format), transfer.peer)
+        data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data, *tensors):
+            self._send_tensor(tensor.detach().clone(memory_format=torch.contiguous_format), transfer.peer)
 
     def receive(self, transfer: Transfer) -> Message:
-        due = self._due[direction_of(transfer.peer, self._stage)]
-        while transfer not in self._come:
-            first = due.popleft()
-            self._come[first] = self._received(first)
-        return self._come.pop(transfer)
+        posted = self._posted[direction_of(transfer.peer, self._stage)]
+        while transfer not in self._messages:  # messages arrive in the order of the posts
+            next_transfer = posted.popleft()
+            self._messages[next_transfer] = self._receive_message(next_transfer)
+        return self._messages.pop(transfer)
 
     def drain(self) -> None:
         for peer in self._peers:
-            self._agree(peer)
-        for pending, _ in self._sending:
-            pending.wait()
-        self._sending.clear()
+            self._compare_walks(peer)
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
 
     def abort(self, why: str) -> None:
-        self._forget()
+        self._begin_walk()
 
-    def _forget(self) -> None:
-        parts: list[Any] = [self._agreed, self._come, self._sending, *self._due.values()]
-        for part in parts:
-            part.clear()
+    def _begin_walk(self) -> None:
+        self._compared_peers: set[int] = set()
+        self._posted: dict[str, deque[Transfer]] = {"up": deque(), "down": deque()}
+        self._messages: dict[Transfer, Message] = {}
+        self._sends: list[tuple[Work, Tensor]] = []
 
-    def _received(self, transfer: Transfer) -> Message:
-        self._agree(transfer.peer)
-        size = self._hear(torch.empty(1, dtype=torch.int64), transfer.peer)
-        text = self._hear(torch.empty(int(size), dtype=torch.uint8), transfer.peer)
-        description = _from_text(text.numpy().tobytes())
-        return description, [
-            self._hear(torch.empty(leaf.shape, dtype=leaf.dtype), transfer.peer) for leaf in description.leaves
-        ]
+    def _receive_message(self, transfer: Transfer) -> Message:
+        self._compare_walks(transfer.peer)
+        size = self._receive_tensor(torch.empty(1, dtype=torch.int64), transfer.peer)
+        data = self._receive_tensor(torch.empty(int(size), dtype=torch.uint8), transfer.peer)
+        description: Description = pickle.loads(data.numpy().tobytes())
+        leaves = description.leaves
+        return description, [self._receive_tensor(torch.empty(leaf.shape, dtype=leaf.dtype), transfer.peer) for leaf in leaves]
 
-    def _agree(self, peer: int) -> None:
-        """Waits for what `peer` walks through. The group `pp`: both ends begin each walk with their words."""
-        if peer in self._agreed:
+    def _compare_walks(self, peer: int) -> None:
+        """Compares the microbatches of `peer` with those of this stage once per walk. Both stages begin a walk by sending
+        digests.
+        """
+        if peer in self._compared_peers:
             return
-        if not torch.equal(self._hear(torch.empty_like(self._word), peer), self._word):
-            for pending, piece in self._sending:
-                if piece is self._word:
-                    pending.wait()  # so that the peer finds the same
-            raise RunError("stages-differ", f"stages {self._stage} and {peer} walk through other microbatches")
-        self._agreed.add(peer)
+        if not torch.equal(self._receive_tensor(torch.empty_like(self._digest), peer), self._digest):
+            for work, tensor in self._sends:
+                if tensor is self._digest:
+                    work.wait()  # so that the peer reports the difference, too
+            raise RunError("stages-differ", f"stages {self._stage} and {peer} walk through different microbatches")
+        self._compared_peers.add(peer)
 
-    def _tell(self, piece: Tensor, peer: int) -> None:
-        if piece.numel():
-            label = f"what stage {self._stage} sends to stage {peer}"
-            # The group `pp`: both ends send and take in the order of the lowered lists.
-            pending = self._group.send(piece, direction_of(self._stage, peer), peer, label=label)
-            self._sending.append((pending, piece))
+    def _send_tensor(self, tensor: Tensor, peer: int) -> None:
+        if tensor.numel():
+            # The group `pp`: both stages send and receive in the order of the lowered lists.
+            work = self._group.send(tensor, direction_of(self._stage, peer), peer, label=f"a message to stage {peer}")
+            self._sends.append((work, tensor))
 
-    def _hear(self, piece: Tensor, peer: int) -> Tensor:
-        if piece.numel():
-            label = f"what stage {self._stage} receives from stage {peer}"
-            self._group.receive(piece, direction_of(peer, self._stage), peer, label=label).wait()
-        return piece
-
-
-def _to_text(description: Description) -> bytes:
-    leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.flags] for leaf in description.leaves]
-    return json.dumps({"leaves": leaves, "structure": description.structure}).encode()
-
-
-def _from_text(text: bytes) -> Description:
-    found = json.loads(text)
-    leaves = (Leaf(getattr(torch, name), tuple(shape), False).with_flags(flags) for name, shape, flags in found["leaves"])
-    return Description(tuple(leaves), found["structure"])
+    def _receive_tensor(self, tensor: Tensor, peer: int) -> Tensor:
+        if tensor.numel():
+            label = f"a message from stage {peer}"
+            self._group.receive(tensor, direction_of(peer, self._stage), peer, label=label).wait()
+        return tensor

@@ -1,21 +1,18 @@
-"""Tests that a forked program behaves like `python -m`, and that remaining processes and listening sockets are reported."""
+"""Tests that a forked program behaves like `python -m`, and that remaining processes are reported."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
-from sley_testing.forked import ForkedProgram
-from sley_testing.processes import assert_none_left, descendants, listening_sockets, processes_with
+from sley_testing.processes import ForkedProgram, assert_none_left, descendants, processes_with
 
 READS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -74,16 +71,17 @@ def test_running_program_can_be_killed(program):
 KILLS_ITSELF = """
 import multiprocessing, os
 from pathlib import Path
-from sley_testing import forked
-from sley_testing.forked import ForkedProgram
+from sley_testing import processes
+from sley_testing.processes import ForkedProgram
 if __name__ == "__main__":
-    forked.preloaded_server = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
+    processes.preloaded_server = lambda: multiprocessing.get_context("forkserver")  # which imports no torch
     started = ForkedProgram("child", [], cwd=Path.cwd(), env=dict(os.environ))
     print(started.pid, started.stdout.readline(), flush=True)
     os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel must signal the death of a parent")
 def test_program_ends_with_its_killed_parent(tmp_path):
     (tmp_path / "child.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
@@ -181,16 +179,3 @@ def test_orphan_is_found_by_its_environment(family):
     assert orphan.parent != parent.pid
     os.kill(orphan.pid, 9)
     assert_none_left(lambda: processes_with("SLEY_TEST_MARK", mark))
-
-
-@READS_PROC
-@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
-def test_listening_sockets_are_reported(family, address):
-    try:
-        server = socket.create_server((address, 0), family=family)
-    except OSError as error:
-        pytest.skip(f"no {address} here: {error}")
-    with server:
-        listener = ip_address(address), server.getsockname()[1]
-        assert listener in listening_sockets(os.getpid())
-    assert listener not in listening_sockets(os.getpid())
