@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from chat_templates import save_tokenizer
 from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError, RunError
 from sley_data import cache, streams
-from sley_data.cache import _Worker, map_batches
+from sley_data.cache import _Worker
 from sley_data.datasets import TokenDataset
 from sley_data.plugin import TextConfig
-from sley_data.tokenizer import Tokenizer
+from sley_data.streams import text_stream
+from sley_data.tokenizer import Tokenizer, _decode_text
 
 
 @pytest.fixture(scope="module")
@@ -104,31 +106,24 @@ def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: p
     assert samples(table) == samples(table.model_copy(update={"cache": "none"}))
 
 
-def test_an_error_in_a_worker_process_is_raised(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
-    table.files[1].write_bytes(b"a\xff")
-    with pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
-        samples(table)
-
-
-def test_the_death_of_a_worker_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
-    with pytest.raises(RunError, match="exited with status 7 while tokenizing 7") as caught:
-        list(map_batches(os._exit, [7]))
+def test_errors_and_deaths_of_workers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
-    assert caught.value.diagnostics[0].code == "data-worker"
-    with _Worker(os._exit) as worker, monkeypatch.context() as patch:  # within a reply
-        patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
-        with pytest.raises(RunError, match="exited with status 7") as caught:
-            worker.call(7)
-    assert caught.value.diagnostics[0].code == "data-worker"
+    with _Worker(partial(_decode_text, "b.txt#0")) as worker, pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
+        worker.call(b"a\xff")
+    with _Worker(os._exit) as worker:
+        with monkeypatch.context() as patch:  # a death within a reply
+            patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
+            with pytest.raises(RunError, match="exited with status 7 while tokenizing 7") as caught:
+                worker.call(7)
+        assert caught.value.diagnostics[0].code == "data-worker"
+        with pytest.raises(RunError, match="exited with status 7"):
+            worker.call(8)
 
 
 def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
     expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
-    monkeypatch.setattr("sley_data.streams._MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr("sley_data.streams.MAX_BYTES_IN_MEMORY", 0)
     monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)
     assert samples(table) == expected
     assert TokenDataset(table, DataContext()).data_digest == digest
@@ -150,9 +145,10 @@ def test_two_that_prepare_at_once_do_it_once(
     monkeypatch.setattr(Tokenizer, "encode", slowly)
     monkeypatch.setattr(cache, "report", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
-        loaded = [pool.submit(TokenDataset(table, DataContext()).load) for _ in range(2)]
-        tokens = [each.result(60).stream for each in loaded]
-    assert all(each.digest == wanted.digest for each in tokens)
+        tokenizers = [Tokenizer(table.tokenizer, table.end_of_document) for _ in range(2)]
+        loaded = [pool.submit(text_stream, table, "train", tokenizer, []) for tokenizer in tokenizers]
+        streams = [each.result(60) for each in loaded]
+    assert all(stream.digest == wanted.digest for stream in streams)
     assert sum(encoded) == whole
     assert "waiting for another process on this host" in capfd.readouterr().err
 

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
 from sley_core.errors import PlanError
 from sley_data import cache, streams
-from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, ChatRows, check_chat, encode_conversations, pack_best_fit
+from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, check_chat, encode_conversations, pack_best_fit
 from sley_data.chat_template import ChatTemplate
-from sley_data.conversations import Conversation, chat_files, describe_overlap, read_conversations
+from sley_data.documents import describe_overlap, read_split
+from sley_data.files import document_files
 from sley_data.plugin import ChatConfig
 
 
@@ -47,21 +48,27 @@ def table(tmp_path: Path, tokenizer: Path) -> Any:
     return make
 
 
-def conversations(config: ChatConfig, split: Any = "train") -> Iterator[tuple[Conversation, bool]]:
-    return read_conversations(config, split, chat_files(config, split)[0])
+def conversations(config: ChatConfig, split: Any = "train") -> Iterator[tuple[Any, bool]]:
+    return read_split(config, split, document_files(config, split)[0])
 
 
-def row_of(rows: ChatRows, index: int) -> dict[str, list[int]]:
+def load(config: ChatConfig, split: Any = "train") -> ChatDataset:
+    dataset = ChatDataset(config, DataContext(split=split))
+    assert len(dataset)
+    return dataset
+
+
+def row_of(rows: ChatDataset, index: int) -> dict[str, list[int]]:
     return {name: values.tolist() for name, values in rows.sample(index).items()}
 
 
-def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
+def documents(rows: ChatDataset) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of each conversation in the rows; of the padding nothing but that it is none."""
     pieces = []
     for number in range(len(rows)):
         row = row_of(rows, number)
         assert {name: len(row[name]) for name in ("tokens", "labels", "positions")} == dict.fromkeys(
-            ("tokens", "labels", "positions"), rows.sequence
+            ("tokens", "labels", "positions"), rows.config.sequence
         )
         assert len(row["cu_seqlens"]) == rows.max_documents + 1
         for start, stop in pairwise(row["cu_seqlens"]):
@@ -76,7 +83,7 @@ def documents(rows: ChatRows) -> list[tuple[list[int], list[int]]]:
 def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any) -> None:
     random = Random(0)
     texts = [["q" * random.randint(0, 9), "a" * random.randint(0, 20)] * random.randint(1, 2) for _ in range(40)]
-    rows = ChatRows(table([chat(*each) for each in texts], sequence=160), DataContext())
+    rows = load(table([chat(*each) for each in texts], sequence=160))
     pieces = documents(rows)
     decoded = Counter()
     for tokens, labels in pieces:
@@ -94,7 +101,7 @@ def test_every_conversation_comes_once_with_the_labels_of_its_answers(table: Any
 
 def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
     config = table([chat("a", "b"), chat("c", "d")])
-    dataset, rows = ChatDataset(config, DataContext()), ChatRows(config, DataContext())
+    dataset, rows = ChatDataset(config, DataContext()), load(config)
     assert len(dataset) == len(rows) == 1
     assert {name: value.tolist() for name, value in dataset[0].items()} == row_of(rows, 0)
     assert dataset.info.fields.keys() == dataset[0].keys()
@@ -113,7 +120,7 @@ def test_the_dataset_is_the_rows_as_tensors(table: Any) -> None:
     [({}, 1, TOO_LONG, 1), ({"too_long": "cut"}, 2, CUT, 2), ({"sequence": 256}, 2, None, 2)],
 )
 def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: str | None, num_samples: int) -> None:
-    rows = ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], **more), DataContext())
+    rows = load(table([chat("a", "b"), chat("a", "z" * 100)], **more))
     assert rows.stats.samples == num_samples
     assert rows.stats.dropped == (Counter({fate: 1}) if fate else Counter())
     assert len(documents(rows)) == count
@@ -122,24 +129,24 @@ def test_what_is_too_long(table: Any, more: dict[str, Any], count: int, fate: st
 
 def test_too_long_can_be_refused(table: Any) -> None:
     with pytest.raises(PlanError, match=r"chats.jsonl#2.* tokens, more than `sequence`"):
-        ChatRows(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"), DataContext())
+        load(table([chat("a", "b"), chat("a", "z" * 100)], too_long="refuse"))
 
 
 def test_a_mask_of_zeros_or_ones_is_refused_with_the_first_conversation(table: Any) -> None:
     for rows in ([chat("only the user speaks")], [{"messages": [{"role": "Assistant", "content": "only the user speaks"}]}]):
         with pytest.raises(PlanError, match=r"no token of a conversation has a label.*only the user speaks"):
-            ChatRows(table(rows), DataContext())
+            load(table(rows))
     everything = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     config = table([chat("a", "only this")])
     template = config.files[0].with_name("template.jinja")
     template.write_text(everything, "utf-8")
     with pytest.raises(PlanError, match=r"every token has a label.*only this"):
-        ChatRows(config.model_copy(update={"template": template}), DataContext())
-    assert ChatRows(table([chat("a", "b")], train_on="all"), DataContext()).stats.trained > 0
+        load(config.model_copy(update={"template": template}))
+    assert load(table([chat("a", "b")], train_on="all")).stats.trained > 0
 
 
 def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> None:
-    rows = ChatRows(table([chat("a"), chat("a", "b")]), DataContext())
+    rows = load(table([chat("a"), chat("a", "b")]))
     assert rows.stats.notes() == [f"1 samples are dropped, `chats.jsonl#1` first: {NOT_TRAINED}"]
 
 
@@ -158,22 +165,8 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
 
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
-    assert ChatRows(config, DataContext()).stats.notes() == [
-        "2 conversations in `files` are also in `held_out_files`: training excludes them"
-    ]
-    assert ChatRows(config, DataContext(split="held_out")).stats.documents == 1
-
-
-def test_long_messages_around_it_hide_no_question(table: Any, tmp_path: Path) -> None:
-    """A system message and tools of several kB are the same in each conversation."""
-    tools = [{"type": "function", "function": {"name": "area", "description": "d" * 5000}}]
-    rows = [
-        {"messages": [{"role": "system", "content": "s" * 5000}, *chat(text, "b")["messages"]], "tools": tools}
-        for text in "xyz"
-    ]
-    (tmp_path / "evaluated.jsonl").write_text(json.dumps(rows[0]), "utf-8")
-    config = table(rows, held_out_files=[str(tmp_path / "evaluated.jsonl")], sequence=8000)
-    assert [is_chosen for _, is_chosen in conversations(config)] == [False, True, True]
+    assert load(config).stats.notes() == ["2 conversations in `files` are also in `held_out_files`: training excludes them"]
+    assert load(config, "held_out").stats.documents == 1
 
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,15 +175,15 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)  # counts calls in this process
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
-    wanted = ChatRows(table(rows, cache="none"), DataContext())
+    wanted = load(table(rows, cache="none"))
     config, calls = table(rows, cache=str(tmp_path / "kept")), []
     encode = ChatTemplate.encode
     monkeypatch.setattr(ChatTemplate, "encode", lambda *args: (calls.append(args), encode(*args))[1])
 
     def check(num_calls: int) -> None:
-        kept = ChatRows(config, DataContext())
+        kept = load(config)
         assert [row_of(kept, at) for at in range(len(kept))] == [row_of(wanted, at) for at in range(len(wanted))]
-        assert (kept.stats, kept.notes, kept.stream.digest) == (wanted.stats, wanted.notes, wanted.stream.digest)
+        assert (kept.stats, kept.data_notes, kept.data_digest) == (wanted.stats, wanted.data_notes, wanted.data_digest)
         assert len(calls) == num_calls
 
     def killed(*args: Any) -> Any:
@@ -203,7 +196,7 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
         counted = ChatTemplate.encode
         patch.setattr(ChatTemplate, "encode", killed)
         with pytest.raises(KeyboardInterrupt):
-            ChatRows(config, DataContext())
+            load(config)
     (folder,) = (tmp_path / "kept").iterdir()
     check(num_parts := 5)  # one of them twice: it was unfinished
     assert len(list(folder.glob("*.tokens"))) == num_parts - 1
@@ -215,8 +208,8 @@ def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch:
     some = [conversation for conversation, _ in conversations(config)]
     function = partial(encode_conversations, wanted.template, config)
     assert pickle.loads(pickle.dumps(function))(some)[0] == function(some)[0], "workers receive it"
-    ChatRows(config.model_copy(update={"too_long": "cut"}), DataContext())
-    ChatRows(config.model_copy(update={"train_on": "last"}), DataContext())
+    load(config.model_copy(update={"too_long": "cut"}))
+    load(config.model_copy(update={"train_on": "last"}))
     assert len(list((tmp_path / "kept").iterdir())) == 3
 
 

@@ -42,13 +42,6 @@ def test_every_byte_after_the_first_is_a_label_once(tmp_path: Path, documents: s
     assert bytes(labels_of(text(tmp_path / "**/*.txt", documents=documents))) == wanted
 
 
-def test_a_separator_makes_documents_within_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "all.txt"
-    path.write_bytes(b"first--second----third")
-    data = text(path, separator="--", documents="pad", sequence=5)
-    assert [bytes(data[index]["tokens"].tolist()).rstrip(b"\0") for index in range(len(data))] == [b"firs", b"secon", b"thir"]
-
-
 def test_the_standard_library_is_text_that_every_machine_has() -> None:
     data = TokenDataset(TextConfig(source="python-stdlib", sequence=256), DataContext())
     assert len(data) > 10_000
@@ -68,13 +61,6 @@ def test_tokens_are_read_as_they_were_written(tmp_path: Path, dtype: str, code: 
     assert data[0]["tokens"].tolist() == ids[:4]
     assert labels_of(data) == ids[1:]
     assert (data.info.vocab_size, data.info.sequence) == (largest + 1, 4)
-
-
-def test_files_are_one_stream_in_the_order_of_the_plan(tmp_path: Path) -> None:
-    write(tmp_path / "z.bin", [1, 2, 3])
-    write(tmp_path / "shard-1.bin", [7, 8, 9])
-    write(tmp_path / "shard-0.bin", [4, 5, 6])
-    assert labels_of(tokens(tmp_path / "z.bin", tmp_path / "shard-*.bin")) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_documents_end_at_their_token(tmp_path: Path) -> None:

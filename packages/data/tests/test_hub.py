@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from sley_data.documents import read_documents
 from sley_data.files import _matches_hub_pattern as _matches
-from sley_data.files import text_files
+from sley_data.files import document_files
 from sley_data.plugin import TextConfig
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -74,7 +74,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         table = {"files": names, "field": "text", "sequence": 4, "held_out": 0.0}
         config = TextConfig.model_validate(table, context={"folder": Path("/plan")})
-        files, problems = text_files(config, "train")
+        files, problems = document_files(config, "train")
         return str(problems or [text.decode() for _, text in read_documents(files, config, "train")])
 
     return read_texts

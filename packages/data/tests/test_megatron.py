@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from sley_core.data.dataset import IGNORE_INDEX, DataContext
-from sley_data.check import check
-from sley_data.datasets import TokenDataset
-from sley_data.documents import count_samples
-from sley_data.files import token_files
+from sley_data.datasets import TokenDataset, check
 from sley_data.plugin import TextConfig, TokensConfig
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[], []], [], [[7, 8, 9, 10, 11]]]
@@ -63,7 +60,6 @@ def test_documents_are_those_of_the_index(tmp_path: Path, documents: str, code: 
     assert list(check(table, evaluates=False)) == []
     whole = [token for text in TEXTS for token in text]
     assert labels_of(table) == (whole[1:] if documents == "cut" else [token for text in TEXTS for token in text[1:]])
-    assert count_samples(table, "train", token_files(table, "train")[0]) == len(TokenDataset(table, DataContext()))
 
 
 def test_files_with_and_without_an_index_are_one_stream(tmp_path: Path) -> None:

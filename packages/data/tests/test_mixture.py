@@ -22,9 +22,8 @@ from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_data.conversations import chat_files, read_conversations
-from sley_data.documents import read_documents
-from sley_data.files import text_files
+from sley_data.documents import read_documents, read_split
+from sley_data.files import document_files
 from sley_data.mixture import Interleave, integer_shares
 from sley_data.sources import source_component
 from sley_testing.dataset_contract import DatasetContract
@@ -123,17 +122,6 @@ def test_there_is_one_sequence(table: dict[str, Any], random: Random) -> None:
 @given(table=drawn(), random=st.randoms(use_true_random=False))
 def test_there_is_one_sequence_of_many_mixtures(table: dict[str, Any], random: Random) -> None:
     check_sequence(table, random)
-
-
-def test_in_epoch_3_and_with_another_size_from_a_step_on() -> None:
-    table = mixture([numbered(11, 0, weight=0.3), numbered(17, 1, weight=0.7)])
-    size = len(opened(table))
-    assert size == 36, "the numbers until all samples of both have come"
-    whole = [one for batch in ids(table, [size] * 4) for one in batch]
-    assert whole[3 * size :] == [one for batch in ids(table, [4] * size, 4, [28, 30]) for one in batch][3 * size :]
-    mixed = [one for batch in ids(table, [8] * 5 + [12] * 8, 2, [3]) for one in batch]
-    assert mixed == whole[: len(mixed)]
-    assert whole[:size] != whole[size : 2 * size]
 
 
 @given(weights=st.lists(st.floats(0.001, 1000, allow_nan=False), min_size=1, max_size=30), start=st.integers(0, 10**15))
@@ -255,14 +243,14 @@ def test_what_one_source_holds_out_none_trains_on(tmp_path: Path, first: Any, se
 
     def documents(split: Split) -> list[set[bytes]]:
         tables = [source_component(config, number).config for number in range(2)]
-        return [{each for _, each in read_documents(text_files(table, split)[0], table, split)} for table in tables]
+        return [{each for _, each in read_documents(document_files(table, split)[0], table, split)} for table in tables]
 
     trained, held_out = documents("train"), documents("held_out")
     assert held_out[0]
     assert not (trained[0] | trained[1]) & (held_out[0] | held_out[1])
     assert all(len(each) > 30 for each in trained)
     alone = plan_from_dict(small_plan(data={key: value for key, value in sources[1].items() if key != "weight"}), tmp_path)
-    files = text_files(alone.data.config, "train")[0]
+    files = document_files(alone.data.config, "train")[0]
     assert {each for _, each in read_documents(files, alone.data.config, "train")} & held_out[0], "alone it would train on some"
 
 
@@ -277,7 +265,7 @@ def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
 
     def asked(number: int, split: Split) -> set[str]:
         chats: Any = source_component(config, number).config
-        pairs = read_conversations(chats, split, chat_files(chats, split)[0])
+        pairs = read_split(chats, split, document_files(chats, split)[0])
         return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
 
     trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_data import datasets
-from sley_data.datasets import StreamSamples
-from sley_data.documents import locate_window, num_chunks, num_windows
+from sley_data.datasets import StreamSamples, locate_window, num_windows
 from sley_data.plugin import Documents
 from sley_data.streams import Stream
 
@@ -87,7 +86,7 @@ def test_padded_documents(documents: list[list[int]], sequence: int) -> None:
             num_padding = sequence - len(labels)
             expected.append((inputs + [0] * num_padding, labels + [IGNORE_INDEX] * num_padding))
     padded = build_samples(documents, "pad", sequence)
-    assert len(padded) == num_chunks(map(len, documents), sequence)
+    assert len(padded) == len(expected)
     samples = [padded.sample(index) for index in range(len(padded))]
     assert [(sample["tokens"].tolist(), sample["labels"].tolist()) for sample in samples] == expected
 

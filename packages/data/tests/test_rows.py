@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,14 +17,10 @@ from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.conversations import Conversation, file_conversations
 from sley_data.datasets import TokenDataset
-from sley_data.documents import read_documents, read_rows
-from sley_data.files import merge_problems, row_files, text_files
-from sley_data.plugin import TextConfig
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from sley_data.documents import read_documents
+from sley_data.files import document_files, merge_problems
+from sley_data.formats import read_rows
+from sley_data.plugin import ChatConfig, TextConfig
 
 CALL = {"type": "function", "function": {"name": "area", "arguments": {"r": 2}}}
 ROWS: list[dict[str, Any]] = [
@@ -62,9 +55,6 @@ FORMATS: dict[str, Callable[[Path, list[Any]], Any]] = {
     "a.jsonl": lambda path, rows: path.write_bytes(lines(rows)),
     "bom.jsonl": lambda path, rows: path.write_bytes(b"\xef\xbb\xbf" + lines(rows).replace(b"\n", b"\r\n\r\n")),
     "a.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(lines(rows))),
-    "a.jsonl.bz2": lambda path, rows: path.write_bytes(bz2.compress(lines(rows))),
-    "a.jsonl.xz": lambda path, rows: path.write_bytes(lzma.compress(lines(rows))),
-    "a.jsonl.zst": lambda path, rows: path.write_bytes(zstd.compress(lines(rows))),
     "a.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2), "utf-8"),
     "a.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path),
     "a.arrow": write_arrow,
@@ -78,8 +68,12 @@ def written(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def chat_table(path: Path) -> ChatConfig:
+    return ChatConfig(files=(path,), tokenizer=path, sequence=8)
+
+
 def read(path: Path, field: str | None = None) -> list[Conversation]:
-    files, problems = row_files([path], ("data", "files"))
+    files, problems = document_files(chat_table(path), "train")
     if problems:
         raise merge_problems(problems)
     return [each for file in files for each in file_conversations(file, field)]
@@ -163,7 +157,7 @@ ODD = ["a\0b", "\ufeffc", "d\r\ne", " ", "\u2028", "x" * 70_000, "\N{PILE OF POO
 def texts(path: Path) -> list[str]:
     """The documents of a column of texts."""
     config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0)
-    files, _ = text_files(config, "train")
+    files, _ = document_files(config, "train")
     return [text.decode() for _, text in read_documents(files, config, "train")]
 
 
@@ -230,5 +224,5 @@ def test_mixed_and_odd_tables(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_bytes(lines([{"messages": [{"role": "user", "content": "x" * 5_000_000}]}]))
     assert len(read(long)[0].messages[0]["content"]) == 5_000_000
-    files, _ = row_files([odd], ("data", "files"))
+    files, _ = document_files(chat_table(odd), "train")
     assert [number for number, _ in read_rows(files[0])] == [1, 2]

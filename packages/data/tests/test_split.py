@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
-from sley_data.check import check
-from sley_data.datasets import TokenDataset
-from sley_data.documents import content_key, count_samples, is_in_share, read_documents
-from sley_data.files import text_files
+from sley_data.datasets import TokenDataset, check
+from sley_data.documents import read_documents
+from sley_data.files import document_files
 from sley_data.plugin import TextConfig, TokensConfig
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -37,7 +32,7 @@ def write(path: Path, documents: list[str], way: str) -> None:
 
 
 def texts(config: TextConfig, split: Split, notes: list[str] | None = None) -> list[bytes]:
-    files, problems = text_files(config, split)
+    files, problems = document_files(config, split)
     assert not problems
     return [text for _, text in read_documents(files, config, split, notes)]
 
@@ -77,37 +72,13 @@ def test_what_held_out_files_have_is_not_trained_on_and_said(tmp_path: Path, way
     assert notes == ["5 of 30 documents in `files` are also in `held_out_files`: training excludes them"]
     assert sorted(texts(config, "held_out")) == sorted(text.encode() for text in (*documents[20:25], "another"))
     data = TokenDataset(config, DataContext())
-    assert count_samples(config, "train", text_files(config, "train")[0]) == len(data)
+    assert len(data)
     assert data.data_notes == notes
     within = TextConfig(files=(tmp_path / "*/*.txt",), held_out_files=held_out_files, **options)
     assert sorted(texts(within, "train")) == sorted(trained)
     every = TextConfig(files=held_out_files, held_out_files=held_out_files, **options)
     (problem,) = check(every, evaluates=True)
     assert (problem.code, "held-out documents" in problem.message) == ("data-short", True)
-
-
-@pytest.mark.parametrize("packed", [bytes, gzip.compress])
-@pytest.mark.parametrize("way", WAYS)
-def test_texts_that_differ_in_the_middle_are_no_copies(tmp_path: Path, way: str, packed: Callable[[bytes], bytes]) -> None:
-    same = "x" * 100_000
-    documents = [f"{same}{number:04}{same}" for number in range(60)]
-    write(tmp_path / "train" / "a.txt", documents, way)
-    write(tmp_path / "held" / "b.txt", documents[:1], way)
-    for path in tmp_path.glob("*/*.txt"):
-        path.write_bytes(packed(path.read_bytes()))
-    files: dict[str, Any] = {"files": (tmp_path / "train/*.txt",), "sequence": 4, **WAYS[way]}
-    assert len(texts(TextConfig(**files, held_out_files=(tmp_path / "held/*.txt",)), "train")) == 59
-    shares = [len(texts(TextConfig(**files, held_out=0.4), split)) for split in ("train", "held_out")]
-    assert sum(shares) == 60
-    assert min(shares) > 10
-
-
-@given(st.lists(st.binary(max_size=8)), st.floats(0, 1), st.floats(0, 1))
-def test_a_larger_share_holds_out_more_and_contents_alone_decide(found: list[bytes], one: float, other: float) -> None:
-    contents = [content_key(text) for text in found]
-    small, large = sorted((one, other))
-    assert all(is_in_share(content, large) for content in contents if is_in_share(content, small))
-    assert not any(is_in_share(content, 0) for content in contents)
 
 
 def ids(path: Path, values: list[int]) -> Path:

@@ -59,13 +59,6 @@ def test_more_than_65536_tokens_take_four_bytes(tmp_path: Path) -> None:
     assert data[0]["tokens"].tolist() == [69999, 1, 65536]
 
 
-def test_a_document_too_large_for_the_memory_is_named(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sley_data.tokenizer._available_bytes", lambda: 1.5e9)
-    with pytest.raises(PlanError, match=r"`b.txt#3` has 31 MB.* needs 1.6 GB .* of which 1.5 GB") as caught:
-        OurTokenizer(tokenizer, None).encode([("b.txt#2", b"the"), ("b.txt#3", b"a" * 31_000_000)])
-    assert caught.value.diagnostics[0].code == "data-document-size"
-
-
 def test_text_that_is_not_utf8_is_an_error_and_not_replaced(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(PlanError, match=r"`1.txt` is not UTF-8: invalid start byte at byte 4") as caught:
         len(dataset(tmp_path, b"the", b"the \xff", tokenizer=tokenizer))

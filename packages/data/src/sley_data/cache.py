@@ -277,7 +277,7 @@ class _Worker:
             is_error, result = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died mid-reply
             message = f"a worker process exited with status {self._process.wait()} while tokenizing {batch}"
-            hint = "if the system killed the process, use a host with more memory or set `cache` to a path on another disk"
+            hint = "if the system killed the process, split large documents with `separator`, or use a host with more memory"
             raise RunError("data-worker", message, path=("data",), hint=hint) from None
         if is_error:
             raise result

@@ -16,13 +16,13 @@ from sley_core.api.data import IGNORE_INDEX, DataContext, Split
 from sley_core.errors import PlanError
 from sley_core.records import Problem
 from sley_data.chat_template import ChatTemplate, Encoded
-from sley_data.check import check_vocabulary, report_errors
-from sley_data.conversations import Conversation, chat_files, empty_split_error, file_conversations, read_conversations
-from sley_data.datasets import RowsDataset
-from sley_data.documents import ALWAYS_READ
-from sley_data.files import DataFile, split_files
+from sley_data.conversations import Conversation, file_conversations
+from sley_data.datasets import ALWAYS_READ, RowsDataset, check_vocabulary, report_errors
+from sley_data.documents import read_split
+from sley_data.files import DataFile, document_files, split_files
+from sley_data.formats import Integers
 from sley_data.plugin import ChatConfig
-from sley_data.streams import Integers, cache_folder, load_tokens
+from sley_data.streams import Stream, cache_folder, load_tokens
 
 
 @dataclass
@@ -76,104 +76,6 @@ _LABEL_BIT = 1 << 31
 TOO_LONG = "longer than `sequence`"
 CUT = "longer than `sequence`, and cut there"
 NOT_TRAINED = "no token has a label"
-
-
-class ChatRows:
-    """The rows of a split: whole conversations, packed by best fit into `sequence` positions per row.
-
-    A conversation of n tokens has n - 1 positions, since its last token is only a label. stream: the tokens of all
-    conversations, with `_LABEL_BIT` for labels. rows: the numbers of the samples in each row.
-
-    The constructor renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" if there is
-    no conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every token has a
-    label. template: the table's template if it is already loaded.
-    """
-
-    def __init__(self, config: ChatConfig, context: DataContext, template: ChatTemplate | None = None) -> None:
-        self.sequence = config.sequence
-        self.template = template or ChatTemplate(config.tokenizer, config.template)
-        self.stats = ChatStats()
-        self._config, self._split = config, context.split
-        self._first: Conversation | None = None
-        files, held_out = split_files(config, self._split, chat_files)
-        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
-        digest = self.template.digest
-        settings = ("chat", 6, digest, *options, self._split)
-        self.stream, summary = load_tokens(
-            cache_folder(config, files, held_out, settings) if digest else None,
-            "uint32",
-            sum(file.num_bytes for file in files),
-            partial(self._read, files),
-            lambda conversation: conversation.size_and_key[0],
-            partial(encode_conversations, self.template, config),
-            self._summarize,
-        )
-        self.stats, self._notes = _load_stats(summary["stats"]), summary["notes"]
-        self.rows = pack_best_fit((np.diff(self.stream.offsets) - 1).tolist(), config.sequence)
-        self.max_documents = max(map(len, self.rows)) + 1  # the last is the padding
-
-    def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the sum of the statistics. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
-        for values in stats:
-            self.stats.add(_load_stats(values))
-        if self._first is None:
-            raise empty_split_error(self._config, self._split)
-        is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
-        if not self.stats.samples or (self._config.train_on != "all" and is_all_trained):
-            raise self._mask_error(self._first)
-        return {"stats": vars(self.stats), "notes": []}
-
-    def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
-        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
-        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
-        for conversation, is_selected in read_conversations(self._config, self._split, files):
-            if is_selected:
-                self._first = self._first or conversation
-                yield conversation
-            elif self._split == "train" and not self._config.largest_share:
-                self.stats.copied += 1
-
-    def _mask_error(self, conversation: Conversation) -> PlanError:
-        """Returns the PlanError "chat-mask", which shows the first conversation."""
-        problem = "every token has a label" if self.stats.samples else "no token of a conversation has a label"
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.stats.dropped.items())
-        try:
-            text = self.template.render(conversation.messages, conversation.tools)
-        except ValueError as error:
-            text = str(error)
-        message = (
-            f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{conversation.name}`, is {text[:500]!r}"
-        )
-        hint = 'use the roles "user" and "assistant", or set `train_on = "all"` to train on every token'
-        return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def sample(self, index: int) -> dict[str, Integers]:
-        """Returns row `index`: tokens, labels and positions, int64 [sequence], and `cu_seqlens`, int32 [max_documents + 1].
-
-        Token 0 with ignored labels pads the row. The padding is a separate document, so that no other token attends to it.
-        """
-        tokens, labels = np.zeros(self.sequence, np.int64), np.full(self.sequence, IGNORE_INDEX)
-        positions, starts, start = np.arange(self.sequence), [], 0
-        for number in self.rows[index]:
-            ids = self.stream.read(*self.stream.offsets[number : number + 2].tolist())
-            stop = start + len(ids) - 1
-            tokens[start:stop] = ids[:-1] % _LABEL_BIT
-            labels[start:stop] = np.where(ids[1:] < _LABEL_BIT, IGNORE_INDEX, ids[1:] % _LABEL_BIT)
-            positions[start:stop] -= start
-            starts.append(start)
-            start = stop
-        positions[start:] -= start
-        cu_seqlens = np.full(self.max_documents + 1, self.sequence, np.int32)
-        cu_seqlens[: len(starts) + 1] = [*starts, start]
-        return {"tokens": tokens, "labels": labels, "positions": positions, "cu_seqlens": cu_seqlens}
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences for the user about the template, dropped conversations and the cache."""
-        return [*self.stats.notes(), *self._notes]
 
 
 def encode_conversations(
@@ -251,33 +153,120 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 class ChatDataset(RowsDataset):
-    """Samples of whole conversations, packed with their boundaries. Loading raises the errors of `ChatRows`."""
+    """Whole conversations, packed with their boundaries by best fit into `sequence` positions per row.
 
-    rows: ChatRows
+    A conversation of n tokens has n - 1 positions, since its last token is only a label. stream: the tokens of all
+    conversations, with `_LABEL_BIT` for labels. rows: the numbers of the samples in each row.
+
+    Loading renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" or "held-out" if
+    there is no conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every
+    token has a label.
+    """
+
+    config: ChatConfig
 
     @property
     def vocab_size(self) -> int:
         """The vocabulary size of the tokenizer, including added tokens."""
-        return self._template.vocab_size
+        return self.template.vocab_size
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
         return ChatTemplate(self.config.tokenizer, self.config.template)
 
-    def load(self) -> ChatRows:
-        rows = ChatRows(self.config, self.context, self._template)
-        self.data_notes += rows.notes
-        return rows
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        return pack_best_fit((np.diff(self.stream.offsets) - 1).tolist(), self.config.sequence)
+
+    @cached_property
+    def max_documents(self) -> int:
+        """The largest number of documents in a row, including the padding."""
+        return max(map(len, self.rows)) + 1
+
+    @cached_property
+    def stream(self) -> Stream:
+        config, split, digest = self.config, self.context.split, self.template.digest
+        files, held_out = split_files(config, split)
+        options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
+        stream, summary = load_tokens(
+            cache_folder(config, files, held_out, ("chat", 6, digest, *options, split)) if digest else None,
+            "uint32",
+            sum(file.num_bytes for file in files),
+            partial(self._read, files),
+            lambda conversation: conversation.size_and_key[0],
+            partial(encode_conversations, self.template, config),
+            self._summarize,
+        )
+        self.stats = _load_stats(summary["stats"])
+        self.data_notes += [*self.stats.notes(), *summary["notes"]]
+        return stream
+
+    def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
+        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
+        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
+        for conversation, is_selected in read_split(self.config, self.context.split, files):
+            assert isinstance(conversation, Conversation), conversation
+            if is_selected:
+                self._first = self._first or conversation
+                yield conversation
+            elif self.context.split == "train" and not self.config.largest_share:
+                self.stats.copied += 1
+
+    def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the sum of the statistics. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
+        for values in stats:
+            self.stats.add(_load_stats(values))
+        if self._first is None:
+            raise empty_split_error(self.context.split)
+        is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
+        if not self.stats.samples or (self.config.train_on != "all" and is_all_trained):
+            raise self._mask_error(self._first)
+        return {"stats": vars(self.stats), "notes": []}
+
+    def _mask_error(self, conversation: Conversation) -> PlanError:
+        """Returns the PlanError "chat-mask", which shows the first conversation."""
+        problem = "every token has a label" if self.stats.samples else "no token of a conversation has a label"
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.stats.dropped.items())
+        try:
+            text = self.template.render(conversation.messages, conversation.tools)
+        except ValueError as error:
+            text = str(error)
+        message = (
+            f"{problem}{f' ({reasons})' if reasons else ''}; the first conversation, `{conversation.name}`, is {text[:500]!r}"
+        )
+        hint = 'use the roles "user" and "assistant", or set `train_on = "all"` to train on every token'
+        return PlanError("chat-mask", message, path=("data", "train_on"), hint=hint)
+
+    def sample(self, index: int) -> dict[str, Integers]:
+        """Returns row `index`: tokens, labels and positions, int64 [sequence], and `cu_seqlens`, int32 [max_documents + 1].
+
+        Token 0 with ignored labels pads the row. The padding is a separate document, so that no other token attends to it.
+        """
+        sequence = self.config.sequence
+        tokens, labels = np.zeros(sequence, np.int64), np.full(sequence, IGNORE_INDEX)
+        positions, starts, start = np.arange(sequence), [], 0
+        for number in self.rows[index]:
+            ids = self.stream.read(*self.stream.offsets[number : number + 2].tolist())
+            stop = start + len(ids) - 1
+            tokens[start:stop] = ids[:-1] % _LABEL_BIT
+            labels[start:stop] = np.where(ids[1:] < _LABEL_BIT, IGNORE_INDEX, ids[1:] % _LABEL_BIT)
+            positions[start:stop] -= start
+            starts.append(start)
+            start = stop
+        positions[start:] -= start
+        cu_seqlens = np.full(self.max_documents + 1, sequence, np.int32)
+        cu_seqlens[: len(starts) + 1] = [*starts, start]
+        return {"tokens": tokens, "labels": labels, "positions": positions, "cu_seqlens": cu_seqlens}
 
     @property
     def data_digest(self) -> str:
         """A digest of all tokens, labels and sample lengths."""
-        return self.rows.stream.digest
+        return self.stream.digest
 
     @property
     def counts(self) -> dict[str, Any]:
         """The counts, as in `Dataset`."""
-        stats, num_positions = self.rows.stats, len(self) * self.config.sequence
+        num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,
             "tokens": stats.tokens,
@@ -300,14 +289,14 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     Renders all conversations of small files, but only the first conversations of large files.
     """
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
-    files, problems = chat_files(config, "train")
+    files, problems = document_files(config, "train")
     if config.held_out_files:
-        held_out_files, held_out_problems = chat_files(config, "held_out")
+        held_out_files, held_out_problems = document_files(config, "held_out")
         files, problems = [*files, *held_out_files], [*problems, *held_out_problems]
     yield from problems
     if problems:
         return
-    template = ChatTemplate(config.tokenizer, config.template)
+    template = ChatDataset(config, DataContext()).template
     yield from check_vocabulary(vocab_size, template.vocab_size)
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
         outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
@@ -316,9 +305,17 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
             message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
             yield Problem(("data", "train_on"), message, None, "chat-mask")
         if evaluates and not config.held_out and not config.held_out_files:
-            raise empty_split_error(config, "held_out")
+            raise empty_split_error("held_out")
         return
     for split in splits:
-        count = len(ChatRows(config, DataContext(split=split), template))
+        count = len(ChatDataset(config, DataContext(split=split)))
         if split == "train" and (problem := config.check_num_samples(count)):
             yield problem
+
+
+def empty_split_error(split: Split) -> PlanError:
+    """Returns the PlanError for a split without a conversation."""
+    if split == "held_out":
+        hint = "set `held_out_files`, or increase `held_out`"
+        return PlanError("held-out", "there is no held-out conversation to evaluate on", path=("evaluation",), hint=hint)
+    return PlanError("data-short", "there is no conversation to train on", path=("data", "files"))

@@ -13,14 +13,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from hashlib import sha256
 from typing import Any
 
-from sley_core.api.data import Split
-from sley_core.errors import PlanError
-from sley_data.documents import compare_documents, content_key, read_rows, row_error, split_filter
-from sley_data.files import DataFile, FilesAndProblems, merge_problems, row_files
-from sley_data.plugin import ChatConfig
+from sley_data.files import DataFile
+from sley_data.formats import read_rows, row_error
 
 Message = dict[str, Any]
 
@@ -70,28 +67,9 @@ class Conversation:
         return len(text), content_key(text)
 
 
-def chat_files(config: ChatConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split, and their problems. Without `held_out_files`, `files` contain both splits."""
-    key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
-    return row_files(getattr(config, key), ("data", key))
-
-
-def read_conversations(config: ChatConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Conversation, bool]]:
-    """Yields each conversation in `files`, the files of a split, and whether the conversation belongs to the split.
-
-    Raises PlanError with all problems of held-out files, or with the first row that is not a conversation.
-    """
-    is_selected = split_filter(config, split, _held_out_keys)
-    for conversation in chain.from_iterable(file_conversations(file, config.field) for file in files):
-        yield conversation, is_selected(conversation.size_and_key[1])
-
-
-def _held_out_keys(config: ChatConfig) -> list[bytes]:
-    """Returns the keys of the conversations in `held_out_files`. Raises PlanError with all problems of the files."""
-    files, problems = chat_files(config, "held_out")
-    if problems:
-        raise merge_problems(problems)
-    return _conversation_keys(config, "held_out", files)
+def content_key(content: bytes) -> bytes:
+    """Returns the digest that identifies the content of a document."""
+    return sha256(content).digest()
 
 
 def file_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
@@ -100,7 +78,7 @@ def file_conversations(file: DataFile, field: str | None) -> Iterator[Conversati
     Raises PlanError "data-json" for a row that is not a conversation.
     """
     columns = KEYS if field is None else (field, "system", "tools")
-    for number, row in read_rows(file, columns if file.is_table else None):
+    for number, row in read_rows(file, columns if file.format.is_table else None):
         try:
             yield _parse_row(row, field, f"{file.name}#{number}")
         except (ValueError, RecursionError) as error:
@@ -187,21 +165,3 @@ def _part_text(part: Any, number: int) -> str:
         return str(part["text"])
     part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise ValueError(f"has a part of type {part_type!r} in message {number}; only text is supported")
-
-
-def describe_overlap(training: ChatConfig, evaluation: ChatConfig) -> str:
-    """Describes the held-out conversations of the table `evaluation` that the table `training` trains on, or returns ""."""
-    return compare_documents(training, evaluation, chat_files, _conversation_keys, "conversations")
-
-
-def _conversation_keys(config: ChatConfig, split: Split, files: Sequence[DataFile]) -> list[bytes]:
-    conversations = read_conversations(config, split, files)
-    return [conversation.size_and_key[1] for conversation, is_selected in conversations if is_selected]
-
-
-def empty_split_error(config: ChatConfig, split: Split) -> PlanError:
-    """Returns the PlanError for a split without a conversation."""
-    if split == "held_out":
-        hint = "set `held_out_files`, or increase `held_out`"
-        return PlanError("held-out", "there is no held-out conversation to evaluate on", path=("evaluation",), hint=hint)
-    return PlanError("data-short", "there is no conversation to train on", path=("data", "files"))

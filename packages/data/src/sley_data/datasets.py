@@ -1,4 +1,4 @@
-"""The datasets `data.text` and `data.tokens`: samples of equal length from a stream of tokens and its documents.
+"""The datasets `data.text` and `data.tokens`: samples of equal length from a stream of documents, and checks before a run.
 
 Labels are already shifted: each is the next token. Document d of a stream has the tokens [offsets[d], offsets[d + 1]). Imports
 torch only to read a sample.
@@ -6,23 +6,47 @@ torch only to read a sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 
-from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, DataContext, DataInfo, Sample
-from sley_core.errors import PlanError
-from sley_data.documents import load_tokenizer, locate_window, num_ids, num_windows
-from sley_data.plugin import Documents, TextConfig, TokensConfig
-from sley_data.streams import Integers, Stream, text_stream, token_stream
+from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, DataContext, DataInfo, Sample, Split
+from sley_core.errors import PlanError, SleyError
+from sley_core.records import Problem
+from sley_data.documents import find_copied_tokens, read_file
+from sley_data.files import DataFile, document_files, token_files
+from sley_data.formats import Integers
+from sley_data.plugin import NUM_BYTES, Documents, TextConfig, TokensConfig
+from sley_data.streams import MAX_BYTES_IN_MEMORY, Stream, text_stream, token_stream
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 WINDOW_BLOCK = 1 << 20
 """The number of windows whose documents are counted in one operation."""
+
+
+def num_windows(num_tokens: int, sequence: int) -> int:
+    """Returns the number of windows over `num_tokens`: ceil((num_tokens - 1) / sequence), or 0 if no window is full."""
+    return -(-(num_tokens - 1) // sequence) if num_tokens > sequence else 0
+
+
+def locate_window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
+    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows include.
+
+    The last window starts earlier, so that it is full. No token is dropped or added, and each label counts once.
+
+        stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence = 4
+        window 0 a b c d .                 labels 1..4
+        window 1         a b c d .         labels 5..8
+        window 2           x x x d .       starts at 5; labels 6..8 are ignored, 9 is new
+    """
+    regular_start = index * sequence
+    start = min(regular_start, num_tokens - 1 - sequence)
+    return start, regular_start - start
 
 
 class StreamSamples:
@@ -95,11 +119,10 @@ class StreamSamples:
         return largest
 
 
-class RowsDataset:
+class RowsDataset(ABC):
     """The samples of a split as tensors. The first access to the length, a sample, the counts or the digest loads the data.
 
-    data_notes: sentences for the user, once the data is loaded. A subclass defines `vocab_size`, `load`, `counts` and
-    `data_digest`.
+    data_notes: sentences for the user, once the data is loaded. A subclass also defines `counts` and `data_digest`.
     """
 
     def __init__(self, config: Any, context: DataContext) -> None:
@@ -108,26 +131,24 @@ class RowsDataset:
         self.data_notes: list[str] = []
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """The number of token ids."""
-        raise NotImplementedError
 
-    def load(self) -> Any:
-        """Loads the data and adds notes to `data_notes`. Returns an object with a length and a method `sample`, which returns
-        arrays by field. Raises PlanError, such as "data-short".
-        """
-        raise NotImplementedError
+    @property
+    @abstractmethod
+    def rows(self) -> Sized:
+        """The loaded samples. The first access adds notes to `data_notes`, and may raise PlanError, such as "data-short"."""
+
+    @abstractmethod
+    def sample(self, index: int) -> dict[str, Integers]:
+        """Returns the arrays of sample `index` by field."""
 
     @cached_property
     def info(self) -> DataInfo:
         """The fields, the vocabulary size and the sequence length. May load the tokenizer, but not the data."""
         is_packed = getattr(self.config, "documents", "pack") == "pack"
         return DataInfo(TOKEN_FIELDS | (BOUNDARY_FIELDS if is_packed else {}), self.vocab_size, self.config.sequence)
-
-    @cached_property
-    def rows(self) -> Any:
-        """The loaded samples: the result of `load`."""
-        return self.load()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,39 +159,66 @@ class RowsDataset:
 
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
-        return {name: torch.from_numpy(values) for name, values in self.rows.sample(index).items()}
+        return {name: torch.from_numpy(values) for name, values in self.sample(index).items()}
 
 
 class TokenDataset(RowsDataset):
     """Samples of a text corpus or of token files.
 
-    Loading raises PlanError with all missing and empty files, and "data-short" if the data is shorter than one sample.
+    Loading raises PlanError with all missing and empty files, and "data-short" or "held-out" if the data of the split is
+    shorter than one sample.
     """
 
     config: TextConfig | TokensConfig
-    rows: StreamSamples
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids of the table or its tokenizer; 256 for bytes."""
-        return num_ids(self.config, self._tokenizer)
+        if isinstance(self.config, TokensConfig):
+            return self.config.vocab_size
+        return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.config)
+        if isinstance(self.config, TokensConfig) or self.config.tokenizer is None:
+            return None
+        from sley_data.tokenizer import Tokenizer  # bytes need none
 
-    def load(self) -> StreamSamples:
-        config = self.config
+        return Tokenizer(self.config.tokenizer, self.config.end_of_document)
+
+    @cached_property
+    def rows(self) -> StreamSamples:
+        config, split = self.config, self.context.split
         if isinstance(config, TokensConfig):
-            stream = token_stream(config, self.context.split)
+            stream = token_stream(config, split)
         else:
-            stream = text_stream(config, self.context.split, self._tokenizer, self.data_notes)
+            stream = text_stream(config, split, self._tokenizer, self.data_notes)
         samples = StreamSamples(stream, config.documents, config.sequence)
         if not len(samples):
-            message = f"the data has {len(stream)} tokens, but a sample needs {config.sequence} tokens and a label for the last"
-            hint = "use more text or a smaller `sequence`"
-            raise PlanError("data-short", message, path=("data", "sequence"), hint=hint)
+            raise self._short_error(len(stream))
         return samples
+
+    def sample(self, index: int) -> dict[str, Integers]:
+        return self.rows.sample(index)
+
+    def _short_error(self, num_tokens: int) -> PlanError:
+        """Returns the PlanError for a split of `num_tokens` tokens, which are fewer than a sample needs."""
+        config, needed = self.config, self.config.sequence + 1  # the last token is only a label
+        is_text, holds_out = isinstance(config, TextConfig), bool(config.held_out_files or getattr(config, "held_out", 0))
+        if self.context.split == "held_out":
+            message = "there is no held-out data to evaluate on"
+            if holds_out:
+                message = f"the held-out data has {num_tokens} tokens, but a sample needs {needed}"
+            hint = "add files to `held_out_files` in `[data]`"
+            if is_text and not config.held_out_files:
+                hint = 'set `separator = "\\n\\n"` to split files into paragraphs, increase `held_out`, or add `held_out_files`'
+            return PlanError("held-out", message, path=("evaluation",), hint=hint)
+        if is_text and holds_out:
+            message = f"without the held-out documents, `files` has {num_tokens} tokens, but a sample needs {needed}"
+            hint = 'set `separator = "\\n\\n"` to split files into paragraphs, or name more `files`'
+            return PlanError("data-short", message, path=("data", "files"), hint=hint)
+        message = f"the data has {num_tokens} tokens, but a sample needs {needed}"
+        return PlanError("data-short", message, path=("data", "sequence"), hint="use more data or a smaller `sequence`")
 
     @property
     def token_parts(self) -> Sequence[Integers]:
@@ -199,3 +247,72 @@ class TokenDataset(RowsDataset):
             "longest": int(lengths.max()) if are_known else None,
             "dropped": {},
         }
+
+
+ALWAYS_READ = 1 << 20
+"""The maximum size of text that is read and tokenized only to count samples."""
+
+P = ParamSpec("P")
+
+
+def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
+    """Wraps a function that yields problems: an error ends it, and becomes a problem."""
+
+    @wraps(check)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:
+        try:
+            yield from check(*args, **kwargs)
+        except SleyError as error:
+            yield from (Problem(d.path, d.message, d.hint, d.code) for d in error.diagnostics)
+        except OSError as error:
+            yield Problem(("data",), f"the data cannot be read: {error}", None, "data-missing")
+
+    return wrapper
+
+
+@report_errors
+def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
+    """Yields the problems of a `data.text` or `data.tokens` table, as `DatasetRecord.check`."""
+    if isinstance(config, TokensConfig):
+        train, held_out = token_files(config, "train"), token_files(config, "held_out")
+    else:
+        train = document_files(config, "train")
+        held_out = document_files(config, "held_out") if config.held_out_files else train
+    problems = dict.fromkeys((*train[1], *held_out[1]))
+    yield from problems
+    dataset = TokenDataset(config, DataContext())
+    yield from check_vocabulary(vocab_size, dataset.vocab_size)
+    if problems:
+        return
+    if isinstance(config, TokensConfig):
+        problems = dict.fromkeys(find_copied_tokens(train[0], held_out[0]))
+    elif config.field is not None:  # later rows are read only in the run
+        for file in dict.fromkeys((*train[0], *held_out[0])):
+            next(read_file(config, file), None)
+    yield from problems
+    if problems:
+        return
+    if _can_count(config, "train", train[0]) and (problem := config.check_num_samples(len(dataset))):
+        yield problem
+    if evaluates and _can_count(config, "held_out", held_out[0]):
+        len(TokenDataset(config, DataContext(split="held_out")))
+
+
+def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
+    """Yields a problem if the model has fewer token ids than the data."""
+    if vocab_size is not None and vocab_size < count:
+        message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
+        yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
+
+
+def _can_count(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> bool:
+    """Returns whether a check can load `files`, the files of a split, to count their samples, in about a second."""
+    num_bytes = sum(file.num_bytes for file in files)
+    if isinstance(config, TokensConfig):
+        has_bounds = config.documents == "cut" or all(file.index is not None for file in files)
+        return has_bounds or num_bytes < MAX_BYTES_IN_MEMORY
+    if split == "held_out" and not (config.held_out or config.held_out_files):
+        return True  # without reading, since there are no samples
+    is_plain = config.field is None and config.separator is None and config.tokenizer is None
+    is_plain = is_plain and not any(file.format.is_compressed for file in files)
+    return num_bytes < MAX_BYTES_IN_MEMORY if is_plain else num_bytes <= ALWAYS_READ

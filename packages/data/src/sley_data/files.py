@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,7 +20,7 @@ from glob import escape
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
@@ -29,6 +29,7 @@ from sley_core.records import Problem
 from sley_data.formats import (
     COMPRESSED_SUFFIXES,
     MEGATRON_MAGIC,
+    PLAIN,
     Format,
     Index,
     TokenDtype,
@@ -36,7 +37,7 @@ from sley_data.formats import (
     detect_format,
     read_index,
 )
-from sley_data.plugin import TOKEN_BYTES, ChatConfig, TextConfig, TokensConfig
+from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
 INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
 
@@ -53,16 +54,14 @@ WILDCARDS = frozenset("*?[")
 class DataFile:
     """A data file.
 
-    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk. is_compressed:
-    whether the content is compressed. is_table: whether it is a Parquet or Arrow table. index: the Megatron index of a token
-    file, if any.
+    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk. index: the
+    Megatron index of a token file, if any.
     """
 
     name: str
     path: Path
     num_bytes: int
-    is_compressed: bool = False
-    is_table: bool = False
+    format: Format = PLAIN
     index: Index | None = dataclasses.field(default=None, compare=False)
 
     def dtype(self, config: TokensConfig) -> TokenDtype:
@@ -303,51 +302,36 @@ def _find_library_files(root: str) -> tuple[DataFile, ...]:
     return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
 
 
-def text_files(config: TextConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.text` table. Without `held_out_files`, all files contain both splits."""
-    if config.source is not None and not (split == "held_out" and config.held_out_files):
-        return library_files()
+def document_files(config: DocumentsConfig, split: Split) -> FilesAndProblems:
+    """Returns the files of a split of a `data.text` or `data.chat` table, and their problems.
+
+    Without `held_out_files`, all files contain both splits.
+    """
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
+    if isinstance(config, TextConfig) and config.source is not None and key == "files":
+        return library_files()
     files, problems = find_files(getattr(config, key), ("data", key))
+    has_rows = not isinstance(config, TextConfig) or config.field is not None
     json_files = [file for file in files if _content_suffix(file.path) in JSON_LINES]
-    if json_files and config.field is None and config.separator is None:
+    if json_files and isinstance(config, TextConfig) and config.field is None and config.separator is None:
         message = f"`{json_files[0].path}` contains JSON lines: braces, keys and escapes would be trained on"
         hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
-    return _add_formats(files, problems, ("data", key), tables=config.field is not None)
+    files = [replace(file, format=detect_format(file.path)) for file in files]
+    return files, [*problems, *_format_problems(files, ("data", key), allows_tables=has_rows)]
 
 
-ConfigT = TypeVar("ConfigT", TextConfig, ChatConfig)
-
-
-def split_files(
-    config: ConfigT, split: Split, find_split: Callable[[ConfigT, Split], FilesAndProblems]
-) -> tuple[list[DataFile], list[DataFile]]:
+def split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
     """Returns the files of a split, and the files whose documents are excluded from the split.
 
-    find_split: returns the files of a split of one table, and their problems. Raises PlanError with all problems.
+    Raises PlanError with all problems.
     """
-    results = [find_split(config, split)]
+    results = [document_files(config, split)]
     if split == "train":
-        results += [find_split(table, "held_out") for table in config.all_sources if table.held_out_files]
+        results += [document_files(table, "held_out") for table in config.all_sources if table.held_out_files]
     if problems := [problem for _, table_problems in results for problem in table_problems]:
         raise merge_problems(problems)
     return results[0][0], [file for files, _ in results[1:] for file in files]
-
-
-def row_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files of rows that `patterns` name, and their problems, as `find_files` does."""
-    return _add_formats(*find_files(patterns, key), key, tables=True)
-
-
-def _add_formats(files: Sequence[DataFile], problems: list[Problem], key: KeyPath, *, tables: bool) -> FilesAndProblems:
-    """Returns the files with their formats, and all problems. tables: whether Parquet and Arrow tables are allowed."""
-    formats = [detect_format(file.path) for file in files]
-    if tables:
-        formats = [replace(fmt, unsupported=None) if fmt.is_table and not fmt.is_compressed else fmt for fmt in formats]
-    pairs = zip(files, formats, strict=True)
-    files = [replace(file, is_compressed=fmt.is_compressed, is_table=fmt.is_table) for file, fmt in pairs]
-    return files, [*problems, *_format_problems(files, formats, key)]
 
 
 def _content_suffix(path: Path) -> str:
@@ -356,10 +340,11 @@ def _content_suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def _format_problems(files: Sequence[DataFile], formats: Sequence[Format], key: KeyPath) -> Iterator[Problem]:
-    for file, fmt in zip(files, formats, strict=True):
-        if fmt.unsupported is not None:
-            yield Problem(key, f"`{file.path}` is {fmt.unsupported[0]}", fmt.unsupported[1], "data-format")
+def _format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tables: bool = False) -> Iterator[Problem]:
+    for file in files:
+        if file.format.unsupported is not None and not (allows_tables and file.format.is_table):
+            description, hint = file.format.unsupported
+            yield Problem(key, f"`{file.path}` is {description}", hint, "data-format")
 
 
 def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
@@ -370,10 +355,10 @@ def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
         files = list({os.path.realpath(file.path): file for file in map(_add_index, files)}.values())
     except _BadPathError as error:
         return files, [*problems, Problem(("data", key), error.message, error.hint, error.code)]
-    formats = [detect_format(file.path) for file in files]
-    unsupported = ("compressed", "unpack it, since token files are memory-mapped")
-    formats = [replace(fmt, unsupported=unsupported) if fmt.is_compressed else fmt for fmt in formats]
-    problems += _format_problems(files, formats, ("data", key))
+    files = [replace(file, format=detect_format(file.path)) for file in files]
+    compressed = Format(unsupported=("compressed", "unpack it, since token files are memory-mapped"))
+    files = [replace(file, format=compressed) if file.format.is_compressed else file for file in files]
+    problems += _format_problems(files, ("data", key))
     for file in [] if problems else files:
         dtype = file.dtype(config)
         if file.num_bytes % TOKEN_BYTES[dtype]:

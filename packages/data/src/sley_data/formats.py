@@ -1,4 +1,4 @@
-"""Detects file formats by their first bytes, decompresses files, and reads Megatron's indices; torch-free.
+"""Detects file formats by their first bytes, decompresses files, and reads rows and Megatron's indices; torch-free.
 
 A file is refused if it is neither text nor raw token ids of the width and byte order that its table names. Megatron's index
 `NAME.idx` contains the token dtype and the documents of `NAME.bin`, in little-endian order:
@@ -12,25 +12,27 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 import re
 import struct
 import sys
 import zlib
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
-from itertools import accumulate, chain, repeat
-from mmap import ACCESS_READ, mmap
-from operator import eq, floordiv, gt, mul
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from sley_core.errors import PlanError
+import numpy as np
+from numpy.typing import NDArray
+
+from sley_core.errors import PlanError, PluginError
 from sley_data.plugin import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from sley_data.files import DataFile
 
 try:
     if sys.version_info >= (3, 14):
@@ -47,6 +49,7 @@ _HEAD_BYTES = 512
 
 Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
+Integers = NDArray[np.integer[Any]]
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
@@ -166,7 +169,6 @@ _NUM_BLOCKS = 16
 _MIN_IDS = 64
 """The minimum number of ids for which a rare pattern shows a wrong format."""
 
-_ARRAY_CODES = {"uint16": "H", "uint32": "I"}
 _LLM_C = (20240520).to_bytes(4, "little")
 """The first bytes of the header, of 1024 bytes, of token files of llm.c."""
 
@@ -190,18 +192,11 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
         if dtype == "uint16":
             advice = f'set `dtype = "uint32"`; or, if they have 64 bits, {advice}'
         return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
-    if max(ids) >= vocab_size:
-        return _describe_large_id(sample, dtype, max(ids), vocab_size)
-    return None
-
-
-def _describe_large_id(sample: bytes, dtype: str, largest: int, vocab_size: int) -> tuple[str, str]:
-    """Returns the problem of an id outside the vocabulary, and a hint that names a dtype that fits."""
-    fitting_dtypes = [name for name in _ARRAY_CODES if name != dtype and max(_ids(sample, name)) < vocab_size]
-    if fitting_dtypes:
-        hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`'
-    else:
-        hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
+    if (largest := ids.max()) < vocab_size:
+        return None
+    fitting_dtypes = [name for name in TOKEN_BYTES if name != dtype and _ids(sample, name).max() < vocab_size]
+    hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
+    hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`' if fitting_dtypes else hint
     return f"has the id {largest} as {dtype}, but `vocab_size` is {vocab_size}", hint
 
 
@@ -219,16 +214,14 @@ def read_blocks(path: Path) -> bytes:
         return b"".join(blocks)
 
 
-def _ids(sample: bytes, dtype: str) -> array[int]:
-    ids = array(_ARRAY_CODES[dtype])
-    ids.frombytes(sample[: len(sample) // ids.itemsize * ids.itemsize])
-    return ids
+def _ids(sample: bytes, dtype: str) -> Integers:
+    return np.frombuffer(sample, dtype, len(sample) // TOKEN_BYTES[dtype])
 
 
-def _is_padded(ids: Sequence[int]) -> bool:
+def _is_padded(ids: Integers) -> bool:
     """Returns whether every second id is 0 or small, like the upper halves of wider ids."""
     lower, upper = ids[::2], ids[1::2]
-    return (max(upper) == 0 and len(set(lower)) > 4) or (max(upper) < 16 and max(lower) >= 1 << 12)
+    return bool((upper.max() == 0 and len(np.unique(lower)) > 4) or (upper.max() < 16 and lower.max() >= 1 << 12))
 
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -238,10 +231,10 @@ _OTHER_TYPES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: 
 
 @dataclass(frozen=True)
 class Index:
-    """A Megatron index. offsets: the first token of each document, and the number of tokens, 64 bits [num_documents + 1]."""
+    """A Megatron index. offsets: the first token of each document, and the number of tokens, int64 [num_documents + 1]."""
 
     dtype: TokenDtype
-    offsets: array[int]
+    offsets: Integers
 
 
 def read_index(path: Path, num_bytes: int) -> Index:
@@ -249,43 +242,139 @@ def read_index(path: Path, num_bytes: int) -> Index:
 
     Raises OSError, and ValueError for a wrong index, with a message that continues the name of the file.
     """
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-        if head[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC[: len(head)]:
-            raise ValueError(f"is not an index of Megatron: it begins with {head[:9]!r}")
-        if len(head) < _HEADER.size:
-            raise ValueError(f"is cut off in its header, after {len(head)} bytes")
-        _, version, code, count, num_ends = _HEADER.unpack(head)
-        if version != 1:
-            raise ValueError(f"is an index of version {version}, but must have version 1")
-        if code not in _TYPES:
-            raise ValueError(f"has tokens of the type {_OTHER_TYPES.get(code, code)}, but must have uint16 or int32")
-        size = len(head) + 12 * count + 8 * num_ends
-        file_size = file.seek(0, 2)
-        if file_size not in (size, size + count):
-            raise ValueError(f"has {file_size} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
-        content = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ))[len(head) :]
-    lengths = content[: 4 * count].cast("i")
-    starts = content[4 * count : 12 * count].cast("q")
-    ends = content[12 * count : size - len(head)].cast("q")
-    return Index(_TYPES[code], _document_offsets(lengths, starts, ends, num_bytes, TOKEN_BYTES[_TYPES[code]]))
-
-
-def _document_offsets(
-    lengths: Sequence[int], starts: Sequence[int], ends: Sequence[int], num_bytes: int, width: int
-) -> array[int]:
-    """Returns `Index.offsets`.
-
-    ends: the first sequence of each document, and the number of sequences. width: the size of a token in bytes.
-    """
-    if min(lengths, default=0) < 0:
+    content = path.read_bytes()
+    head = content[: _HEADER.size]
+    if head[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC[: len(head)]:
+        raise ValueError(f"is not an index of Megatron: it begins with {head[:9]!r}")
+    if len(head) < _HEADER.size:
+        raise ValueError(f"is cut off in its header, after {len(head)} bytes")
+    _, version, code, count, num_ends = _HEADER.unpack(head)
+    if version != 1:
+        raise ValueError(f"is an index of version {version}, but must have version 1")
+    if code not in _TYPES:
+        raise ValueError(f"has tokens of the type {_OTHER_TYPES.get(code, code)}, but must have uint16 or int32")
+    size = len(head) + 12 * count + 8 * num_ends
+    if len(content) not in (size, size + count):
+        raise ValueError(f"has {len(content)} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
+    lengths = np.frombuffer(content, "<i4", count, len(head))
+    starts = np.frombuffer(content, "<i8", count, len(head) + 4 * count)
+    ends = np.frombuffer(content, "<i8", num_ends, len(head) + 12 * count)
+    if (lengths < 0).any():
         raise ValueError("has a sequence of a negative length")
-    total = sum(lengths)
-    if total * width != num_bytes:
-        raise ValueError(f"has {total} tokens of {width} bytes, but the `.bin` file has {num_bytes} bytes")
-    if not all(map(eq, starts, map(mul, accumulate(lengths, initial=0), repeat(width)))):
+    bounds, width = np.cumsum(np.concatenate([[0], lengths]), dtype=np.int64), TOKEN_BYTES[_TYPES[code]]
+    if bounds[-1] * width != num_bytes:
+        raise ValueError(f"has {bounds[-1]} tokens of {width} bytes, but the `.bin` file has {num_bytes} bytes")
+    if (starts != bounds[:-1] * width).any():
         raise ValueError("has sequences with gaps or overlaps")
-    if not ends or ends[0] != 0 or ends[-1] != len(lengths) or any(map(gt, ends, ends[1:])):
-        raise ValueError(f"has documents that do not contain its {len(lengths)} sequences in order")
-    first_sequences = ends[: bisect_left(ends, len(lengths))]  # without empty documents at the end
-    return array("q", chain(map(floordiv, map(starts.__getitem__, first_sequences), repeat(width)), [total]))
+    if not num_ends or ends[0] != 0 or ends[-1] != count or (np.diff(ends) < 0).any():
+        raise ValueError(f"has documents that do not contain its {count} sequences in order")
+    return Index(_TYPES[code], bounds[ends])
+
+
+INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
+
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_BATCH_ROWS = 256
+"""The number of table rows that are in memory at a time."""
+
+
+def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
+
+    columns: the columns of tables to read, or None for all. Null values of tables are omitted, even in nested dicts, since
+    every row of a table has the keys of all rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and
+    PluginError "pyarrow-missing" if `pyarrow` is not installed.
+    """
+    if file.format.is_table:
+        yield from _read_table(file, columns)
+        return
+    with open_decompressed(file.path) as content:
+        start = content.read(512).removeprefix(_BOM).lstrip(_BLANK)
+    yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
+
+
+def row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
+    """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
+    return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
+
+
+def _read_lines(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_decompressed(file.path) as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if line.strip():
+                yield number, _require_object(file, number, _parse_json(file, number, line))
+
+
+def _read_array(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_decompressed(file.path) as content:
+        values = _parse_json(file, 1, content.read().removeprefix(_BOM))
+    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+        yield number, _require_object(file, number, value)
+
+
+def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
+
+
+def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise row_error(file, number, "is not a JSON object")
+    return value
+
+
+def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows of a Parquet or Arrow file."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+    except ImportError:
+        message = f"`{file.path}` is a Parquet or Arrow table, which needs `pyarrow`"
+        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=INSTALL) from None
+    number = 0
+    try:
+        for batch in _read_batches(file, columns):
+            batch.validate(full=True)  # reading a damaged batch would crash the process
+            selected = [name for name in batch.schema.names if columns is None or name in columns]
+            if not selected:
+                names = ", ".join(f"`{name}`" for name in batch.schema.names)
+                missing = " or ".join(f"`{name}`" for name in columns or ())
+                raise row_error(file, 1, f"has no {missing}", f"use one of the columns {names}")
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                for row in batch.select(selected).slice(start, _BATCH_ROWS).to_pylist():
+                    number += 1
+                    yield number, _remove_nulls(row)
+    except (pyarrow.ArrowException, KeyError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of pyarrow have no number
+            raise
+        message = f"`{file.path}` is damaged or incomplete after row {number}: {error}"
+        raise PlanError("data-format", message, path=("data", "files")) from None
+
+
+def _read_batches(file: DataFile, columns: Sequence[str] | None) -> Iterator[Any]:
+    """Yields the record batches of a Parquet file, an Arrow file, or an Arrow stream, which `save_to_disk` writes."""
+    import pyarrow as pa
+
+    with file.path.open("rb") as content:
+        head = content.read(8)
+    if re.match(PARQUET, head):
+        from pyarrow import parquet
+
+        table = parquet.ParquetFile(file.path)
+        names = table.schema_arrow.names
+        selected = [name for name in names if columns is None or name in columns]
+        yield from table.iter_batches(_BATCH_ROWS, columns=selected or names)
+    elif re.match(ARROW_FILE, head):
+        reader = pa.ipc.open_file(pa.OSFile(str(file.path)))
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(pa.OSFile(str(file.path)))
+
+
+def _remove_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -101,69 +101,6 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
     return [int(fraction * denominator) for fraction in fractions]
 
 
-def source_seed(context: DataContext, source: SourceTable) -> int:
-    """Returns the seed of a source, which depends only on the run's seed and the source's name."""
-    return int.from_bytes(blake2b(f"{context.seed}/{source.name}".encode(), digest_size=7).digest())
-
-
-class MixtureOrder:
-    """Maps the samples of a mixture to the samples of its sources.
-
-    sources: the sources that have the split. lengths: their numbers of samples. Sample n of the whole run is number c of one
-    source, which is position c % length in epoch c // length of the source's own order.
-
-    Raises PlanError "data-exhausted" if the run needs more samples than a source with `exhausted = "refuse"` has.
-    """
-
-    def __init__(
-        self, config: MixtureConfig, context: DataContext, sources: Sequence[SourceTable], lengths: Sequence[int]
-    ) -> None:
-        self._config = config
-        self._context = context
-        self._lengths = lengths
-        self._sources = sources
-        self._starts_over = context.split == "train" and config.exhausted != "repeat"
-        self._order = lru_cache(maxsize=2 * len(lengths))(self._source_order)
-        if config.by_epochs:
-            counts = [(source.epochs or 0) * length for source, length in zip(sources, lengths, strict=True)]
-            self._interleave = Interleave([max(1, round(count)) for count in counts])
-            self._length = self._interleave.total
-        else:
-            self._interleave = Interleave(integer_shares([source.weight or 0 for source in sources]))
-            self._length = self._epoch_length()
-
-    def _epoch_length(self) -> int:
-        find_end = self._interleave.longest_prefix if self._starts_over else self._interleave.shortest_prefix
-        ends = [find_end(source, length) for source, length in enumerate(self._lengths)]
-        length = min(ends) if self._starts_over else max(ends)
-        num_needed = self._context.num_samples
-        if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
-            name = self._sources[ends.index(length)].name
-            message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
-            hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
-            raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
-        return length
-
-    def _source_order(self, number: int, epoch: int) -> Order:
-        source = self._sources[number]
-        is_shuffled = self._config.shuffle and getattr(source.component.config, "shuffle", True)
-        return Order(self._lengths[number], seed=source_seed(self._context, source), epoch=epoch, shuffle=is_shuffled)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def locate(self, epoch: int, index: int) -> tuple[int, int, int]:
-        """Returns the source of sample `index` of an epoch, the source's epoch, and the sample's index in the source."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        if self._starts_over:
-            number, position = self._interleave[index]
-        else:
-            number, count = self._interleave[epoch * len(self) + index]
-            epoch, position = divmod(count, self._lengths[number])
-        return number, epoch, self._order(number, epoch)[position]
-
-
 _NUM_PROBES = 4
 """The number of reads of each source that are checked for random numbers."""
 
@@ -181,7 +118,10 @@ class _Source:
 
 
 class Mixture:
-    """The samples of several datasets, each with the field `source`, in the order of `MixtureOrder`.
+    """The samples of several datasets, each with the field `source`.
+
+    Sample n of the whole run is number c of one source, which is position c % length in epoch c // length of the source's own
+    order. A source's seed depends only on the run's seed and the source's name.
 
     Raises PlanError "mixture-sources" if the sources have different fields, vocabulary sizes or lengths, and PlanError or
     RunError "data-exhausted" if a source with `exhausted = "refuse"` has too few samples.
@@ -193,12 +133,14 @@ class Mixture:
         self._config = config
         self._context = context
         self._epoch = 0
+        self._starts_over = context.split == "train" and config.exhausted != "repeat"
         sources = split_sources(config, context.split)
         self.sources = tuple(table.name for _, table in sources)
         self._sources = [self._open_source(number, table) for number, table in sources]
+        self._order = lru_cache(maxsize=2 * len(sources))(self._source_order)
 
     def _open_source(self, number: int, table: SourceTable) -> _Source:
-        seed = source_seed(self._context, table)
+        seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
         with locate_errors(number, table.name):
             dataset = open_dataset(source_component(self._config, number), replace(self._context, seed=seed, num_samples=None))
         if is_stream(dataset) or hasattr(dataset, "collate"):
@@ -239,8 +181,34 @@ class Mixture:
         return lengths
 
     @cached_property
-    def _order(self) -> MixtureOrder:
-        return MixtureOrder(self._config, self._context, [source.table for source in self._sources], self.lengths)
+    def _interleave(self) -> Interleave:
+        """The order of the sources. Loads the data if the plan sets `epochs`."""
+        tables = [source.table for source in self._sources]
+        if self._config.by_epochs:
+            counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
+            return Interleave([max(1, round(count)) for count in counts])
+        return Interleave(integer_shares([table.weight or 0 for table in tables]))
+
+    @cached_property
+    def _length(self) -> int:
+        """The number of samples per epoch. Raises PlanError "data-exhausted" if the run needs more samples."""
+        if self._config.by_epochs:
+            return self._interleave.total
+        find_end = self._interleave.longest_prefix if self._starts_over else self._interleave.shortest_prefix
+        ends = [find_end(source, length) for source, length in enumerate(self.lengths)]
+        length = min(ends) if self._starts_over else max(ends)
+        num_needed = self._context.num_samples
+        if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
+            name = self.sources[ends.index(length)]
+            message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
+            hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
+            raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
+        return length
+
+    def _source_order(self, number: int, epoch: int) -> Order:
+        source = self._sources[number]
+        is_shuffled = self._config.shuffle and getattr(source.table.component.config, "shuffle", True)
+        return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
 
     def __len__(self) -> int:
         """Returns the number of samples per epoch.
@@ -248,7 +216,7 @@ class Mixture:
         An epoch ends once every source has been read once, or `epochs` times. With `exhausted = "end"` or "refuse", it ends
         once the first source has been read.
         """
-        return len(self._order)
+        return self._length
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of later reads."""
@@ -258,7 +226,15 @@ class Mixture:
 
     def locate(self, index: int) -> tuple[int, int, int]:
         """Returns the source of sample `index` of the current epoch, the source's epoch, and the sample's index there."""
-        return self._order.locate(self._epoch, index)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        epoch = self._epoch
+        if self._starts_over:
+            number, position = self._interleave[index]
+        else:
+            number, count = self._interleave[epoch * len(self) + index]
+            epoch, position = divmod(count, self.lengths[number])
+        return number, epoch, self._order(number, epoch)[position]
 
     def __getitem__(self, index: int) -> Sample:
         """Returns sample `index` with the field `source`, int64. Pads `cu_seqlens` to the same length for all sources."""

@@ -274,7 +274,7 @@ def sley_records() -> list[DatasetRecord]:
             name="text",
             config=TextConfig,
             build="sley_data.datasets:TokenDataset",
-            check="sley_data.check:check",
+            check="sley_data.datasets:check",
             text_ids="sley_data.tokenizer:text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
         ),
@@ -284,10 +284,10 @@ def sley_records() -> list[DatasetRecord]:
             build="sley_data.chat:ChatDataset",
             check="sley_data.chat:check_chat",
             text_ids="sley_data.chat_template:text_ids",
-            describe_overlap="sley_data.conversations:describe_overlap",
+            describe_overlap="sley_data.documents:describe_overlap",
         ),
         DatasetRecord(
-            name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check="sley_data.check:check"
+            name="tokens", config=TokensConfig, build="sley_data.datasets:TokenDataset", check="sley_data.datasets:check"
         ),
         DatasetRecord(
             name="mixture",

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
 from sley_data.documents import find_copied_tokens, read_documents
-from sley_data.files import DataFile, cache_home, merge_problems, split_files, text_files, token_files
-from sley_data.formats import read_blocks
+from sley_data.files import DataFile, cache_home, merge_problems, split_files, token_files
+from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import ChatConfig, TextConfig, TokensConfig
 
 if TYPE_CHECKING:
     from sley_data.cache import Encoded, Part
     from sley_data.tokenizer import Tokenizer
 
-Integers = NDArray[np.integer[Any]]
 T = TypeVar("T")
 
 MIN_CACHED_BYTES = 1 << 23
@@ -35,7 +33,7 @@ MIN_CACHED_BYTES = 1 << 23
 _SCAN_TOKENS = 1 << 22
 """The number of tokens of a file that are in memory while it is searched for documents."""
 
-_MAX_BYTES_IN_MEMORY = 1 << 27
+MAX_BYTES_IN_MEMORY = 1 << 27
 """The minimum size of bytes that are cached as mapped files. Each rank holds smaller text in memory."""
 
 
@@ -119,7 +117,7 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
         notes.clear()
         return read_documents(files, config, split, notes)
 
-    files, held_out = split_files(config, split, text_files)
+    files, held_out = split_files(config, split)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
     stream, summary = load_tokens(
         cache_folder(config, files, held_out, (5, tokenizer and tokenizer.digest, *options)),
@@ -152,7 +150,7 @@ def cache_folder(
     held_out: the files whose documents are excluded. settings: all other values that determine the tokens. The name, size,
     modification time and 16 blocks of bytes identify a file.
     """
-    min_bytes = MIN_CACHED_BYTES if config.tokenizer else _MAX_BYTES_IN_MEMORY
+    min_bytes = MIN_CACHED_BYTES if config.tokenizer else MAX_BYTES_IN_MEMORY
     if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
         return None
     from sley_data.cache import PART_BYTES
@@ -259,7 +257,7 @@ def token_stream(config: TokensConfig, split: Split) -> Stream:
 def _document_ends(file: DataFile, part: Integers, config: TokensConfig) -> Integers:
     """Returns the ends of the documents in a file, or also the start of the first document."""
     if file.index is not None:
-        return np.array(file.index.offsets, np.int64)
+        return file.index.offsets
     assert config.end_of_document is not None, file
     ends = [np.empty(0, np.int64)]
     for start in range(0, len(part), _SCAN_TOKENS):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 from importlib.metadata import version
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sley_core.api.data import TextIds
-from sley_core.api.files import RANDOM_SETTINGS
+from sley_core.api.files import deterministic_tokenizer_json
 from sley_core.api.plan import Table
 from sley_core.errors import PlanError, PluginError
 from sley_data.plugin import NUM_BYTES, TextConfig
@@ -70,8 +68,7 @@ class Tokenizer:
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
         """Returns the concatenated ids of all documents, of 16 or 32 bits, and the length of each document, of 64 bits.
 
-        documents: (name, content) pairs. Raises PlanError "data-encoding" for a document that is not UTF-8, and
-        "data-document-size" for one that needs more memory than the host has.
+        documents: (name, content) pairs. Raises PlanError "data-encoding" for a document that is not UTF-8.
         """
         code = "H" if self.vocab_size <= 1 << 16 else "I"
         begin, end = array(code, self._begin), array(code, self._end)
@@ -126,16 +123,10 @@ def _load_tokenizer(path: Path) -> Implementation:
         ) from None
     path = _tokenizer_file(path)
     try:
-        loaded = Implementation.from_file(str(path))
+        return Implementation.from_str(deterministic_tokenizer_json(path.read_text("utf-8")))
     except Exception as error:  # `tokenizers` raises plain Exception
         message = f"`{path}` is not a Hugging Face tokenizer: {error}"
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
-    loaded.no_truncation()
-    loaded.no_padding()
-    for name in RANDOM_SETTINGS:
-        if getattr(loaded.model, name, None) is not None:
-            setattr(loaded.model, name, None)
-    return loaded
 
 
 def _tokenizer_file(path: Path) -> Path:
@@ -151,21 +142,8 @@ def _tokenizer_file(path: Path) -> Path:
     return path
 
 
-BYTES_PER_BYTE = 50
-"""The memory that `tokenizers` takes at least for each byte of a text: one line of 500 MB took more than 23 GB."""
-
-
 def _decode_text(name: str, content: bytes) -> str:
-    """Decodes the content of a document. Raises the PlanErrors of `Tokenizer.encode`."""
-    needed = len(content) * BYTES_PER_BYTE
-    if needed > 1e9 and needed > (available := _available_bytes()):
-        memory = f"to tokenize it needs {needed / 1e9:.1f} GB of memory, of which {available / 1e9:.1f} GB are available"
-        raise PlanError(
-            "data-document-size",
-            f"document `{name}` has {len(content) / 1e6:.0f} MB, and {memory}",
-            path=("data", "files"),
-            hint="split the document, with `separator` for a text file, or remove it",
-        )
+    """Decodes the content of a document. Raises the PlanError of `Tokenizer.encode`."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -175,15 +153,6 @@ def _decode_text(name: str, content: bytes) -> str:
             path=("data", "files"),
             hint="convert the file to UTF-8, or remove `tokenizer` to train on bytes in any encoding",
         ) from None
-
-
-def _available_bytes() -> float:
-    """Returns the memory that this host can still allocate; infinity where Linux' `/proc` is missing."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * float(line.split()[1])
-    return math.inf
 
 
 class Utf8Ids(TextIds):

@@ -13,3 +13,4 @@ from sley_core.weight_files.read import FLOATS as FLOATS
 from sley_core.weight_files.read import RANDOM_SETTINGS as RANDOM_SETTINGS
 from sley_core.weight_files.read import TensorKind as TensorKind
 from sley_core.weight_files.read import TensorReader as TensorReader
+from sley_core.weight_files.read import deterministic_tokenizer_json as deterministic_tokenizer_json
