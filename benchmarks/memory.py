@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from contestants import Sley, Torch, plan
 from protocol import Ratio, compare, interleave, noise_of, parser, report
-from sley_core.comm.copies import HostMemory
+from sley_core.comm.device import HostMemory
 from sley_core.run import Run
 from sley_testing.live_bytes import Figure, note
 from sley_testing.ranks import Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.comm.copies import CopyStream
+from sley_core.comm.device import CopyStream
 from sley_core.comm.world import World
 from sley_core.errors import StateError
 from sley_core.plan.load import plan_from_dict

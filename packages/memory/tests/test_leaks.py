@@ -10,7 +10,7 @@ from odd_parts import PLAN
 from parking import EVERYTHING, running
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sley_core.comm.copies import HostMemory, storage_id
+from sley_core.comm.device import HostMemory, storage_id
 from sley_memory.leaks import find_leaks
 from sley_testing.plans import small_plan
 

@@ -14,8 +14,7 @@ from odd_parts import PLAN
 from parking import BETWEEN, EVERYTHING, poison_freed_memory, running, state_digest
 
 from sley_core.api.comm import HostMemory
-from sley_core.comm.copies import CopyStream
-from sley_core.comm.device import Device
+from sley_core.comm.device import CopyStream, Device
 from sley_core.engine.update import states_of
 from sley_core.memory.inventory import Moved, group_by_storage
 from sley_memory.arena import HostArena

@@ -9,7 +9,7 @@ import torch
 from odd_parts import PLAN, Points
 from parking import BETWEEN, EVERYTHING, offload_and_onload, run_steps, running, state_digest
 
-from sley_core.comm.copies import CopyStream
+from sley_core.comm.device import CopyStream
 from sley_core.errors import RunError, StateError, UsageError
 from sley_testing.plans import small_plan
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.copies import free, grow
+from sley_core.comm.device import free, grow
 from sley_testing.drawn_copies import DrawnDevice, Site, safe_to_print, skip_wait, storage_guard, wait_sites
 
 

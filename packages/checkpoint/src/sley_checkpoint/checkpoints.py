@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, LocalFolder, open_folder
+from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
 from sley_checkpoint.reader import INDEX, Checkpoint, Damage, complete_checkpoints, examine, index_or_none
 from sley_checkpoint.saving import SavePreparation
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
@@ -72,7 +73,7 @@ class AnyLayout(Checkpointer):
         if self.table is None or self.folder is None or self._is_probed:
             return
         folder, timeout_s = self.folder, self.state.plan.limits.collective_timeout_s
-        probe(RunProbeFolder(folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
+        probe(folder, partial(_probe_folder, folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
         self._is_probed = True
 
     def is_due(self, step: int) -> bool:
@@ -239,26 +240,8 @@ class AnyLayout(Checkpointer):
         return self.folder
 
 
-class RunProbeFolder:
-    """Creates the temporary folders of a probe in the folder at `text`, a path or URL."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def write(self, token: str, name: str) -> None:
-        self._probe_folder(token).write(name, [b"probe"])
-
-    def names(self, token: str) -> list[str]:
-        return self._probe_folder(token).names()
-
-    def remove(self, token: str) -> None:
-        self._probe_folder(token).remove()
-        folder = open_folder(self.text)
-        if isinstance(folder, LocalFolder) and not folder.names():
-            folder.path.rmdir()
-
-    def _probe_folder(self, token: str) -> Folder:
-        return open_folder(self.text).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
+def _probe_folder(folder: str, token: str) -> Folder:
+    return open_folder(folder).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
 
 
 MAX_SHOWN_DAMAGES = 4

@@ -41,7 +41,7 @@ from sley_core.api.state import (
 from sley_core.errors import RunError, format_cause
 
 INDEX = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class FileInfo(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 
 from sley_core.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
 from sley_core.comm.group import Groups
+from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
@@ -33,7 +34,6 @@ from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, n
 from sley_core.engine.state_dict import check_extra_states, collect_names, load_weights
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.losses.chunked_head import HeadChunks, head_chunks
 from sley_core.memory.pool import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.metrics.throughput import DOCUMENTS
@@ -55,6 +55,7 @@ from sley_core.topology import AXES, GroupEntry, Topology
 if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.engine.boundary import Description
+    from sley_core.losses.chunked_head import HeadChunks
     from sley_core.memory.inventory import OffloadManager
     from sley_core.plan.loader import Plugin
     from sley_core.protocols import SequenceCommunicator, WeightCommunicator
@@ -317,6 +318,18 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     head_chunks(plan, model.layers)  # may raise
     set_train_mode(model)
     return model
+
+
+def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
+    `HeadChunks.find`. The first forward checks that the layer returns the head's output.
+    """
+    config = plan.loss.config
+    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
+        return None
+    from sley_core.losses.chunked_head import HeadChunks, LogitsHead  # loaded only by the runs that need it
+
+    return HeadChunks.find(layers, None if config.chunk_tokens == "auto" else config.chunk_tokens, *LogitsHead.refusal)
 
 
 def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:

@@ -30,7 +30,6 @@ from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
-from sley_core.losses.chunked_head import patch_head
 from sley_core.memory.inventory import MemoryInventory, OffloadManager, Part
 from sley_core.memory.run_memory import RunMemory, count_moves
 from sley_core.metrics.throughput import Meter
@@ -153,7 +152,10 @@ def build_stepper(
         plan.model.config.attention,
     )
     undo.callback(patch_layers(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
-    undo.callback(patch_head(parts))
+    if parts.head is not None:
+        from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
+
+        undo.callback(patch_head(parts, parts.head))
     parts.store.watch()
     return stepper
 

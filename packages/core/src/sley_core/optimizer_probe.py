@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.update import step_buckets
 from sley_core.errors import PlanError, RunError, format_cause
@@ -27,7 +27,7 @@ from sley_core.optim import shared
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import Traits
 from sley_core.records import OffloadManagerRecord
-from sley_core.run_state.tensors import StateLeaf, join_leaves, state_leaves
+from sley_core.run_state.tensors import join_leaves, name_leaves, state_leaves
 
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
@@ -236,8 +236,9 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
     with torch.no_grad():
         for saved, parameter in zip(first.parameters, second.parameters, strict=True):
             parameter.copy_(saved)
-            leaves = state_leaves(first.optimizer.state.get(saved, {}))
-            states[id(parameter)] = join_leaves(StateLeaf(leaf.path, _encode_and_decode(leaf.value)) for leaf in leaves)
+            state = first.optimizer.state.get(saved, {})
+            leaves = {name: _encode_and_decode(value) for name, value in state_leaves(state)}
+            states[id(parameter)] = join_leaves(_encode_and_decode(name_leaves(state)), leaves)
     optimizer = first.optimizer
     options = [_encode_and_decode(shared.options_to_save(optimizer, group)) for group in optimizer.param_groups]
     saved_values = shared.shared_to_save(optimizer, first.initial_values)

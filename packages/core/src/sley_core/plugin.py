@@ -23,8 +23,8 @@ def sley_records() -> list[records.Record]:
         records.OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
         records.OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
         records.LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant"),
-        records.LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:linear"),
-        records.LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:cosine"),
+        records.LRScheduleRecord(name="linear", config=LinearConfig, build=f"{rates}:decay"),
+        records.LRScheduleRecord(name="cosine", config=CosineConfig, build=f"{rates}:decay"),
         records.LRScheduleRecord(
             name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
         ),

@@ -1,4 +1,4 @@
-"""Tests that copies to and from the host on CUDA are ordered with the work of the device, as `comm/copies.py` promises.
+"""Tests that copies to and from the host on CUDA are ordered with the work of the device, as `comm/device.py` promises.
 
 On the CPU, `sley_testing.drawn_copies` simulates these rules. These tests show that a device follows them.
 """
@@ -10,8 +10,7 @@ from threading import Thread
 import pytest
 import torch
 
-from sley_core.comm.copies import HostMemory, free
-from sley_core.comm.device import Device
+from sley_core.comm.device import Device, HostMemory, free
 
 pytestmark = pytest.mark.gpu
 

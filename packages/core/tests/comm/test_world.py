@@ -79,7 +79,7 @@ def test_a_peer_that_never_comes_is_an_error_in_time(tmp_path, store, port, monk
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     began = time.monotonic()
     with pytest.raises(RunError, match="could not join the process group") as caught:
-        World.join("cpu", timeout_s=1.5, environ=environ)
+        World.join("cpu", timeout_s=0.5, environ=environ)
     assert not dist.is_initialized()
     assert caught.value.diagnostics[0].code == "rendezvous-failed"
     assert time.monotonic() - began < 30

@@ -77,11 +77,8 @@ class TorchNamedStream(Stream):
 
 
 class StatefulStream(TorchNamedStream):
-    def state(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+    state = TorchNamedStream.state_dict
+    restore = TorchNamedStream.load_state_dict
 
 
 def drawn_anew(index: int) -> int:
@@ -110,7 +107,7 @@ def test_the_rows_of_all_ranks_are_the_same_global_batches_in_every_layout(kind:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_each_sample_comes_once_per_epoch_and_none_is_dropped(num_samples: int, batch_size: int, shuffle: bool) -> None:
     batches = taken(Numbers(num_samples), num_samples, batch_size, shuffle=shuffle)
     samples = list(chain.from_iterable(batches))
@@ -154,35 +151,36 @@ class Early(TorchNamedStream):
         return {"place": self.place // 4 * 4}
 
 
-class Epochs(TorchNamedStream):
-    """Another order in each epoch, which its state does not have."""
+class Ordered:
+    """Another order in each epoch."""
 
     epoch = 0
+    num_samples: int
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def order(self) -> list[int]:
+        return Random(self.epoch).sample(range(self.num_samples), self.num_samples)
+
+
+class Epochs(Ordered, TorchNamedStream):
+    """Its state does not have the order."""
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        order = Random(self.epoch).sample(range(self.num_samples), self.num_samples)
-        for sample in super().__iter__():
-            yield {"x": torch.tensor(order[int(sample["x"])])}
+        order = self.order()
+        return ({"x": torch.tensor(order[int(sample["x"])])} for sample in super().__iter__())
 
 
-class EpochsAgain(Stream):
+class EpochsAgain(Ordered, Stream):
     """The same without a state."""
 
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        order = Random(self.epoch).sample(range(self.num_samples), self.num_samples)
-        return ({"x": torch.tensor(number)} for number in order)
+        return ({"x": torch.tensor(number)} for number in self.order())
 
 
 @pytest.mark.parametrize("kind", [*KINDS, TorchNamedStream, Buffered, Early, Epochs, EpochsAgain])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_feed_that_is_restored_again_and_again_goes_on_as_if_it_had_not_stopped(kind: type, seed: int) -> None:
     """Also where the restored feed was in use, and where its rank has other rows."""
     drawn = Random(seed)
@@ -266,9 +264,9 @@ def test_nothing_to_give_is_an_error(kind: type) -> None:
     [
         ({"y": torch.tensor(0)}, r"declared fields \['x'\], but has \['y'\]"),
         ({"x": torch.tensor(0), "y": torch.tensor(0)}, "must have the declared fields"),
-        ({"x": torch.tensor(0.0)}, "must be int64, but is torch.float32"),
-        ({"x": 0}, "must be a tensor, but is a int"),
-        ({"x": torch.tensor([0])}, r"is \(\) in row 0 and \(1,\) in row 1"),
+        ({"x": torch.tensor(0.0)}, "must be a tensor of torch.int64, but is torch.float32"),
+        ({"x": 0}, "must be a tensor of torch.int64, but is a int"),
+        ({"x": torch.tensor([0])}, r"cannot be stacked along dim 0: .* \[1\] at entry 1"),
     ],
 )
 def test_a_sample_that_is_not_as_declared_is_an_error(sample: dict[str, Any], message: str) -> None:

@@ -35,7 +35,7 @@ def open_run(tables: Tables, folder: Path) -> AbstractContextManager[Run]:
     return assemble(plan_from_dict(tables, folder), World.alone("cpu"))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("size", [1, 7, "auto"])
 @pytest.mark.parametrize(
     ("changes", "precision"),

@@ -177,6 +177,7 @@ def test_negative_labels_are_ignored_and_so_is_the_index(either_way: str, ignore
 def test_a_class_that_the_logits_do_not_have_is_named(output: Any) -> None:
     loss = CrossEntropy(CrossEntropyConfig(labels="classes"))
     labels = torch.tensor([[0, CLASSES, 1], [-1, -100, 2]])
+    loss.weight({"classes": labels})
     with pytest.raises(RunError, match=f"classes from 0 to {CLASSES - 1}, but the field `classes` has {CLASSES}") as caught:
         loss.loss(output, {"classes": labels})
     assert caught.value.diagnostics[0].code == "label-out-of-range"

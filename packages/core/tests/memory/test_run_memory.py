@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sley_core.comm.copies import HostMemory, free, grow, storage_id
-from sley_core.comm.device import Device
+from sley_core.comm.device import Device, HostMemory, free, grow, storage_id
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.inventory import PARTS, Moved, Where, group_by_storage
 from sley_core.memory.pool import DevicePool, block_bytes

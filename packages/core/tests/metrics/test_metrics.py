@@ -18,7 +18,7 @@ from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
 from sley_core.metrics.jsonl import JsonlWriter
 from sley_core.metrics.jsonl import read_rows as rows_of
-from sley_core.metrics.throughput import Meter, ModelFlops, device_peak_flops, memory_mb, model_flops, peak_flops, resident_mb
+from sley_core.metrics.throughput import Meter, ModelFlops, device_peak_flops, memory_mb, model_flops, resident_mb
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
@@ -225,7 +225,9 @@ def test_an_mlp_by_hand_and_with_frozen_parts() -> None:
     ("name", "compute", "peak"),
     [
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.5e12),
+        ("NVIDIA H200", "fp64", 67e12),
+        ("NVIDIA H200", "fp32", 67e12),
+        ("NVIDIA H200", "tf32", 494.5e12),
         ("NVIDIA H100 NVL", "bf16", 835.5e12),
         ("Tesla V100-PCIE-16GB", "bf16", None),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
@@ -234,15 +236,9 @@ def test_an_mlp_by_hand_and_with_frozen_parts() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
     ],
 )
-def test_peaks_by_name_and_type(name: str, compute: str, peak: float | None) -> None:
-    assert peak_flops(name, compute) == peak
-
-
-@pytest.mark.parametrize(("precision", "peak"), [("ieee", 67e12), ("tf32", 494.5e12)])
-def test_fp32_goes_through_tensor_cores_where_torch_may_use_them(
-    monkeypatch: pytest.MonkeyPatch, precision: str, peak: float
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
-    assert device_peak_flops(torch.device("cuda", 0), "fp32") == peak
-    assert device_peak_flops(torch.device("cuda", 0), "fp64") == 67e12
+def test_peaks_by_name_and_type(monkeypatch: pytest.MonkeyPatch, name: str, compute: str, peak: float | None) -> None:
+    """fp32 goes through tensor cores where torch may use them, with the peak of tf32."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    precision = SimpleNamespace(fp32_precision="tf32" if compute == "tf32" else "ieee")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", precision)
+    assert device_peak_flops(torch.device("cuda", 0), compute.replace("tf32", "fp32")) == peak

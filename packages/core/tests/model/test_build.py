@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError
@@ -34,17 +34,11 @@ class Embed(nn.Module):
         self.register_buffer("scale", torch.tensor([0.5, 2.0]), persistent=False)
         self.register_buffer("noise", torch.randn(3))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 class Holder(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Tied(nn.Module):
@@ -56,9 +50,6 @@ class Tied(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.rnn = nn.LSTM(4, 4)
         self.listed = nn.ParameterList([fresh, torch.zeros(3)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def tied(_: DataInfo) -> list[nn.Module]:

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sley_core.api.model import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input, row_chunks
+from sley_core.api.model import row_chunks
+from sley_core.api.weights import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
 from sley_core.errors import PlanError
 from sley_isp.sharded_module import ShardedModule, is_shardable, parameter_users
 

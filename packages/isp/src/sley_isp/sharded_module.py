@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.api.model import autocast_input
 from sley_core.api.parts import WeightGradientSink, add_at
-from sley_core.api.weights import GradientUse, StandIn, no_view
+from sley_core.api.weights import GradientUse, StandIn, autocast_input, no_view
 
 if TYPE_CHECKING:
     from sley_core.api.model import Layer

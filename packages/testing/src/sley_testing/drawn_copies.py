@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory
-from sley_core.comm.device import Device
+from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory
 from sley_testing.happens_before import (
     DEVICE,
     Access,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 
 Clock = dict[int, int]
 """The number of completed operations by worker. The device is worker 0, streams count from 1."""

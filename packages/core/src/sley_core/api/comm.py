@@ -1,9 +1,9 @@
 """Groups of ranks, the device, and collectives."""
 
-from sley_core.comm.copies import CopyEvent as CopyEvent
-from sley_core.comm.copies import CopyStream as CopyStream
-from sley_core.comm.copies import HostMemory as HostMemory
+from sley_core.comm.device import CopyEvent as CopyEvent
+from sley_core.comm.device import CopyStream as CopyStream
 from sley_core.comm.device import Device as Device
+from sley_core.comm.device import HostMemory as HostMemory
 from sley_core.comm.group import Group as Group
 from sley_core.comm.progress import Members as Members
 from sley_core.comm.progress import SentBytes as SentBytes

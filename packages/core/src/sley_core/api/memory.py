@@ -1,6 +1,6 @@
 """The memory of a run for offload managers, pools and activation policies."""
 
-from sley_core.comm.copies import storage_id as storage_id
+from sley_core.comm.device import storage_id as storage_id
 from sley_core.engine.weights import Stepped as Stepped
 from sley_core.memory.inventory import MemoryInventory as MemoryInventory
 from sley_core.memory.inventory import Moved as Moved

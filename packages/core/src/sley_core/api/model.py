@@ -1,14 +1,9 @@
-"""Layers, forward patches, attention, seeds and loss chunks, for plugins and your own models."""
+"""Layers, forward patches, attention and seeds, for plugins and your own models."""
 
 from sley_core.engine.boundary import copy_containers as copy_containers
 from sley_core.engine.boundary import tensors_in as tensors_in
 from sley_core.engine.call import Recompute as Recompute
 from sley_core.generators import derive_seed as derive_seed
-from sley_core.losses.chunked_head import HeadChunks as HeadChunks
-from sley_core.losses.chunked_head import HeadLoss as HeadLoss
-from sley_core.losses.chunked_head import LazyLogits as LazyLogits
-from sley_core.losses.chunked_head import LogitsHead as LogitsHead
-from sley_core.losses.chunked_head import autocast_input as autocast_input
 from sley_core.losses.cross_entropy import cross_entropy_of_logits as cross_entropy_of_logits
 from sley_core.losses.cross_entropy import row_chunks as row_chunks
 from sley_core.model.attention import Attention as Attention

@@ -3,7 +3,7 @@
 from sley_core.data.factory import open_dataset as open_dataset
 from sley_core.data.feed import SeededReader as SeededReader
 from sley_core.data.feed import read_sample as read_sample
-from sley_core.data.walk import set_epoch as set_epoch
+from sley_core.data.feed import set_epoch as set_epoch
 from sley_core.engine.boundary import Description as Description
 from sley_core.engine.boundary import Leaf as Leaf
 from sley_core.engine.buffers import BufferShard as BufferShard

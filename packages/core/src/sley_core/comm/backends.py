@@ -16,13 +16,6 @@ from sley_core.comm.transport import ExchangeLog, GroupWork, Headers, Mark, Tran
 from sley_core.errors import PluginError
 from sley_core.records import TransportRecord
 
-_GATHER, _REDUCE = (
-    ("all_gather_single_coalesced", "reduce_scatter_single_coalesced")
-    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-    else ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
-)
-"""Renamed in torch 2.13."""
-
 
 class ChannelTransport(Transport):
     """The base class of transports over the communicator `channel`, which is named `name`."""
@@ -77,7 +70,7 @@ class CollectiveTransport(ChannelTransport):
     def _start_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
         """Starts to gather the ranks' `shards` into `tensors`. Returns the works to wait for."""
         if self.is_coalesced:
-            return [getattr(self._channel, _GATHER)(list(tensors), list(shards))]
+            return [self._channel.allgather_into_tensor_coalesced(list(tensors), list(shards))]
         parts = [list(tensor.view(self.members.size, *shard.shape)) for tensor, shard in zip(tensors, shards, strict=True)]
         pairs = zip(parts, shards, strict=True)
         return [dist.all_gather(rows, shard, group=self._channel, async_op=True) for rows, shard in pairs]
@@ -89,7 +82,7 @@ class CollectiveTransport(ChannelTransport):
         reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
         """
         if self.is_coalesced:
-            return [getattr(self._channel, _REDUCE)(list(own_rows), list(tensors))]
+            return [self._channel.reduce_scatter_tensor_coalesced(list(own_rows), list(tensors))]
         return [dist.all_reduce(tensor, group=self._channel, async_op=True) for tensor in tensors]
 
 

@@ -7,7 +7,7 @@ with torch's backend "fake", and transports that exchange nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +32,7 @@ from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE, GroupEntry, Topology
 
 Op = Literal["sum", "max", "min"]
 
-Exchange = Op | Literal["broadcast", "all_gather", "all_to_all", "send", "receive"]
+Exchange = Op | Literal["all_gather", "all_to_all", "send", "receive"]
 """The type of an exchange; an all-reduce is named by its operation."""
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -72,11 +72,7 @@ class Group(Members):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Work:
         """Starts an all-reduce of `tensor` in place, and returns its handle."""
-        return self._start(op, partial(dist.all_reduce, tensor, OPS[op]), tensor, tensor, label)
-
-    def broadcast(self, tensor: Tensor, *, label: str) -> Work:
-        """Starts a broadcast of `tensor` in place from the first rank of the group, and returns its handle."""
-        return self._start("broadcast", partial(dist.broadcast, tensor, self.ranks[0]), tensor, tensor, label)
+        return self._start(op, partial(dist.all_reduce, tensor, OPS[op], async_op=True), tensor, tensor, label)
 
     def all_to_all(
         self,
@@ -90,34 +86,33 @@ class Group(Members):
         """Starts an all-to-all, and returns its handle. Slice i of `tensor` goes to the i-th rank, and slice i of `output`
         comes from it. splits: the sizes of the slices of `output` and `tensor` along dim 0; by default, equal slices.
         """
-        call = partial(dist.all_to_all_single, output, tensor, *splits)
-        return self._start("all_to_all", call, output, tensor, label, channel)
+        start = partial(dist.all_to_all_single, output, tensor, *splits, async_op=True)
+        return self._start("all_to_all", start, output, tensor, label, channel)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, label: str, channel: str = DEFAULT_CHANNEL) -> Work:
         """Starts an all-gather of the ranks' `tensor` along dim 0 of `output`, in the group's order. Returns its handle."""
-        return self._start("all_gather", partial(all_gather_single, output, tensor), output, tensor, label, channel)
+        start = partial(all_gather_single, output, tensor, async_op=True)
+        return self._start("all_gather", start, output, tensor, label, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
         communicator directly, which numbers members as the group does, since the overhead of `dist.isend` is a fifth of the
         call.
         """
-        if self.simulation is not None:
-            return GroupWork([], _finish=self.simulation.simulate_exchange(self, "send", tensor, tensor, channel, label))
-        turn = begin_turn("send", self, label, channel, tensor.nbytes, (self.coord, peer))
-        message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
-        return GroupWork([run_guarded(lambda: self.channel(channel).send([message], peer, 0), turn)], (), turn)
+
+        def start(group: dist.ProcessGroup) -> Any:
+            message = tensor.to("cpu", copy=True) if self.needs_host_copy(tensor, channel) else tensor
+            return group.send([message], peer, 0)
+
+        return self._start("send", start, tensor, tensor, label, channel, (self.coord, peer))
 
     def receive(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to receive into `tensor` from the member at coordinate `peer`, and returns the handle."""
-        if self.simulation is not None:
-            return GroupWork([], _finish=self.simulation.simulate_exchange(self, "receive", tensor, tensor, channel, label))
-        turn = begin_turn("receive", self, label, channel, tensor.nbytes, (peer, self.coord))
-        if self.needs_host_copy(tensor, channel):
-            host_tensor = torch.empty_like(tensor, device="cpu")
-            work = run_guarded(lambda: self.channel(channel).recv([host_tensor], peer, 0), turn)
-            return GroupWork([work], (), turn, lambda: tensor.copy_(host_tensor))
-        return GroupWork([run_guarded(lambda: self.channel(channel).recv([tensor], peer, 0), turn)], (), turn)
+        is_copied = self.simulation is None and self.needs_host_copy(tensor, channel)
+        buffer = torch.empty_like(tensor, device="cpu") if is_copied else tensor
+        finish = partial(tensor.copy_, buffer) if is_copied else None
+        ends = peer, self.coord
+        return self._start("receive", lambda group: group.recv([buffer], peer, 0), tensor, tensor, label, channel, ends, finish)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
         """Returns the `value` of each rank of the group `control`, in the order of ranks. Blocks.
@@ -126,21 +121,25 @@ class Group(Members):
         """
         if not self.has_peers:
             return [value] * self.size
-        values: list[Any] = run_guarded(
-            lambda: gather_values(value, self.channel()), begin_turn("all-gather of objects", self, label)
-        )
+        turn = begin_turn("all-gather of objects", self, label)
+        values: list[Any] = run_guarded(lambda: gather_values(value, self.channel()), turn)
         return values
 
     def _start(
         self,
         kind: Exchange,
-        call: Callable[..., Any],
+        start: Callable[..., Any],
         result: Tensor,
         tensor: Tensor,
         label: str,
         channel: str = DEFAULT_CHANNEL,
+        ends: tuple[int, int] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> Work:
-        """Starts the collective `call` of torch, which sends `tensor` and fills `result`. Returns its handle."""
+        """Starts an exchange by `start(group=...)`, which sends `tensor` and fills `result`. Returns its handle.
+
+        ends: the coordinates of a message's sender and receiver. finish: called once, after the exchange.
+        """
         if self.size == 1:
             if result is not tensor:
                 result.copy_(tensor)
@@ -148,8 +147,8 @@ class Group(Members):
         if self.simulation is not None:
             return GroupWork([], _finish=self.simulation.simulate_exchange(self, kind, result, tensor, channel, label))
         operation = "all-reduce" if kind in OPS else kind.replace("_", "-")
-        turn = begin_turn(operation, self, label, channel, tensor.nbytes)
-        return GroupWork([run_guarded(lambda: call(group=self.channel(channel), async_op=True), turn)], (), turn)
+        turn = begin_turn(operation, self, label, channel, tensor.nbytes, ends)
+        return GroupWork([run_guarded(lambda: start(group=self.channel(channel)), turn)], (), turn, finish)
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
         """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""
@@ -222,7 +221,10 @@ def make_groups(
     progress = Progress()
     axes_with_memory = axes_with_cma(topology, extra) if cross_memory else ()
     groups = {}
-    for axis, ranks in members_of(lines, extra, rank).items():
+    ranks_by_axis = {entry.axis: entry.ranks for entry in lines}
+    for axis in (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE))):
+        ranks_by_axis.setdefault(axis, (rank,))
+    for axis, ranks in ranks_by_axis.items():
         members, log, axis_channels = Members(axis, ranks, rank, progress=progress), ExchangeLog(), channels.get(axis, {})
         if simulation is None:
             transports = choose_transports(members, axis_channels, log, device)
@@ -237,13 +239,6 @@ def make_groups(
                 same = Members(group.axis, group.ranks, group.rank, progress=group.progress)
                 group.transports.update(connect_transports(same, group.channels, records, timeout.total_seconds()))
     return Groups(groups, progress)
-
-
-def members_of(lines: Iterable[GroupEntry], extra: Iterable[GroupEntry], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of this rank's group by axis; only `rank` without a line. extra: the lines of plugins and ties."""
-    axes = (*AXES, *(entry.axis for entry in extra if not entry.axis.startswith(TIE)))
-    ranks = {entry.axis: entry.ranks for entry in lines}
-    return ranks | {axis: (rank,) for axis in axes if axis not in ranks}
 
 
 def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str, ...]:

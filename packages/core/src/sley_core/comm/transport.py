@@ -86,10 +86,7 @@ def mark_from_header(header: Tensor) -> Mark:
 
 def checksum(names: Iterable[str]) -> int:
     """Returns a checksum of `names` in order, equal in all processes."""
-    crc = 0
-    for name in names:
-        crc = zlib.crc32(name.encode(), zlib.crc32(b"\0", crc))
-    return crc
+    return zlib.crc32("\0".join(names).encode())
 
 
 @lru_cache(maxsize=4096)

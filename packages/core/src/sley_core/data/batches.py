@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.data.dataset import Batch, Collate, DataInfo, Field, Sample
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import KeyPath, PlanError, RunError, format_cause
 
 if TYPE_CHECKING:
     from sley_core.protocols import Loss
@@ -106,21 +106,19 @@ def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Bat
     return {name: _stack_field(name, field, samples) for name, field in fields.items()}
 
 
-def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> torch.Tensor:
+def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
     values = [sample[name] for sample in samples]
+    dtype = getattr(torch, field.dtype)
     for row, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            raise RunError("data-sample", f"field `{name}` of row {row} must be a tensor, but is a {type(value).__name__}")
-        if value.dtype != getattr(torch, field.dtype):
-            raise RunError("data-sample", f"field `{name}` of row {row} must be {field.dtype}, but is {value.dtype}")
-        if value.shape != values[0].shape:
-            message = f"field `{name}` is {tuple(values[0].shape)} in row 0 and {tuple(value.shape)} in row {row}"
-            hint = "return samples of equal shape, or add a method `collate(samples)` that pads them to the dataset"
-            raise RunError("data-sample", message, hint=hint)
-    if max(field.batch_dim, field.sequence_dim or 0) > values[0].ndim:
-        dims = f"batch_dim {field.batch_dim} and sequence_dim {field.sequence_dim}"
-        raise RunError("data-sample", f"field `{name}` of {values[0].ndim} dims per sample has no {dims}")
-    return torch.stack(values, dim=field.batch_dim)
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            actual = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise RunError("data-sample", f"field `{name}` of row {row} must be a tensor of {dtype}, but is {actual}")
+    try:
+        return torch.stack(values, dim=field.batch_dim)
+    except (RuntimeError, IndexError) as error:
+        message = f"the samples of the field `{name}` cannot be stacked along dim {field.batch_dim}: {format_cause(error)}"
+        hint = "return samples of equal shape, or add a method `collate(samples)` that pads them to the dataset"
+        raise RunError("data-sample", message, hint=hint) from error
 
 
 def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[int] | None = None) -> None:
@@ -160,10 +158,24 @@ _ROUNDING = 1e-5
 """The relative tolerance of sums of loss weights, which may be class weights summed in fp32."""
 
 
-def is_sum(parts: Sequence[float], total: float) -> bool:
-    """Returns whether the loss weights `parts` sum to `total`: exactly for integers (counts), else within fp32 rounding."""
-    are_counts = all(float(part).is_integer() for part in (*parts, total))
-    return abs(sum(parts) - total) <= (1e-9 if are_counts else _ROUNDING) * abs(total)
+def check_additive(
+    loss: Loss, batch: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], name: str, path: KeyPath, hint: str
+) -> None:
+    """Raises RunError "loss-not-additive" unless the loss weights of `parts` add up to that of `batch`.
+
+    Integers (counts) must add up exactly, other weights within the rounding of fp32. name: the name of the parts in the error.
+    """
+    total, weights = loss.weight(batch), [loss.weight(part) for part in parts]
+    are_counts = all(float(weight).is_integer() for weight in (*weights, total))
+    if abs(sum(weights) - total) > (1e-9 if are_counts else _ROUNDING) * abs(total):
+        terms = " + ".join(f"{weight:g}" for weight in weights[:4]) + (" + ..." if len(weights) > 4 else "")
+        raise RunError(
+            "loss-not-additive",
+            f"the loss weights of the {len(parts)} {name} must add up to that of the batch, {total:g}, but their sum is "
+            f"{terms} = {sum(weights):g}",
+            path=path,
+            hint=hint,
+        )
 
 
 def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
@@ -209,16 +221,12 @@ class SequenceSlicer:
         if self.num_slices == 1:
             return batch
         if self._unchecked_loss is not None:
-            total = self._unchecked_loss.weight(batch)
-            parts = [self._unchecked_loss.weight(self._slice(batch, index)) for index in range(self.num_slices)]
-            if not is_sum(parts, total):
-                weights = " + ".join(f"{part:g}" for part in parts)
-                message = f"the loss weight of a batch is {total:g}, but its slices weigh {weights} = {sum(parts):g}"
-                hint = (
-                    "use a loss that sums over positions, and set `sequence_dim` of the fields that it reads; or set "
-                    'sequence = "whole" in [loss]'
-                )
-                raise RunError("loss-not-additive", message, path=("parallel", "sp"), hint=hint)
+            parts = [self._slice(batch, index) for index in range(self.num_slices)]
+            hint = (
+                "use a loss that sums over positions, and set `sequence_dim` of the fields that it reads; or set "
+                'sequence = "whole" in [loss]'
+            )
+            check_additive(self._unchecked_loss, batch, parts, "slices", ("parallel", "sp"), hint)
             self._unchecked_loss = None
         return self._slice(batch, self.index)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sley_core.actions.action import Action
-from sley_core.comm.copies import free, grow
+from sley_core.comm.device import free, grow
 from sley_core.engine.buffers import (
     SHARD_ALIGNMENT,
     ElementRange,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.copies import free, grow
+from sley_core.comm.device import free, grow
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import AXIS

@@ -125,7 +125,8 @@ class WeightSaver:
         failure = _failure_of(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
         if self._parts.topology.pp > 1:
-            probe(LocalProbeFolder(folder.parent), self._control, self._parts.limits.collective_timeout_s, writes=self._writes)
+            open_folder, timeout_s = partial(LocalProbeFolder, folder.parent), self._parts.limits.collective_timeout_s
+            probe(str(folder.parent), open_folder, self._control, timeout_s, writes=self._writes)
 
     def __call__(
         self, folder: Path, precision: Precision, max_file_bytes: int, require: Callable[[], None], metadata: Mapping[str, str]

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from sley_core.data.batches import SequenceSlicer, check_tokens, count_microbatches, is_sum, narrow_batch, sliced_info
+from sley_core.data.batches import SequenceSlicer, check_additive, check_tokens, count_microbatches, narrow_batch, sliced_info
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import RunError
 from sley_core.records import LossRecord
@@ -83,19 +83,12 @@ class WeightAdditivity:
         shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
         if shape in self._checked_shapes:
             return
-        whole = self.loss.weight(batch)
-        parts = [self.loss.weight(narrow_batch(batch, self.fields, micro, num_micros)) for micro in range(num_micros)]
-        if not is_sum(parts, whole):
-            weights = " + ".join(f"{part:g}" for part in parts[:4]) + (" + ..." if num_micros > 4 else "")
-            raise RunError(
-                "loss-not-additive",
-                f"the loss weights of the {num_micros} microbatches must add up to that of the batch, "
-                f"{whole:g}, but their sum is {weights} = {sum(parts):g}",
-                path=("loss",),
-                hint="return a sum from the loss and not a mean, for example `F.cross_entropy(..., "
-                'reduction="sum")`, and return the number of summed terms as its weight, for example '
-                '`(batch["labels"] != -100).sum().item()`',
-            )
+        parts = [narrow_batch(batch, self.fields, micro, num_micros) for micro in range(num_micros)]
+        hint = (
+            'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
+            'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
+        )
+        check_additive(self.loss, batch, parts, "microbatches", ("loss",), hint)
         self._checked_shapes.add(shape)
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from sley_core.comm.copies import free, grow, storage_id
+from sley_core.comm.device import free, grow, storage_id
 from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
@@ -42,7 +42,7 @@ class WeightBuffer(FlatBuffer):
     gradient in a gradient buffer of `num_parts` shards.
 
     The buffer has no memory until `build`, so that only one buffer at a time exists beside the initial values. A read or write
-    before that ends the process (`comm.copies.free`).
+    before that ends the process (`comm.device.free`).
     """
 
     def __init__(self, params: Sequence[Param], dtype: torch.dtype, num_parts: int) -> None:

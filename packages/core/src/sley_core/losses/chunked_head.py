@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.errors import KeyPath, PlanError, RunError
 from sley_core.losses.cross_entropy import row_chunks, softmax_dtype, sum_cross_entropy, write_gradient
 from sley_core.model.layers import ForwardPatch, Layer
@@ -33,7 +32,6 @@ from sley_core.protocols import SplitLogits
 if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchWeight
-    from sley_core.plan.plan import Plan
 
 PATH = ("loss", "chunk_tokens")
 
@@ -99,25 +97,14 @@ class HeadChunks:
         return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))
 
 
-def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
-    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
-    `HeadChunks.find`. The first forward checks that the layer returns the head's output.
-    """
-    config = plan.loss.config
-    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
-        return None
-    return HeadChunks.find(layers, None if config.chunk_tokens == "auto" else config.chunk_tokens, *LogitsHead.refusal)
-
-
 class LogitsHead:
     """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
 
-    refusal: the plan key to change if a layer or a loss needs all logits, and the hint. elementwise: the methods of a tensor
-    that its logits have. is_collective: whether ranks share the weight, so that all of them must compute their losses together.
+    refusal: the plan key to change if a layer or a loss needs all logits, and the hint. is_collective: whether ranks share the
+    weight, so that all of them must compute their losses together.
     """
 
     refusal: tuple[KeyPath, str] = (PATH, "remove `chunk_tokens`")
-    elementwise: frozenset[str] = ELEMENTWISE
     is_collective = False
 
     def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
@@ -200,22 +187,17 @@ class DirectHead(LogitsHead):
             self.store.add(bias, gradient.sum(0, dtype=self.store.dtype), self.chunks.layer, counts_pass=False)
 
 
-def patch_head(parts: Parts) -> Callable[[], None]:
-    """Patches the head if the plan has `[loss] chunk_tokens` and this rank has it. Returns a function that removes the patch.
+def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
+    """Patches the head if this rank has it. Returns a function that removes the patch.
 
     A communicator patches a head whose weight it shards. Raises PlanError "head-chunks" if it did not.
     """
-    chunks = parts.head
-    for layer in parts.layers:
-        if chunks is None or layer.name != chunks.layer:
-            continue
-        linear = cast("nn.Linear", layer.module.get_submodule(chunks.path))
-        if parts.registry[f"{chunks.name}.weight"].shard is None:
-            return DirectHead(parts, chunks, linear).patch.undo
-        if not chunks.is_patched:
-            message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
-            hint = "remove `chunk_tokens`, or `[model] compile`"
-            raise PlanError("head-chunks", message, path=PATH, hint=hint)
+    layer = next((layer for layer in parts.layers if layer.name == chunks.layer), None)
+    if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
+        return DirectHead(parts, chunks, cast("nn.Linear", layer.module.get_submodule(chunks.path))).patch.undo
+    if layer is not None and not chunks.is_patched:
+        message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
+        raise PlanError("head-chunks", message, path=PATH, hint="remove `chunk_tokens`, or `[model] compile`")
     return lambda: None
 
 
@@ -258,13 +240,13 @@ class LazyLogits(SplitLogits):
         """Returns an elementwise method of the head. Raises RunError `logits-split` for all other methods of a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in self._head().elementwise:
+        if name not in ELEMENTWISE:
             self._refuse(name)
         return partial(self._apply_later, name)
 
     def _apply_later(self, name: str, *args: Any, **kwargs: Any) -> LazyLogits:
         is_simple = not kwargs and all(isinstance(argument, int | float | torch.dtype) for argument in args)
-        if name not in self._head().elementwise or not is_simple:
+        if name not in ELEMENTWISE or not is_simple:
             self._refuse(name)
         return LazyLogits(self._head(), self.hidden, (*self.functions, lambda logits: getattr(logits, name)(*args)))
 
@@ -284,12 +266,8 @@ class LazyLogits(SplitLogits):
         return logits._apply_later(getattr(function, "__name__", str(function)), *rest, **(kwargs or {}))
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self._apply_later(name, *args)
-
-
 for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "pow", "matmul", "getitem", "len", "iter"):
-    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(LazyLogits, f"__{_name}__", partialmethod(LazyLogits._apply_later, f"__{_name}__"))
 
 
 @dataclass

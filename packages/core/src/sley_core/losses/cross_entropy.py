@@ -50,21 +50,21 @@ class CrossEntropy(Loss):
         Raises RunError "labels-not-shifted" if the labels of the first batch are its tokens.
         """
         labels = self._labels(batch)
-        lowest, highest = self._label_range(labels)
-        self._highest = max(self._highest, highest)
+        has_weight = (labels >= 0) & (labels != self.config.ignore_index)
         if self._is_first:
             self._is_first = False
-            check_shifted(batch, self.config.labels, self.config.ignore_index)
-        if lowest >= 0:
-            return float(labels.numel())
-        return float(torch.count_nonzero((labels >= 0) & (labels != self.config.ignore_index)))
+            check_shifted(batch, self.config.labels, has_weight)
+        num_labels = int(torch.count_nonzero(has_weight))
+        if num_labels:
+            self._highest = max(self._highest, int(torch.where(has_weight, labels, -1).max()))
+        return float(num_labels)
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns the sum of the cross-entropies, in nats, as an fp32 scalar (fp64 for fp64 logits).
 
         If all labels are ignored, the sum and its gradients are 0. Raises RunError "loss-output" if the output is not logits of
-        a fitting shape, and "label-out-of-range" if a label is not a class. On a CPU the labels of this microbatch are
-        checked. On other devices that would synchronise, so the highest label seen by `weight` is checked.
+        a fitting shape, and "label-out-of-range" if a label is not a class. A device would have to be synchronised to read its
+        labels, so the highest label seen by `weight` is checked.
         """
         labels = self._labels(batch)
         if not isinstance(output, Tensor | SplitLogits):
@@ -75,39 +75,19 @@ class CrossEntropy(Loss):
             message = f"logits of shape {list(output.shape)} and {output.dtype} do not fit labels of shape {list(labels.shape)}"
             hint = "return floating-point logits with the shape of the labels and the classes as the last dim"
             raise RunError("loss-output", message, hint=hint)
-        labels = self._check_labels(labels, output.shape[-1])
+        if self._highest >= output.shape[-1]:
+            label, self._highest = self._highest, -1
+            raise RunError(
+                "label-out-of-range",
+                f"labels must be classes from 0 to {output.shape[-1] - 1}, but the field `{self.config.labels}` has {label}",
+                path=("loss", "labels"),
+                hint="give the last layer more classes; only `[loss] ignore_index` and negative labels are ignored",
+            )
+        labels = labels.masked_fill(labels < 0, self.config.ignore_index)
         options = self.config.ignore_index, self.config.label_smoothing
         if isinstance(output, Tensor):
             return cross_entropy_of_logits(output, labels, *options, sum_many=self._compiled_sum)
         return output.cross_entropy(labels, *options)
-
-    def _label_range(self, labels: Tensor) -> tuple[int, int]:
-        """Returns the lowest and highest label. The lowest is negative if any label is ignored, the highest if all are."""
-        ignore_index = self.config.ignore_index
-        if not labels.numel():
-            return -1, -1
-        lowest, highest = (int(bound) for bound in torch.aminmax(labels))
-        if ignore_index >= 0 and lowest <= ignore_index <= highest:  # some labels may be ignored
-            lowest, highest = (int(bound) for bound in torch.aminmax(labels.masked_fill(labels == ignore_index, -1)))
-        return lowest, highest
-
-    def _check_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Raises RunError "label-out-of-range", as `loss` does. Returns the labels with `ignore_index` for all ignored
-        labels.
-        """
-        may_be_ignored = True
-        if device_kind(labels) == "cpu":  # other devices would synchronise
-            lowest, self._highest = self._label_range(labels)
-            may_be_ignored = lowest < 0
-        if self._highest >= num_classes:
-            label, self._highest = self._highest, -1
-            raise RunError(
-                "label-out-of-range",
-                f"labels must be classes from 0 to {num_classes - 1}, but the field `{self.config.labels}` has {label}",
-                path=("loss", "labels"),
-                hint="give the last layer more classes; only `[loss] ignore_index` and negative labels are ignored",
-            )
-        return labels.masked_fill(labels < 0, self.config.ignore_index) if may_be_ignored else labels
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.config.labels
@@ -205,15 +185,16 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
 NOT_TOKENS = frozenset({"positions", "cu_seqlens"})
 
 
-def check_shifted(batch: Mapping[str, Tensor], labels_name: str, ignore_index: int) -> None:
+def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
     """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
 
     That is the case if all labels that are not ignored equal the integers of another field at their own positions but not those
     one position later. Labels with fewer than 2 dims are not checked. The loss compares the output with the label at the same
     position. Models of other libraries shift labels themselves, so data for them has `labels = tokens`.
+
+    has_weight: whether each label counts.
     """
     labels = batch[labels_name]
-    has_weight = (labels >= 0) & (labels != ignore_index)
     if labels.ndim < 2 or int(has_weight.sum()) < 2:
         return
     for name, tokens in batch.items():

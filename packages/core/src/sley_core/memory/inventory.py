@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from sley_core.comm.copies import free, grow, storage_id
+from sley_core.comm.device import free, grow, storage_id
 
 if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore

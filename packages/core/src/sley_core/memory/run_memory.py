@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sley_core.comm.copies import storage_id
-from sley_core.comm.device import Device, on_stream
+import torch
+from torch import Tensor
+
+from sley_core.comm.device import Device, on_stream, storage_id
 from sley_core.errors import StateError, UsageError
 from sley_core.memory.inventory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from sley_core.engine.parts import StepNumbers
     from sley_core.engine.weights import Masters
 
@@ -42,14 +41,12 @@ class Move:
         for wait in self._waits:
             wait()
         if self._offloaded_from is not None and self._offloaded_from.type == "cuda":
-            import torch
-
             torch.cuda.empty_cache()
 
 
 @dataclass(eq=False)
 class RunMemory:
-    """The memory of one rank's run, by part (`memory.state.PARTS`).
+    """The memory of one rank's run, by part (`memory.inventory.PARTS`).
 
         run.memory.offload().wait()       # between two steps: other programs may use the device
         ...

@@ -176,26 +176,16 @@ H100 2023, H200 2024, GH200 2023, HGX B200 and GB200 NVL72 2024; V100 to L40S) a
 halved if they include structured sparsity."""
 
 
-def peak_flops(device_name: str, compute: str) -> float | None:
-    """Returns the dense FLOP/s of a device in the dtype `compute` (fp64, fp32, tf32, bf16, fp16), or None if it is unknown.
-
-    device_name: the result of `torch.cuda.get_device_name`. The peak of a MIG slice is unknown.
-    """
-    if "MIG" in device_name:
-        return None
-    for pattern, peaks in PEAKS:
-        if re.search(pattern, device_name):
-            return peaks[compute] * 1e12 if compute in peaks else None
-    return None
-
-
 def device_peak_flops(device: torch.device, compute: str) -> float | None:
-    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU or an unknown device."""
-    if device.type != "cuda":
+    """Returns the dense FLOP/s of this device in the plan's `precision.compute`; None for a CPU, a MIG slice and any other
+    device that is not in `PEAKS`.
+    """
+    if device.type != "cuda" or "MIG" in (name := torch.cuda.get_device_name(device)):
         return None
     if compute == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         compute = "tf32"
-    return peak_flops(torch.cuda.get_device_name(device), compute)
+    peaks = next((peaks for pattern, peaks in PEAKS if re.search(pattern, name)), {})
+    return peaks[compute] * 1e12 if compute in peaks else None
 
 
 def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None = None) -> ModelFlops:

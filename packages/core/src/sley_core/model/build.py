@@ -189,12 +189,11 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = None) -> Iterator[None]:
+def parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
     """Returns a context in which parameters move to meta when this thread registers them; ties are preserved.
 
     to_meta: returns the meta parameter of a real one. torch's hook is global, so other threads are filtered out.
     """
-    replace = to_meta or MetaParameters()
     builder = threading.get_ident()
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -203,7 +202,7 @@ def parameters_on_meta(to_meta: Callable[[nn.Parameter], nn.Parameter] | None = 
             return None
         if parameter.is_meta or is_traceable_wrapper_subclass(parameter):
             return None
-        return replace(parameter)
+        return to_meta(parameter)
 
     hook: Callable[..., Any] = register  # torch's annotation forgets that a hook may return a parameter
     handle = register_module_parameter_registration_hook(hook)
@@ -290,10 +289,12 @@ def set_train_mode(model: Model) -> None:
 
 
 def evaluation_notes(layers: Sequence[Layer]) -> list[str]:
-    """Returns a note for the user that lists the modules in evaluation mode; [] if there are none."""
-    names = [name for layer in layers for name in _names_in_evaluation(layer.module, layer.name)]
-    message = f"the factory left these modules in evaluation mode, and they stay in it: {shorten_names(names, MAX_NAMES)}"
-    return [message] if names else []
+    """Returns a note for the user that lists the outermost modules in evaluation mode; [] if there are none."""
+    modules = [pair for layer in layers for pair in layer.module.named_modules(prefix=layer.name)]
+    names = {name: None for name, module in modules if not module.training}
+    outermost = [name for name in names if name.rpartition(".")[0] not in names]
+    message = f"the factory left these modules in evaluation mode, and they stay in it: {shorten_names(outermost, MAX_NAMES)}"
+    return [message] if outermost else []
 
 
 def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str], is_training: bool) -> Iterator[nn.Module]:
@@ -312,12 +313,3 @@ def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str]
 def _is_frozen(module: nn.Module) -> bool:
     flags = [parameter.requires_grad for parameter in module.parameters()]
     return bool(flags) and not any(flags)
-
-
-def _names_in_evaluation(module: nn.Module, name: str) -> Iterator[str]:
-    """Yields the names of the outermost modules in evaluation mode."""
-    if not module.training:
-        yield name
-        return
-    for key, child in module.named_children():
-        yield from _names_in_evaluation(child, f"{name}.{key}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.errors import PlanError
 
 CHUNK_WORDS = 1 << 20
@@ -249,29 +249,27 @@ class _Span(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        return self.is_registered and isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+        return self.type == "parameter" and self.tensor.requires_grad
+
+    @property
+    def type(self) -> str:
+        if not self.is_registered:
+            return "attribute"
+        return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
 
 
 def _check_memory(spans: Iterable[_Span]) -> None:
-    """Raises PlanError "model-init" if a trained parameter shares memory with another tensor."""
+    """Raises PlanError "model-init" if a trained parameter lies in the same memory range as another tensor."""
     active: list[_Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         active = [earlier for earlier in active if earlier.end > span.start]
         for earlier in active:
-            if (span.is_trained or earlier.is_trained) and do_overlap(span.tensor, earlier.tensor):
-                raise _shared_memory_error(earlier, span)
+            if span.is_trained or earlier.is_trained:
+                names = f"the {earlier.type} {earlier.name!r} and the {span.type} {span.name!r}"
+                message = f"{names} share a range of memory, but a run keeps each parameter in memory of its own"
+                hint = "`.clone()` one of them, or register the same nn.Parameter in both modules, as a tie"
+                raise PlanError("model-init", message, path=("model",), hint=hint)
         active.append(span)
-
-
-def do_overlap(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two tensors have a byte in common; interleaved columns of a matrix do not overlap."""
-    (start, end), (second_start, second_end) = _byte_range(first), _byte_range(second)
-    if max(start, second_start) >= min(end, second_end):
-        return False
-    base = min(start, second_start)
-    is_used = torch.zeros(max(end, second_end) - base, dtype=torch.bool, device="cpu")
-    _byte_view(is_used, first, start - base).fill_(True)
-    return bool(_byte_view(is_used, second, second_start - base).any())
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -286,27 +284,6 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_meta:
         start = (storage_id(tensor) << _META_BITS) + int(tensor.storage_offset()) * item
     return start, start + (last + 1) * item
-
-
-def _byte_view(memory: Tensor, tensor: Tensor, offset: int) -> Tensor:
-    """Returns the view of the byte tensor `memory` with the bytes that `tensor` has if it starts at `offset`."""
-    item = tensor.element_size()
-    return memory.as_strided((*tensor.shape, item), (*(stride * item for stride in tensor.stride()), 1), offset)
-
-
-def _shared_memory_error(first: _Span, second: _Span) -> PlanError:
-    types = ["parameter" if isinstance(span.tensor, nn.Parameter) else "buffer" for span in (first, second)]
-    if not (first.is_registered and second.is_registered):
-        view, parameter = (second, first) if first.is_registered else (first, second)
-        message = f"`{view.name}` shares its memory with the parameter {parameter.name!r}, and would not follow its training"
-        return PlanError("model-init", message, path=("model",), hint="`.clone()` it, or compute it in the forward")
-    if types == ["parameter", "parameter"]:
-        message = f"the parameters {first.name!r} and {second.name!r} share their memory, but are two parameters"
-        hint = "tie them by registering the same nn.Parameter in both modules, or `.clone()` one of them"
-    else:
-        message = f"the {types[0]} {first.name!r} and the {types[1]} {second.name!r} share their memory"
-        hint = "`.clone()` the buffer, or compute it in the forward"
-    return PlanError("model-init", message, path=("model",), hint=hint)
 
 
 def _reference_error(attribute: str, name: str) -> PlanError:

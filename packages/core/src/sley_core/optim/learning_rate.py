@@ -42,14 +42,12 @@ def constant(config: ConstantConfig, _num_steps: int) -> Factor:
     return lambda step: _warmup(step, config.warmup_steps)
 
 
-def linear(config: LinearConfig, num_steps: int) -> Factor:
-    """Returns a factor that decays linearly from 1 to `min_ratio`."""
-    return _decay_after_warmup("linear", config, num_steps)
-
-
-def cosine(config: CosineConfig, num_steps: int) -> Factor:
-    """Returns a factor that decays along half a cosine from 1 to `min_ratio`."""
-    return _decay_after_warmup("cosine", config, num_steps)
+def decay(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
+    """Returns a factor that decays from 1 to `min_ratio` after the warm-up, by default until the run's last step."""
+    last_full = max(config.warmup_steps - 1, 0)
+    decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
+    shape = SHAPES["cosine" if isinstance(config, CosineConfig) else "linear"]
+    return _decay_factor(shape, config.warmup_steps, last_full, decay_steps, config.min_ratio)
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
@@ -64,13 +62,6 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
         )
     last_full = num_steps - 1 - decay_steps
     return _decay_factor(SHAPES[config.shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
-
-
-def _decay_after_warmup(shape: str, config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
-    """Returns a factor that falls from the end of the warm-up on, by default until the run's last step."""
-    last_full = max(config.warmup_steps - 1, 0)
-    decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
-    return _decay_factor(SHAPES[shape], config.warmup_steps, last_full, decay_steps, config.min_ratio)
 
 
 def _decay_factor(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:

@@ -184,7 +184,7 @@ class SavedRun:
     optimizer: str
     state: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, Any] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -201,8 +201,8 @@ class SavedRun:
 
         Raises RunError "checkpoint-ranks" if a value differs between ranks.
         """
-        values, paths = (_merge_equal([rank[part] for rank in rank_values]) for part in ("values", "paths"))
-        return replace(self, values=values, paths=paths, ranks=[rank["rank"] for rank in rank_values])
+        values, trees = (_merge_equal([rank[part] for rank in rank_values]) for part in ("values", "trees"))
+        return replace(self, values=values, trees=trees, ranks=[rank["rank"] for rank in rank_values])
 
 
 def _merge_equal(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from sley_core.engine.update import list_averages
 from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path
 from sley_core.files import CHECKPOINTS, PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
-from sley_core.hugging_face import merged_weights
 from sley_core.json_text import decode_value, encode_value
 from sley_core.optim import shared
 from sley_core.plan.document import read_file
@@ -34,10 +33,11 @@ from sley_core.run_state.tensors import (
     OPTIONS,
     SHARED,
     RunRestorer,
-    StateLeaf,
     base_error,
     encode_state,
     generator_states,
+    is_flat,
+    name_leaves,
     plan_and_weights,
     restore_generators,
     state_leaves,
@@ -159,12 +159,13 @@ class TrainingState:
                 yield WEIGHTS + param.name, region_of(param), param.parameter
         for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
             yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
-        for stepped, leaf in self._state_leaves():
-            if isinstance(leaf.value, Tensor):
-                shape = tuple(leaf.value.shape)
-                is_elementwise = shape == tuple(stepped.parameter.shape)
-                region = state_region(stepped) if is_elementwise else Region(shape)
-                yield state_name(stepped.name, leaf.name), region, leaf.value
+        for stepped, state in self._optimizer_states():
+            for name, value in state_leaves(state):
+                if isinstance(value, Tensor):
+                    shape = tuple(value.shape)
+                    is_elementwise = shape == tuple(stepped.parameter.shape)
+                    region = state_region(stepped) if is_elementwise else Region(shape)
+                    yield state_name(stepped.name, name), region, value
         for name, buffer, is_per_rank in self.buffers():
             for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
                 yield saved_name, Region(tuple(buffer.shape)), buffer
@@ -179,10 +180,9 @@ class TrainingState:
         """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
         return self.parts.registry.base
 
-    def _state_leaves(self) -> Iterator[tuple[Stepped, StateLeaf]]:
-        for stepped in self.update.masters.optimizer_params:
-            for leaf in state_leaves(self.update.optimizer.state.get(stepped.parameter, {})):
-                yield stepped, leaf
+    def _optimizer_states(self) -> list[tuple[Stepped, Any]]:
+        params = self.update.masters.optimizer_params
+        return [(stepped, self.update.optimizer.state.get(stepped.parameter, {})) for stepped in params]
 
     def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
@@ -202,19 +202,20 @@ class TrainingState:
         """Returns this rank's state except tensors as JSON, for `SavedRun.with_ranks`."""
         rank = {"generators": generator_states(self.parts.world.device)}
         values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
-        paths = {
-            state_name(stepped.name, leaf.name): [list(step) for step in leaf.path]
-            for stepped, leaf in self._state_leaves()
-            if len(leaf.path) > 1
+        trees = {
+            stepped.name: encode_state(tree, stepped.name, "state")
+            for stepped, state in self._optimizer_states()
+            if not is_flat(tree := name_leaves(state))
         }
-        return {"values": values, "paths": paths, "rank": rank}
+        return {"values": values, "trees": trees, "rank": rank}
 
     def _optimizer_values(self) -> dict[str, Any]:
         """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
         values = {}
-        for stepped, leaf in self._state_leaves():
-            if leaf.path and not isinstance(leaf.value, Tensor):
-                values[state_name(stepped.name, leaf.name)] = encode_state(leaf.value, stepped.name, leaf.name)
+        for stepped, state in self._optimizer_states():
+            for name, value in state_leaves(state):
+                if not isinstance(value, Tensor):
+                    values[state_name(stepped.name, name)] = encode_state(value, stepped.name, name)
         names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
         for group in self.update.optimizer.param_groups:
             options = shared.options_to_save(self.update.optimizer, group)
@@ -419,4 +420,8 @@ def weights_of_run(path: Path, run: Path) -> TensorReader:
         if checkpoint is None:
             raise weight_files_error(f"there is no checkpoint in `{path}`")
         plan, source = plan_and_weights(checkpoint)
-    return source if plan.adapters is None else merged_weights(plan, source)
+    if plan.adapters is None:
+        return source
+    from sley_core.hugging_face import merged_weights  # runs do not load it
+
+    return merged_weights(plan, source)

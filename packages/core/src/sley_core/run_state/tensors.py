@@ -10,13 +10,14 @@ ranks/<rank>/extra/<name>        the extra states of the rank's modules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import SequenceKey, tree_leaves, tree_map, tree_map_with_path
 
 from sley_core.attempt import use_copied_files
 from sley_core.data.dataset import DataContext
@@ -95,57 +96,35 @@ def encode_state(value: Any, parameter: str, name: str) -> Any:
         raise RunError("optimizer-state", message, hint=hint) from error
 
 
-class StateLeaf(NamedTuple):
-    """A value of a nested optimizer state. path: for each container around the value, its type and the key or index."""
+def name_leaves(state: Any) -> Any:
+    """Returns nested dicts, lists and tuples like `state`, with the name of each leaf in its place, such as `momenta.0`.
 
-    path: tuple[tuple[str, str | int], ...]
-    value: Any
-
-    @property
-    def name(self) -> str:
-        return ".".join(str(key) for _, key in self.path)
-
-
-def state_leaves(state: Any, path: tuple[tuple[str, str | int], ...] = ()) -> Iterator[StateLeaf]:
-    """Yields the values in nested dicts, lists and tuples. Raises RunError `optimizer-state` for a key that is not a string or
-    contains a slash.
+    Raises RunError `optimizer-state` for a key that is not a string or contains a slash.
     """
-    if isinstance(state, Mapping):
-        for key, value in state.items():
+
+    def name(path: Sequence[Any], _: object) -> str:
+        keys = [str(entry.idx) if isinstance(entry, SequenceKey) else getattr(entry, "key", entry) for entry in path]
+        for key in keys:
             if not isinstance(key, str) or "/" in key:
                 raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name")
-            yield from state_leaves(value, (*path, ("dict", key)))
-    elif type(state) in (list, tuple) and state:
-        for index, value in enumerate(state):
-            yield from state_leaves(value, (*path, (type(state).__name__, index)))
-    else:
-        yield StateLeaf(path, state)
+        return ".".join(keys)
+
+    return tree_map_with_path(name, state)
 
 
-def join_leaves(leaves: Iterable[StateLeaf]) -> Any:
-    """Rebuilds a nested state from its leaves, in their order."""
-    root: dict[str | int, Any] = {}
-    types: dict[tuple[str | int, ...], str] = {}
-    for path, value in leaves:
-        node = root
-        for depth, (container_type, key) in enumerate(path):
-            types[tuple(prefix_key for _, prefix_key in path[:depth])] = container_type
-            if depth == len(path) - 1:
-                node[key] = value
-            else:
-                node = node.setdefault(key, {})
-    return _rebuild(root, (), types)
+def state_leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the name and value of each leaf of a nested optimizer state. Raises the same errors as `name_leaves`."""
+    return zip(tree_leaves(name_leaves(state)), tree_leaves(state), strict=True)
 
 
-def _rebuild(node: Any, path: tuple[str | int, ...], types: Mapping[tuple[str | int, ...], str]) -> Any:
-    """Converts the nested dicts of `node` to the container types in `types`. path: the path of `node`."""
-    if path not in types:
-        return node if path else {}
-    items = {key: _rebuild(value, (*path, key), types) for key, value in node.items()}
-    if types[path] == "dict":
-        return items
-    values = [items[index] for index in sorted(items)]
-    return tuple(values) if types[path] == "tuple" else values
+def is_flat(tree: Any) -> bool:
+    """Returns whether the result of `name_leaves` is a dict without other containers, which its names alone describe."""
+    return isinstance(tree, dict) and all(isinstance(name, str) for name in tree.values())
+
+
+def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """Returns a nested state from its `leaves` by name. tree: the result of `name_leaves`; None for a flat dict."""
+    return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)
 
 
 class RunRestorer:
@@ -157,7 +136,7 @@ class RunRestorer:
         self.is_same_layout = is_same_layout
         self.names = frozenset(saved.names)
         self.notes: list[str] = []
-        self._states = _names_by_parameter(saved)
+        self._state_names = _names_by_parameter(saved)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights and buffers that this rank needs, by name."""
@@ -271,8 +250,9 @@ class RunRestorer:
             set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
 
     def _read_state(self, stepped: Stepped) -> Any:
-        names = self._states.get(stepped.name, [])
-        return join_leaves(StateLeaf(path, self._read_leaf(stepped, name)) for name, path in names)
+        names = self._state_names.get(stepped.name, {})
+        leaves = {leaf: self._read_leaf(stepped, name) for leaf, name in names.items()}
+        return join_leaves(decode_value(self.saved.description.trees.get(stepped.name)), leaves)
 
     def _read_leaf(self, stepped: Stepped, name: str) -> Any:
         """Reads a leaf of an optimizer state: a value, a whole tensor, or this rank's part of a tensor."""
@@ -319,12 +299,13 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
     """Restores the state of the parameter `name` in an optimizer of only this whole parameter, on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
-    leaves = (
-        StateLeaf(path, decode_value(values[state]) if state in values else saved.tensor(state))
-        for state, path in _names_by_parameter(saved).get(name, [])
-    )
+    leaves = {
+        leaf: decode_value(values[state]) if state in values else saved.tensor(state)
+        for leaf, state in _names_by_parameter(saved).get(name, {}).items()
+    }
     options = decode_value(values.get(OPTIONS + name, {}))
-    states, dtypes = {id(parameter): join_leaves(leaves)}, {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
+    states = {id(parameter): join_leaves(decode_value(saved.description.trees.get(name)), leaves)}
+    dtypes = {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
     shared.load_optimizer_state(optimizer, states, [options], _shared_states(saved), shared.copy_attributes(optimizer), dtypes)
 
 
@@ -334,16 +315,14 @@ def _shared_states(saved: CheckpointReader) -> shared.Shared:
     return {tuple(path): value for path, value in pairs}
 
 
-def _names_by_parameter(saved: CheckpointReader) -> dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]]:
-    """Returns the names in the checkpoint of each parameter's states, tensors and values, with their paths."""
-    states: dict[str, list[tuple[str, tuple[tuple[str, str | int], ...]]]] = {}
-    for name in [*saved.names, *saved.description.values]:
+def _names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
+    """Returns the name in the checkpoint of each leaf of each parameter's state, by the names of parameter and leaf."""
+    names: dict[str, dict[str, str]] = {}
+    for name in (*saved.names, *saved.description.values):
         if name.startswith(OPTIMIZER):
-            parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
-            path = saved.description.paths.get(name, [["dict", state]])
-            assert name == state_name(parameter, state), name
-            states.setdefault(parameter, []).append((name, tuple((kind, key) for kind, key in path)))
-    return states
+            parameter, _, leaf = name.removeprefix(OPTIMIZER).rpartition("/")
+            names.setdefault(parameter, {})[leaf] = name
+    return names
 
 
 class SavedWeights:

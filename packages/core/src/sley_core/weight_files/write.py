@@ -265,53 +265,51 @@ _FIRST_FILE = "rank-00000"
 
 
 class ProbeFolder(Protocol):
-    """Makes temporary folders in the folder `text`, a path or URL. token: the name of a temporary folder."""
+    """A temporary folder for a probe. The first written file creates it."""
 
-    text: str
+    def write(self, name: str, chunks: Iterable[bytes]) -> object:
+        """Writes a file, under its name once it is complete."""
 
-    def write(self, token: str, name: str) -> None:
-        """Writes a small file, under its name once it is complete."""
-
-    def names(self, token: str) -> list[str]:
-        """Returns the names of the files in the temporary folder."""
+    def names(self) -> list[str]:
+        """Returns the names of the files; [] if the folder does not exist."""
         ...
 
-    def remove(self, token: str) -> None:
-        """Deletes the temporary folder, and its parent if that is empty."""
+    def remove(self) -> None:
+        """Deletes the folder."""
 
 
-class LocalProbeFolder:
-    """Makes temporary folders in the local folder `path`."""
+class LocalProbeFolder(ProbeFolder):
+    """A temporary folder in the local folder `parent`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.text = str(path)
+    def __init__(self, parent: Path, token: str) -> None:
+        self.path = parent / f".probe-{token}"
 
-    def write(self, token: str, name: str) -> None:
-        self._path(token).mkdir(parents=True, exist_ok=True)
-        (self._path(token) / name).write_bytes(b"probe")
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / name).write_bytes(b"".join(chunks))
 
-    def names(self, token: str) -> list[str]:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return [file.name for file in self._path(token).iterdir()]
-        return []
+    def names(self) -> list[str]:
+        return [file.name for file in self.path.iterdir()] if self.path.is_dir() else []
 
-    def remove(self, token: str) -> None:
-        shutil.rmtree(self._path(token), ignore_errors=True)
-        with suppress(OSError):
-            self.path.rmdir()
-
-    def _path(self, token: str) -> Path:
-        return self.path / f".probe-{token}"
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def probe(
-    folder: ProbeFolder, control: Group, timeout_s: float, problem: Callable[[], str] = lambda: "", *, writes: bool = True
+    place: str,
+    open_folder: Callable[[str], ProbeFolder],
+    control: Group,
+    timeout_s: float,
+    problem: Callable[[], str] = lambda: "",
+    *,
+    writes: bool = True,
 ) -> None:
-    """Raises RunError "checkpoint-folder" on all ranks unless all of them see one `folder` and can write in it.
+    """Raises RunError "checkpoint-folder" on all ranks unless all of them see one folder and can write in it.
 
-    All ranks of `control` call it, and it leaves no files. timeout_s: the limit of an exchange between ranks. problem: returns
-    the reason why rank 0 refuses the folder, or "". writes: whether this rank will write there, as rank 0 always does.
+    All ranks of `control` call it, and it leaves no files. place: the path or URL of the folder. open_folder: returns a
+    temporary folder in it, whose name contains the token that is passed. timeout_s: the limit of an exchange between ranks.
+    problem: returns the reason why rank 0 refuses the folder, or "". writes: whether this rank will write there, as rank 0
+    always does.
     """
 
     def attempt(step: Callable[[], str]) -> str:
@@ -323,17 +321,18 @@ def probe(
 
     def write_first() -> str:
         if not (reason := problem()):
-            folder.write(token, _FIRST_FILE)
+            open_folder(token).write(_FIRST_FILE, [b"probe"])
         return reason
 
     def write_after_rank_0() -> str:
         # Half, so that a rank reports a missing file before the others stop waiting for it.
         deadline = time.monotonic() + min(PATIENCE_S, timeout_s / 2)
-        while _FIRST_FILE not in folder.names(token):
+        folder = open_folder(token)
+        while _FIRST_FILE not in folder.names():
             if time.monotonic() > deadline:
                 return "it cannot see the file of rank 0"
             time.sleep(_POLL_S)
-        folder.write(token, f"rank-{control.coord:05}")
+        folder.write(f"rank-{control.coord:05}", [b"probe"])
         return ""
 
     token, failure = secrets.token_hex(8), ""
@@ -345,8 +344,8 @@ def probe(
     failures = control.gather_objects(failure, label="whether ranks can write checkpoints")
     if control.coord == 0:
         with suppress(Exception):  # whatever a file system raises
-            folder.remove(token)
+            open_folder(token).remove()
     for rank, reason in zip(control.ranks, failures, strict=True):
         if reason:
             hint = "all ranks write checkpoints and weights into one folder; use a folder that every host can read and write"
-            raise RunError("checkpoint-folder", f"rank {rank} cannot save in {folder.text}: {reason}", hint=hint)
+            raise RunError("checkpoint-folder", f"rank {rank} cannot save in {place}: {reason}", hint=hint)

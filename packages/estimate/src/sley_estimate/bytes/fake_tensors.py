@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException, in_kernel_invocation_manager
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.model.tensors import PLAIN
 from sley_estimate.bytes.ledger import Ledger, scratch_bytes
 

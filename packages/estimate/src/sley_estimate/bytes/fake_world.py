@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sley_core.comm.backends import MessageTransport, installed_transports
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, storage_id
-from sley_core.comm.device import Device
+from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, storage_id
 from sley_core.comm.group import Exchange, Simulation, do_nothing
 from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
@@ -44,7 +43,7 @@ CopyDirection = Literal["to_host", "to_device"]
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {
     **dict.fromkeys(("sum", "max", "min"), "sum"),
-    **dict.fromkeys(("broadcast", "all_gather"), "gather"),
+    "all_gather": "gather",
     "all_to_all": "swap",
 }
 

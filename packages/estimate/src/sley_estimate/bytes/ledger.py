@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.run import Run
 
 ADDRESS_FACTOR = 1 << 44

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sley_core.comm.copies import CopyEvent, CopyStream, HostMemory, free, grow
-from sley_core.comm.device import Device
+from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, free, grow
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}

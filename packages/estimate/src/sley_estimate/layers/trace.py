@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.assemble import DTYPES, weight_dtypes
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe_output, gradient_edges

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sley_core.actions.action import Action, Kind, Transfer
-from sley_core.comm.copies import storage_id
+from sley_core.comm.device import storage_id
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
 from sley_core.run import Run
