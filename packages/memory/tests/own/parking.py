@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from sley_core.assemble import assemble
-from sley_core.comm import copies
+from sley_core.comm import device
 from sley_core.comm.world import World
 from sley_core.memory.inventory import COPIED, StorageEntry
 from sley_core.plan.load import plan_from_dict
@@ -29,10 +29,10 @@ def poison_freed_memory():
 
     def free(entry):
         whole(entry.memory).fill_(255)
-        return copies.free(entry.memory)
+        return device.free(entry.memory)
 
     def grow(entry):
-        copies.grow(entry.memory, entry.memory.numel())
+        device.grow(entry.memory, entry.memory.numel())
         whole(entry.memory).fill_(255)
 
     with patch.object(StorageEntry, "free", free), patch.object(StorageEntry, "grow", grow):
