@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +11,9 @@ from textwrap import dedent
 
 import pytest
 
-from sley_testing.ranks import Ranks
 from train_cli.main import main
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "own"))
 
 from started_program import TORCHRUN, Program, Result
@@ -117,21 +116,6 @@ def sets(changes: Iterable[str]) -> list[str]:
 
 
 @pytest.fixture
-def together(ranks: Callable[..., Ranks], capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`together(2, "run", path)` runs a command on two forked ranks. The result has the largest exit code, and the output of
-    all ranks as `err`.
-    """
-
-    def run(size: int, *arguments: object) -> Result:
-        capsys.readouterr()
-        codes = ranks(size, 120, init=False)(main, [str(argument) for argument in arguments])
-        lines = (line.partition("] ")[2] for line in capsys.readouterr().out.splitlines())
-        return Result(max(codes), "", "\n".join(lines))
-
-    return run
-
-
-@pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
     """`start("run", path)` starts `python -m train_cli run path` in the folder, forked.
 
@@ -155,34 +139,23 @@ def start(folder: Path) -> Iterator[Callable[..., Program]]:
 
 @pytest.fixture
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`install("sley-odd", plugin="odd", source="...")` puts a distribution with a plugin on sys.path.
+    """`install("sley-odd", "odd", "source")` puts a distribution with a plugin on sys.path.
 
     group: the group of the entry point. attribute: the attribute of the module in the entry point, such as `:sweep`.
     """
     site = folder / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
     modules: list[str] = []
 
-    def add(
-        dist: str,
-        plugin: str,
-        source: str = "",
-        *,
-        requires: str = "sley-core",
-        group: str = "sley.plugins",
-        attribute: str = "",
-    ) -> None:
-        module = f"{dist.replace('-', '_')}_module"
-        modules.append(module)
-        (site / f"{module}.py").write_text(dedent(source), "utf-8")
-        info = site / f"{dist.replace('-', '_')}-1.0.dist-info"
+    def add(dist: str, plugin: str, source: str, *, group: str = "sley.plugins", attribute: str = "") -> None:
+        name = dist.replace("-", "_")
+        modules.append(f"{name}_module")
+        (site / f"{name}_module.py").write_text(dedent(source), "utf-8")
+        info = site / f"{name}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\nRequires-Dist: {requires}\n", "utf-8"
-        )
-        (info / "entry_points.txt").write_text(f"[{group}]\n{plugin} = {module}{attribute}\n", "utf-8")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\nRequires-Dist: sley-core\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{plugin} = {name}_module{attribute}\n", "utf-8")
         importlib.invalidate_caches()
 
     yield add

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,43 +11,25 @@ from typing import Any
 
 import pytest
 
-from sley_core.discovery import find_plugins
-
-PLAN_INVALID, PLUGIN = 3, 4
-
 Cli = Callable[..., Any]
 Refused = Callable[..., None]
 Own = Callable[[str], Path]
-Install = Callable[..., None]
 
 
 @pytest.fixture
 def refused(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, no_children: None) -> Refused:
     """`refused(path, code, at)` checks that `run` or `check` prints one diagnostic, with its caret at the text `at`."""
-    started: list[object] = []
-
-    class RecordingPopen(subprocess.Popen):  # type: ignore[type-arg]
-        """torch may start processes, but no rank may start."""
-
-        def __init__(self, args: Any, *more: Any, **options: Any) -> None:
-            if "train_cli" in str(args):
-                started.append(args)
-            super().__init__(args, *more, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", RecordingPopen)
+    monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def refuse(
-        path: Path, code: str, at: str | None, *options: str, exit_code: int = PLAN_INVALID, command: str = "run"
-    ) -> None:
+    def refuse(path: Path, code: str, at: str | None, *options: str, command: str = "run") -> None:
         before = files(folder)
         result = cli(command, path, "--message-format", "json", *options)
         errors = [json.loads(line) for line in result.err.splitlines()]
-        assert ([error["code"] for error in errors], result.code, result.out) == ([code], exit_code, ""), result.err
+        assert ([error["code"] for error in errors], result.code, result.out) == ([code], 3, ""), result.err
         assert text_at(path, errors[0]).startswith(at or ""), errors[0]
         assert (errors[0]["file"] is not None) == (at is not None), errors[0]
         assert files(folder) == before
-        assert not started
 
     return refuse
 
@@ -93,29 +74,6 @@ def test_errors_name_the_option(plan: Path, refused: Refused) -> None:
     refused(plan, "layout", "2", "--nproc", "3")
     refused(plan, "layout", "2", "--world", "3", command="check")
     refused(plan, "unknown-key", "--set #2", "--set", "run.seed=3", "--set", "run.sed=3")
-
-
-# -- plugins -----------------------------------------------------------------------------------------------------------
-
-
-def with_handlers(plan: Path, *names: str) -> Path:
-    tables = "".join(f'[[gradient_handlers]]\nuse = "{name}"\n' for name in names)
-    plan.write_text(plan.read_text("utf-8") + tables, "utf-8")
-    return plan
-
-
-def test_a_missing_plugin(plan: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = plan.read_text("utf-8")
-    refused(with_handlers(plan, "nobody.knows"), "plugin-unknown", '"nobody.knows"', exit_code=PLUGIN)
-    plan.write_text(text, "utf-8")
-    without_dp = {name: plugin for name, plugin in find_plugins().items() if name != "dp"}
-    monkeypatch.setattr("sley_core.plan.loader.find_plugins", lambda: without_dp)
-    refused(with_handlers(plan, "dp.bucketed"), "plugin-missing", '"dp.bucketed"', exit_code=PLUGIN)
-
-
-def test_a_plugin_that_cannot_be_imported(plan: Path, install: Install, refused: Refused) -> None:
-    install("sley-odd", "odd", "raise RuntimeError('not today')")
-    refused(with_handlers(plan, "odd.sum"), "plugin-import", '"odd.sum"', exit_code=PLUGIN)
 
 
 # -- the user's code, and the run's folder -----------------------------------------------------------------------------
@@ -165,12 +123,6 @@ def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
     assert (count, result.code) == ("found 2 errors", 4)
     result = cli("check", plan, plan)
     assert (result.code, result.err) == (0, "2 plans are fine; no model was built (use --model)\n")
-
-
-def test_check_uses_the_world_option(cli: Cli, plan: Path) -> None:
-    plan.write_text(plan.read_text("utf-8").replace("dp = 2", 'dp = "auto"'), "utf-8")
-    assert cli("check", plan, "--world", "4").code == 0
-    assert "batch-does-not-divide" in cli("check", plan, "--world", "3").err
 
 
 @pytest.mark.parametrize("key", ["epochs = 3", "resume = true"])

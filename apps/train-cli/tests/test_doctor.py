@@ -95,6 +95,7 @@ def test_doctor_names_a_fault(start: Start, cli: Cli, folder: Path, fault: Fault
     environ = {"SLEY_TEST_FAULT": json.dumps(fault._asdict()), "PYTHONPATH": str(OWN)}
     result = start("run", "plan.toml", **environ).finish(120)  # fails if a process is left
     assert result.code == 1, result.err
+    assert fault.type != "killed" or "error[rank-died]: rank 1 of 2 was killed by SIGKILL" in result.err, result.err
     assert time.time() - (folder / "hit.json").stat().st_mtime < 2 * LIMIT_S + 5, "5 s for a busy machine"
     pids = {int(path.suffix[1:]) for path in folder.glob("process.*")}
     shared_memory = [path.name for path in Path("/dev/shm").iterdir()]
@@ -121,8 +122,8 @@ HANGS_IN_STEP_3 = """
 
 
 def test_a_terminated_run_that_hangs_is_reported(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
-    options = ("--set", "limits.collective_timeout_s=600", "--set", "run.final_weights=none")  # a run that saves has 25 s
-    program = start("run", own_model(doing(HANGS_IN_STEP_3)), *options)
+    options = ("--set", "limits.collective_timeout_s=600", "--set", "run.final_weights=none")  # a run that saves has more time
+    program = start("run", own_model(doing(HANGS_IN_STEP_3, TERMINATED_S=1.0)), *options)
     program.wait_for("step 2/")
     while not (folder / "hangs").exists():
         time.sleep(0.05)

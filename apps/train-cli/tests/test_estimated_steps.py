@@ -39,19 +39,16 @@ def make_machine(link: dict[str, float] = FAST, layers: Sequence[dict[str, Any]]
     return machine_from_dict(small_machine(device=device, links=links, layers=[*layers]))
 
 
-DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
-
-
-def plan_of(**changes: Any) -> Plan:
-    return plan_from_dict(small_plan(**{"data": DATA} | changes))
+def plan_of(folder: Path, **changes: Any) -> Plan:
+    return plan_from_dict(small_plan(**changes), folder)
 
 
 TIES = {"model__tie_embeddings": True, "gradient_handlers": [{"use": "pp.shared_modules"}]}
 STAGES = {"parallel": {"pp": 2}, "pipeline": {"use": "pp.one_f_one_b"}, "batch": {"global_size": 4, "micro_size": 1}}
 
 
-def test_waits_are_described_with_exchange_and_peer() -> None:
-    plan, machine = plan_of(**STAGES | TIES), make_machine(SLOW)
+def test_waits_are_described_with_exchange_and_peer(texts: Path) -> None:
+    plan, machine = plan_of(texts, **STAGES | TIES), make_machine(SLOW)
     estimate = estimate_plan(plan, 2, machine)
     _, first, last, sources, *_ = seconds_lines(estimate, machine)
     assert "ms waiting for gradients from stage 1" in first
@@ -76,15 +73,15 @@ RANKS = {"parallel": {"dp": 2}, "gradient_handlers": [{"use": "powersgd.reducer"
     [(SHARDS, "gather"), (SLICES, "swap"), ({"precision": {"compute": "fp32"}, **RANKS}, "sum")],
     ids=["wp", "sp", "powersgd"],
 )
-def test_slow_link_causes_waits(changes: dict[str, Any], exchange: str) -> None:
-    plan = plan_of(**changes)
+def test_slow_link_causes_waits(texts: Path, changes: dict[str, Any], exchange: str) -> None:
+    plan = plan_of(texts, **changes)
     fast, slow = (estimate_plan(plan, 2, make_machine(link)).step for link in (FAST, SLOW))
     assert slow.seconds > 1.2 * fast.seconds
     assert slow.exposed_s(0)[exchange] > fast.exposed_s(0).get(exchange, 0.0)
 
 
-def test_prefetched_gather_starts_before_previous_layer() -> None:
-    plan = plan_of(**SHARDS)
+def test_prefetched_gather_starts_before_previous_layer(texts: Path) -> None:
+    plan = plan_of(texts, **SHARDS)
     _, records = record_stages(plan, 2, build_first_draft(plan, 2))
     step = records.ranks[0].step
     events = next(events for action, events in step.actions if action.kind is Kind.FORWARD)
@@ -117,9 +114,9 @@ def test_expanded_step_keeps_waits() -> None:
     assert sum(isinstance(event, ComputeEvent) for event in expanded.events) == 13
 
 
-def test_layers_of_slices_are_scaled_from_full_sequences() -> None:
+def test_layers_of_slices_are_scaled_from_full_sequences(texts: Path) -> None:
     """Exchanges and the update are not scaled."""
-    plan = plan_of(**SLICES)
+    plan = plan_of(texts, **SLICES)
     with short_calibration():
         tables = measure_layers(plan, Device(torch.device("cpu")))
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
@@ -146,10 +143,10 @@ def seconds(plan: Plan, size: int, machine: dict[str, Any] = MACHINE) -> float:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dp", "reduced"), [(2, {"gradient_handlers": [{"use": "dp.bucketed"}]}), (1, {})])
-def test_update_moves_all_parameters(dp: int, reduced: dict[str, Any]) -> None:
+def test_update_moves_all_parameters(texts: Path, dp: int, reduced: dict[str, Any]) -> None:
     """AdamW in fp32 reads gradients twice, and reads and writes weights and two states."""
     staged = {"parallel": {"pp": 2, "dp": dp}, "pipeline": {"use": "pp.one_f_one_b"}}
-    plan = plan_of(**FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
+    plan = plan_of(texts, **FP32, **staged, optimizer={"use": "core.adamw", "lr": 1e-3}, **reduced)
     parameters = {p for layer in build_first_draft(plan, 2 * dp).model.layers for p in layer.module.parameters()}
     at_once = changed(MACHINE, links__ranks_per_host=4, device__launch_s=0.0)
     moved_bytes = 4 * (2 + 2 * 3) * sum(p.numel() for p in parameters)
@@ -160,8 +157,9 @@ def test_update_moves_all_parameters(dp: int, reduced: dict[str, Any]) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
-def test_representative_stages_give_equal_seconds(schedule: str, handler: str) -> None:
+def test_representative_stages_give_equal_seconds(texts: Path, schedule: str, handler: str) -> None:
     plan = plan_of(
+        texts,
         **FP32,
         batch={"global_size": 8, "micro_size": 1},
         parallel={"pp": 4, "dp": 2},

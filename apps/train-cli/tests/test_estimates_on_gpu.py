@@ -7,9 +7,8 @@ the workspaces of cuBLAS. Layers are timed and steps are run in turns, since the
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,6 +32,8 @@ from sley_testing.plans import Tables, changed, small_plan
 
 BYTES, SECONDS = 0.03, 0.10
 """The allowed relative errors of the peak and of a step."""
+
+NUM_STEPS, NUM_ROUNDS = 5, 3
 
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
@@ -142,33 +143,6 @@ def measured_peak(result: list[int]) -> Iterator[None]:
     result.append(peak - (final_bytes - torch.cuda.memory_allocated()))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Holds an estimate and a run. states, real_states: the bytes of each part between two steps. seconds, real_seconds: the
-    times of single steps.
-    """
-
-    name: str
-    num_bytes: int
-    peak: int
-    states: dict[str, int]
-    real_states: dict[str, int]
-    seconds: Sequence[float]
-    real_seconds: Sequence[float]
-
-    def figures(self) -> list[Figure]:
-        bytes_error = self.num_bytes / self.peak - 1
-        seconds_error = median(self.seconds) / median(self.real_seconds) - 1
-        pairs = zip(self.seconds, self.real_seconds, strict=True)
-        turns = ", ".join(f"{estimated / real - 1:+.1%}" for estimated, real in pairs)
-        bytes_text = f"{bytes_error:+.1%} of {self.peak / 2**20:,.0f} MiB"
-        seconds_text = f"{seconds_error:+.1%} of {median(self.real_seconds):.4f} s (by turn {turns})"
-        return [
-            Figure(f"peak bytes: {self.name}", bytes_text, f"within {BYTES:.0%}", is_met=abs(bytes_error) <= BYTES),
-            Figure(f"step seconds: {self.name}", seconds_text, f"within {SECONDS:.0%}", is_met=abs(seconds_error) <= SECONDS),
-        ]
-
-
 @pytest.fixture(scope="module")
 def machine_tables() -> dict[str, Any]:
     """Returns the tables of this machine's file, without engine and layers."""
@@ -185,32 +159,37 @@ def measure_layers_and_host(device: Device, plan: Plan, machine_tables: dict[str
     return machine_from_dict(machine_tables | changes)
 
 
-def compare(name: str, plan: Plan, machine_tables: dict[str, Any], num_steps: int = 5, num_rounds: int = 3) -> Comparison:
-    estimated = rank_bytes(plan, 0, 1)
-    peak, seconds, real_seconds = list[int](), list[float](), list[float]()
-    with World.alone("cuda") as world, ExitStack() as stack:
-        with measured_peak(peak):
-            run = stack.enter_context(assemble(plan, world))
-            for _ in range(STEPS):
-                run.step()
-            states = dict(run.memory.bytes)
-        for _ in range(num_rounds):
-            machine = measure_layers_and_host(world.device, plan, machine_tables)
-            seconds.append(estimate_plan(plan, 1, machine).step.seconds)
-            real_seconds.append(mean_step_s(run, num_steps))
-    num_bytes = estimated.peak - estimated.batch
-    return Comparison(name, num_bytes, peak[0], dict(estimated.states), states, seconds, real_seconds)
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.timeout(300)  # the first one measures the machine
 @pytest.mark.parametrize("name", CASES)
 def test_estimate_equals_run_on_gpu(name: str, machine_tables: dict[str, Any]) -> None:
     """Expects exact bytes of parts between two steps, and a peak and seconds within BYTES and SECONDS."""
-    comparison = compare(name, plan_from_dict(tables(CASES[name])), machine_tables)
-    for figure in comparison.figures():
+    plan = plan_from_dict(tables(CASES[name]))
+    estimated = rank_bytes(plan, 0, 1)
+    peaks, seconds, real_seconds = list[int](), list[float](), list[float]()
+    with World.alone("cuda") as world, ExitStack() as stack:
+        with measured_peak(peaks):
+            run = stack.enter_context(assemble(plan, world))
+            for _ in range(STEPS):
+                run.step()
+            states = dict(run.memory.bytes)
+        for _ in range(NUM_ROUNDS):
+            machine = measure_layers_and_host(world.device, plan, machine_tables)
+            seconds.append(estimate_plan(plan, 1, machine).step.seconds)
+            real_seconds.append(mean_step_s(run, NUM_STEPS))
+    (peak,) = peaks
+    bytes_error = (estimated.peak - estimated.batch) / peak - 1
+    seconds_error = median(seconds) / median(real_seconds) - 1
+    turns = ", ".join(f"{estimate / real - 1:+.1%}" for estimate, real in zip(seconds, real_seconds, strict=True))
+    bytes_text = f"{bytes_error:+.1%} of {peak / 2**20:,.0f} MiB"
+    seconds_text = f"{seconds_error:+.1%} of {median(real_seconds):.4f} s (by turn {turns})"
+    figures = (
+        Figure(f"peak bytes: {name}", bytes_text, f"within {BYTES:.0%}", is_met=abs(bytes_error) <= BYTES),
+        Figure(f"step seconds: {name}", seconds_text, f"within {SECONDS:.0%}", is_met=abs(seconds_error) <= SECONDS),
+    )
+    for figure in figures:
         print(figure)
         note(figure)
-    assert comparison.states == comparison.real_states
-    assert all(figure.is_met for figure in comparison.figures())
+    assert dict(estimated.states) == states
+    assert all(figure.is_met for figure in figures)

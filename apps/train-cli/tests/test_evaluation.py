@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from layouts import layout_of, num_ranks
+from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
@@ -23,19 +26,64 @@ from sley_core.plan.plan import Plan
 from sley_testing.plain import PlainLoop
 from sley_testing.plans import Tables, changed, small_plan
 
+
+class Rows:
+    """`num_samples` drawn samples of `sequence` tokens, a quarter of whose labels are ignored."""
+
+    def __init__(self, num_samples: int, sequence: int = 24) -> None:
+        self.num_samples = num_samples
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(256, (self.sequence + 1,), generator=generator)
+        ignored = torch.rand(self.sequence, generator=generator) < 0.25
+        return {"tokens": ids[:-1], "labels": ids[1:].masked_fill(ignored, -100)}
+
+
+class Endless:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from (Rows(5)[index] for index in range(5))
+
+
+def sequence_metric(fault: str = "") -> Callable[[Tensor, Mapping[str, Tensor]], dict[str, tuple[Any, Any]]]:
+    """Returns a metric that needs full sequences: the position of the highest logit, and the likelihood of the best tokens.
+
+    fault: what is wrong with its results: "a name" of rank 1, "a pair", or "in place".
+    """
+
+    def count(output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
+        assert "tokens" in batch
+        highest = output.amax(-1).argmax(-1)
+        if fault == "in place":
+            output.zero_()
+        results: dict[str, tuple[Any, Any]] = {
+            "highest": (highest.sum(), len(highest)),
+            "likelihood": (output.log_softmax(-1).amax(-1).sum(), float(output[..., 0].numel())),
+        }
+        if fault == "a name" and dist.is_initialized() and dist.get_rank() == 1:
+            results["more"] = results.pop("highest")
+        return {"highest": (highest, 1.0)} if fault == "a pair" else results
+
+    return count
+
+
 SETS = {
-    "odd": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 13}},
-    "one": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 1}},
-    "short": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 5, "sequence": 8}},
-    "few": {"factory": "evaluated_parts:Rows", "options": {"num_samples": 100}, "steps": 2, "shuffle": False},
-    "texts": {"use": "data.text", "files": ["text/b.txt"], "sequence": 24, "separator": "\n\n", "documents": "cut"},
-    "held": {"use": "data.text", "files": ["text/a.txt"], "sequence": 24, "separator": "\n\n", "documents": "cut"}
+    "odd": {"factory": "test_evaluation:Rows", "options": {"num_samples": 13}},
+    "one": {"factory": "test_evaluation:Rows", "options": {"num_samples": 1}},
+    "short": {"factory": "test_evaluation:Rows", "options": {"num_samples": 5, "sequence": 8}},
+    "few": {"factory": "test_evaluation:Rows", "options": {"num_samples": 100}, "steps": 2, "shuffle": False},
+    "texts": {"use": "data.text", "files": ["text/b.txt"], "sequence": 96, "separator": "\n\n", "documents": "cut"},
+    "held": {"use": "data.text", "files": ["text/a.txt"], "sequence": 96, "separator": "\n\n", "documents": "cut"}
     | {"split": "held_out", "held_out": 0.3},
 }
 PLAN = small_plan(
     data__documents="cut",
     batch__micro_size=2,
-    evaluation={"every": 2, "steps": 1, "sets": SETS, "metric": {"factory": "evaluated_parts:of_sequences"}},
+    evaluation={"every": 2, "steps": 1, "sets": SETS, "metric": {"factory": "test_evaluation:sequence_metric"}},
 )
 
 
@@ -91,14 +139,14 @@ def test_each_sample_counts_once_in_every_layout(ranks: Any, texts: Path, layout
         assert own == {"held_out_loss", *(f"held_out/{key}" for key in ("perplexity", "accuracy", "highest", "likelihood"))}
 
 
+def loaded(folder: Path, **changes: Any) -> Plan:
+    return plan_from_dict(changed(small_plan(data__documents="cut", evaluation={"every": 2, "steps": 1}), **changes), folder)
+
+
 def error_of(folder: Path, **changes: Any) -> str:
     with pytest.raises(SleyError) as error, World.alone("cpu") as world, assemble(loaded(folder, **changes), world) as run:
         run.evaluate_sets()
     return str(error.value)
-
-
-def loaded(folder: Path, **changes: Any) -> Plan:
-    return plan_from_dict(changed(small_plan(data__documents="cut", evaluation={"every": 2, "steps": 1}), **changes), folder)
 
 
 def evaluation_error(tables: Tables, folder: Path) -> str:
@@ -108,37 +156,49 @@ def evaluation_error(tables: Tables, folder: Path) -> str:
 
 
 def test_metrics_with_other_names_on_one_rank_are_refused(ranks: Any, texts: Path) -> None:
-    metric = {"factory": "evaluated_parts:of_sequences", "options": {"place": "a name"}}
+    metric = {"factory": "test_evaluation:sequence_metric", "options": {"fault": "a name"}}
     tables = changed(PLAN, evaluation={"every": 2, "metric": metric}, parallel__dp=2)
     first, second = ranks(2)(evaluation_error, tables, texts)
     assert first == second
     assert "error[metric-result]: the [evaluation] metric returns likelihood, more on rank 1, but highest" in first
 
 
-@pytest.mark.parametrize(("place", "message"), [("a pair", "no pair of numbers as 'highest'"), ("in place", "writes in place")])
-def test_an_invalid_metric_is_refused(texts: Path, place: str, message: str) -> None:
-    metric = {"factory": "evaluated_parts:of_sequences", "options": {"place": place}}
-    assert message in error_of(texts, evaluation__metric=metric)
+def metric(fault: str) -> Tables:
+    return {"evaluation__metric": {"factory": "test_evaluation:sequence_metric", "options": {"fault": fault}}}
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"factory": "evaluated_parts:Rows", "options": {"num_samples": 0}}, "the set `mine` has no samples"),
-        ({"factory": "evaluated_parts:Endless", "sequence": 24}, "`mine` is a stream, which has no end"),
-        ({**SETS["texts"], "documents": "pack"}, "the set `mine` has the fields ['cu_seqlens', 'labels', 'pos"),
-        ({**SETS["texts"], "held_out": 0.1}, "`held_out` holds out samples, but the set `mine` is evaluated on all samples"),
-        ({**SETS["texts"], "files": ["none.txt"]}, "none.txt"),
-        ({"files": ["text/a.txt"]}, "[evaluation.sets.mine] needs `use`"),
-        (
-            {"use": "data.mixture", "sources": [{"name": "a", "weight": 1.0, **SETS["texts"]}]},
-            "`mine` cannot be evaluated whole",
-        ),
-        ({**SETS["texts"], "steps": 0}, "`evaluation.sets.mine.steps` must be an integer of at least 1"),
-    ],
-)
-def test_a_set_that_cannot_be_evaluated_is_refused(texts: Path, table: Tables, message: str) -> None:
-    assert message in error_of(texts, evaluation__sets={"mine": table})
+def one_set(**table: Any) -> Tables:
+    return {"evaluation__sets": {"mine": table}}
+
+
+MIXTURE = {"use": "data.mixture", "sources": [{"name": "a", "weight": 1.0, **SETS["texts"]}]}
+SMOOTHED: Tables = {"loss": {"label_smoothing": 0.1}, "checkpoint": {}}
+REFUSED: dict[str, Tables] = {
+    "no pair of numbers as 'highest'": metric("a pair"),
+    "writes in place": metric("in place"),
+    "the set `mine` has no samples": one_set(factory="test_evaluation:Rows", options={"num_samples": 0}),
+    "`mine` is a stream, which has no end": one_set(factory="test_evaluation:Endless", sequence=24),
+    "the set `mine` has the fields ['cu_seqlens', 'labels', 'pos": one_set(**{**SETS["texts"], "documents": "pack"}),
+    "holds out samples, but the set `mine` is evaluated on all samples": one_set(**{**SETS["texts"], "held_out": 0.1}),
+    "none.txt": one_set(**{**SETS["texts"], "files": ["none.txt"]}),
+    "[evaluation.sets.mine] needs `use`": one_set(files=["text/a.txt"]),
+    "`mine` cannot be evaluated whole": one_set(**MIXTURE),
+    "`evaluation.sets.mine.steps` must be an integer of at least 1": one_set(**{**SETS["texts"], "steps": 0}),
+    "there is no data to evaluate": {"evaluation__held_out": False},
+    "`patience` needs `keep_best`": {"evaluation__patience": 2},
+    "`keep_best` keeps a checkpoint, but the plan saves no checkpoints": {"evaluation__keep_best": "held_out_loss"},
+    'write keep_best = { metric = "held_out/mine", mode = "max" }': {"evaluation__keep_best": "held_out/mine"},
+    "set `mode` to": {"evaluation__keep_best": {"metric": "held_out/mine"}},
+    "has no metric `held_out/wiki/loss`": {"evaluation__keep_best": "held_out/wiki/loss"},
+    "of this data and this loss has no metric `held_out/perplexity`": {"evaluation__keep_best": "held_out/perplexity"}
+    | SMOOTHED,
+}
+"""The changes of plans whose evaluation is refused, by a part of the message."""
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_an_impossible_evaluation_is_refused(texts: Path, message: str) -> None:
+    assert message in error_of(texts, **REFUSED[message])
 
 
 def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
@@ -152,36 +212,15 @@ def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
         run.evaluate_sets()
     tables["evaluation"]["held_out"] = True
     assert "or set `held_out = false` to evaluate only on the sets" in error_of(texts, **tables)
+    assemble(loaded(texts, evaluation__keep_best="held_out/accuracy", **SMOOTHED), World.alone("cpu")).close()
 
 
 def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
-    sets = {"mine": {"factory": "evaluated_parts:Endless", "sequence": 24, "steps": 2}}
+    sets = {"mine": {"factory": "test_evaluation:Endless", "sequence": 24, "steps": 2}}
     with World.alone("cpu") as world, assemble(loaded(texts, evaluation__sets=sets), world) as run:
         first, second = run.evaluate_sets(), run.evaluate_sets()
     assert first == second
     assert "held_out/mine/loss" in first
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ({"held_out": False}, "there is no data to evaluate"),
-        ({"patience": 2}, "`patience` needs `keep_best`"),
-        ({"keep_best": "held_out_loss"}, "`keep_best` keeps a checkpoint, but the plan saves no checkpoints"),
-        ({"keep_best": "held_out/mine"}, 'write keep_best = { metric = "held_out/mine", mode = "max" }'),
-        ({"keep_best": {"metric": "held_out/mine"}}, "set `mode` to"),
-        ({"keep_best": "held_out/wiki/loss"}, "has no metric `held_out/wiki/loss`"),
-    ],
-)
-def test_an_invalid_best_metric_is_refused(texts: Path, evaluation: Tables, message: str) -> None:
-    assert message in error_of(texts, evaluation={"every": 2, **evaluation})
-
-
-def test_the_best_metric_must_exist_for_the_data(texts: Path) -> None:
-    changes: Tables = {"evaluation__keep_best": "held_out/accuracy", "checkpoint": {}, "loss": {"label_smoothing": 0.1}}
-    assemble(loaded(texts, **changes), World.alone("cpu")).close()
-    changes["evaluation__keep_best"] = "held_out/perplexity"
-    assert "an evaluation of this data and this loss has no metric `held_out/perplexity`" in error_of(texts, **changes)
 
 
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path) -> None:

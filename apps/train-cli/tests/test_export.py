@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+import trained_runs
 from safetensors.torch import load_file, save_file
+from trained_runs import TOKENS, transformers_model
 
-from sley_core.plan.load import load_plan
+from sley_core.run import Run
 from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import running
 
 transformers = pytest.importorskip("transformers")
 PLAN = small_plan(
@@ -34,7 +34,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 8},
 }
 DATA = '[data]\nuse = "data.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
-TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
 Trained = Callable[..., tuple[Path, torch.Tensor]]
 
 
@@ -42,31 +41,17 @@ Trained = Callable[..., tuple[Path, torch.Tensor]]
 def trained(texts: Path, folder: Path) -> Trained:
     """`trained(tables, precision)` trains for two steps. It returns the run folder and the logits of `TOKENS` in fp32."""
 
-    def train(tables: Tables, precision: str = "working") -> tuple[Path, torch.Tensor]:
-        to = folder / "run"
-        with running(tables, texts) as run:
-            run.step()
-            run.step()
-            run.save_weights(to / "weights", precision=precision, max_file_bytes=8000)  # type: ignore[arg-type]
-            (to / "plan.toml").write_text(run.resolved_plan.to_toml(), "utf-8")
-            output: Any = TOKENS % (run.dataset.info.vocab_size or 256)
-            with torch.no_grad():
-                for layer in run.layers:
-                    output = layer.module(output)
-        return to, output.float()
+    def train(tables: Tables, precision: Any = "working") -> tuple[Path, torch.Tensor]:
+        def save(run: Run, to: Path) -> None:
+            run.save_weights(to / "weights", precision=precision, max_file_bytes=8000)
+
+        return folder / "run", trained_runs.train(tables, texts, folder / "run", save)
 
     return train
 
 
 def first_file(run: Path) -> Path:
     return min((run / "weights").glob("*.safetensors"))
-
-
-def transformers_model(folder: Path) -> Any:
-    """Returns the model that transformers reads. Fails if a weight is missing, unknown or has another shape."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    assert not any(info.values()), info
-    return model.eval()
 
 
 @pytest.mark.sample(2)
@@ -194,21 +179,13 @@ def test_an_own_module_loads_its_weights(
         for layer in layers:
             output = layer(output)
     assert torch.equal(output, logits)
-
-
-def test_a_factory_with_another_model_is_refused(
-    cli: Any, trained: Trained, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "own_net.py").write_text(OWN, "utf-8")
-    monkeypatch.syspath_prepend(folder)
-    run, _ = trained(changed(PLAN, model={"factory": "own_net:of_a_module"}, data__documents="cut"))
     values = load_file(first_file(run))
     save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
-    result = cli("export", run, "--out", folder / "own")
+    result = cli("export", run, "--out", folder / "refused")
     assert result.code == 1
     assert "error[weights-mismatch]: the factory returns a different model than for the run" in result.err
-    assert not (folder / "own").exists()
-    assert not list(folder.glob(".own*"))
+    assert not (folder / "refused").exists()
+    assert not list(folder.glob(".refused*"))
 
 
 def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path) -> None:
@@ -228,19 +205,6 @@ def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path)
     result = cli("export", run, "--out", out)
     assert result.code == 2
     assert "error[no-weights]" in result.err
-
-
-def test_a_run_saves_its_weights_unless_the_plan_forbids_it(cli: Any, plan: Path, folder: Path) -> None:
-    result = cli("run", plan, changes=["parallel.dp=1"])
-    assert result.code == 0, result.err
-    assert "  weights        runs/small/weights\n" in result.err
-    with safe_open(folder / "runs" / "small" / "weights" / "model.safetensors", "pt") as content:
-        assert set(content.keys()) >= {"embed.tokens.weight", "head.norm.weight"}
-    assert load_plan(folder / "runs" / "small" / "plan.toml").run.final_weights == "working"
-    result = cli("run", plan, changes=["parallel.dp=1", 'run.name="none"', 'run.final_weights="none"'])
-    assert result.code == 0, result.err
-    assert "  weights  " not in result.err
-    assert not (folder / "runs" / "none" / "weights").exists()
 
 
 WRITES_A_FILE = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trained_runs
 from safetensors.torch import load_file, save_file
-from trained_runs import TOKENS
+from trained_runs import TOKENS, transformers_model
 
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
@@ -23,8 +23,6 @@ from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
 from train_cli.commands.export import write_other_files
 from train_cli.saved import load_run_plan
-
-transformers = pytest.importorskip("transformers")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
@@ -70,13 +68,6 @@ def trained(texts: Path, folder: Path) -> Trained:
     return train
 
 
-def exported_model(folder: Path) -> Any:
-    """Returns the model that transformers reads. Fails if a weight is missing, unknown or has another shape."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    assert not any(info.values()), info
-    return model.eval()
-
-
 def exported(cli: Any, run: Path, out: Path, *options: str) -> str:
     result = cli("export", run, "--format", "huggingface", "--out", out, *options)
     assert result.code == 0, result.err
@@ -112,7 +103,7 @@ def test_a_moved_export_computes_the_logits_of_the_run(cli: Any, trained: Traine
     message = exported(cli, run, folder / "hf", *options)
     assert f"the weights of step {4 if case == 'extended' else 2}" in message
     assert "transformers computes the run's logits" in message
-    model = exported_model(Path(shutil.move(folder / "hf", folder / "moved")))
+    model = transformers_model(Path(shutil.move(folder / "hf", folder / "moved")))
     assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == (dtype, family, 255)
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
     with torch.no_grad():
@@ -207,4 +198,4 @@ def test_a_run_starts_from_the_weights_of_another_and_is_exported(
     shutil.rmtree(first)
     shutil.rmtree(start)
     exported(cli, second, folder / "hf")
-    assert exported_model(folder / "hf").generation_config.eos_token_id == (None if "model" in changes else 255)
+    assert transformers_model(folder / "hf").generation_config.eos_token_id == (None if "model" in changes else 255)

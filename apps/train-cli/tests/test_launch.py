@@ -84,6 +84,7 @@ def test_examples_of_other_engines_start_torchrun_on_each_host() -> None:
 def test_nodes_and_per_node_set_the_world(cli: Cli, plan: Path, command: str) -> None:
     auto = ('parallel.dp="auto"', "batch.global_size=12", "batch.micro_size=1")
     assert cli(command, plan, "--nodes", 3, "--per-node", 2, changes=auto).code == 0
+    assert "batch-does-not-divide" in cli(command, plan, "--world", 5, changes=auto).err or command == "show"
     wrong = cli(command, plan, "--nodes", 3, "--per-node", 2)
     assert (wrong.code, "must be pp x dp x sp = 1 x 2 x 1, but is 6" in wrong.err) == (3, True)
     assert "pass both" in cli(command, plan, "--nodes", 3).err

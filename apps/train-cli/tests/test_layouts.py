@@ -81,7 +81,7 @@ def one_process_tensors(folder: Path, precision: str) -> dict[str, torch.Tensor]
     return train_tensors(changed(CANONICAL, **PRECISIONS[precision]), 2, folder=folder)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", WITHOUT_SLICES)
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path, layout: str, precision: str) -> None:
@@ -162,7 +162,7 @@ def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Recorded]:
     return [uninterrupted, record(tables, 2, folder=texts, load=path)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [*LAYOUTS][::-1])
 def test_a_resumed_layout_has_the_same_bits(ranks: Any, texts: Path, tmp_path: Path, layout: str) -> None:
     tables = layout_of(layout, PLAN, precision={"compute": "bf16", "gradients": "bf16"})
@@ -209,7 +209,7 @@ def record_policies(tables: Tables, folder: Path) -> list[tuple[Recorded, Counts
         def prepare(run: Any, counts: Counts = counts) -> None:
             run.listeners.append(lambda _: counts.update(run.counts))
 
-        results.append((record(changed(tables, activations=policy), 3, folder=folder, prepare=prepare), counts))
+        results.append((record(changed(tables, activations=policy), 2, folder=folder, prepare=prepare), counts))
     return results
 
 

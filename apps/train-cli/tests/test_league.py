@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from league_faults import FAULTS, fault
+from league_faults import FAULTS
 from league_model import RandomSamples
 from league_rows import ROWS, LeagueRow
 from torch import Tensor
@@ -34,7 +34,7 @@ def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, 
     """Takes the steps of `row` on this rank. Each layout after the first resumes from the checkpoint of the previous one."""
     recorded, plans = Recorded(), [row.one_process_plan()] if is_single_process else row.plans()
     steps = row.num_steps // len(plans)
-    with fault(row.name) if faulty else nullcontext(), World.join("cpu") as world:
+    with FAULTS[row.name]() if faulty else nullcontext(), World.join("cpu") as world:
         for index, plan in enumerate(plans):
             with assemble(plan, world) as run:
                 if index > 0:

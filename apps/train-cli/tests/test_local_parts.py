@@ -14,6 +14,7 @@ import pytest
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
+from sley_core.plan.plan import Plan
 from train_cli import environment
 from train_cli.local_launch import rank_variables
 from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_restart, locked_run_folder
@@ -72,31 +73,36 @@ def test_a_rank_ends_with_its_launcher() -> None:
 # -- the run folder ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_folder_has_its_plan(plan: Path, folder: Path) -> None:
-    with locked_run_folder(load_plan(plan), overwrite=False) as run_folder:
-        assert run_folder == Path("runs", "small")
-        assert load_plan(run_folder / "plan.toml") == load_plan(plan)
+def take_step(plan: Plan, *, overwrite: bool = False) -> Path:
+    """Makes a run folder like a run that takes a step."""
+    with locked_run_folder(plan, overwrite=overwrite) as run_folder:
         (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
-    assert {path.name for path in run_folder.iterdir()} == {"metrics.jsonl", "plan.toml"}
+    return run_folder
 
 
-def test_overwrite_replaces_the_folder(plan: Path, folder: Path) -> None:
-    with locked_run_folder(load_plan(plan), overwrite=False) as run_folder:
-        (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
-    with pytest.raises(PlanError, match="--overwrite"), locked_run_folder(load_plan(plan), overwrite=False):
+def assert_refused(plan: Plan, message: str, *, overwrite: bool = True) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_run_folder(plan, overwrite=overwrite)
+    with pytest.raises(PlanError, match=message), locked_run_folder(plan, overwrite=overwrite):
         pass
+
+
+def test_a_run_folder_has_its_plan_and_is_replaced_only_with_overwrite(plan: Path, folder: Path) -> None:
+    resolved = load_plan(plan)
+    with locked_run_folder(resolved, overwrite=False) as run_folder:
+        (run_folder / "metrics.jsonl").touch()
+    assert not run_folder.exists(), "the run took no step"
+    assert take_step(resolved) == run_folder == Path("runs", "small")
+    assert load_plan(run_folder / "plan.toml") == resolved
+    assert {path.name for path in run_folder.iterdir()} == {"metrics.jsonl", "plan.toml"}
+    assert_refused(resolved, "--overwrite", overwrite=False)
     (run_folder / "old").mkdir()
     (run_folder / "link").symlink_to(plan)
-    with locked_run_folder(load_plan(plan), overwrite=True):
+    with locked_run_folder(resolved, overwrite=True):
         assert {path.name for path in run_folder.iterdir()} == {"plan.toml", ".lock"}
     assert plan.exists()
-
-
-def test_a_folder_of_the_user_is_never_replaced(plan: Path, folder: Path) -> None:
-    """The folder of the plan has a `plan.toml`, but not a resolved one."""
-    here = load_plan(plan, [f'run.folder="{folder.parent}"', f'run.name="{folder.name}"'])
-    with pytest.raises(PlanError, match="not a run folder"), locked_run_folder(here, overwrite=True):
-        pass
+    # The folder of the plan has a `plan.toml`, but not a resolved one.
+    assert_refused(load_plan(plan, [f'run.folder="{folder.parent}"', f'run.name="{folder.name}"']), "not a run folder")
     assert plan.exists()
 
 
@@ -117,17 +123,8 @@ def test_files_of_the_user_beside_records_are_never_replaced(plan: Path, folder:
     path = folder / "runs" / "small" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine", "utf-8")
-    with pytest.raises(PlanError, match="not a run folder"):
-        check_run_folder(load_plan(plan), overwrite=True)
-    with pytest.raises(PlanError, match="not a run folder"), locked_run_folder(load_plan(plan), overwrite=True):
-        pass
+    assert_refused(load_plan(plan), "not a run folder")
     assert path.exists()
-
-
-def test_a_run_that_took_no_step_leaves_no_folder(plan: Path, folder: Path) -> None:
-    with locked_run_folder(load_plan(plan), overwrite=False) as run_folder:
-        (run_folder / "metrics.jsonl").touch()
-    assert not run_folder.exists()
 
 
 def test_a_folder_is_used_by_one_run_at_a_time(plan: Path, folder: Path) -> None:
@@ -135,8 +132,7 @@ def test_a_folder_is_used_by_one_run_at_a_time(plan: Path, folder: Path) -> None
     resolved = load_plan(plan)
     with locked_run_folder(resolved, overwrite=False) as run_folder:
         for overwrite in (False, True):
-            with pytest.raises(PlanError, match=f"is used by an active run, process {os.getpid()}"):
-                check_run_folder(resolved, overwrite=overwrite)
+            assert_refused(resolved, f"is used by an active run, process {os.getpid()}", overwrite=overwrite)
         with pytest.raises(FolderInUseError):
             FolderLock(run_folder)
         assert (run_folder / "plan.toml").exists()
@@ -144,28 +140,20 @@ def test_a_folder_is_used_by_one_run_at_a_time(plan: Path, folder: Path) -> None
     lock = FolderLock(run_folder)  # a killed run leaves the file, which locks nothing
     os.close(lock._file)
     assert (run_folder / ".lock").exists()
-    with locked_run_folder(resolved, overwrite=True):
-        pass
-
-
-def test_a_lock_file_that_is_a_link_is_refused(plan: Path, folder: Path) -> None:
-    (folder / "runs" / "small").mkdir(parents=True)
-    (folder / "runs" / "small" / ".lock").symlink_to(folder / "elsewhere")
-    with pytest.raises(PlanError, match="run-folder"), locked_run_folder(load_plan(plan), overwrite=True):
-        pass
+    take_step(resolved, overwrite=True)
+    (run_folder / ".lock").symlink_to(folder / "elsewhere")
+    assert_refused(resolved, "run-folder")
     assert not (folder / "elsewhere").exists()
 
 
 def test_a_rank_that_torchrun_restarts_uses_its_folder(plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    with locked_run_folder(load_plan(plan), overwrite=False) as run_folder:
-        (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
+    run_folder = take_step(load_plan(plan))
     assert not is_restart(run_folder), "another run would delete it"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert is_restart(run_folder)
-    with locked_run_folder(load_plan(plan), overwrite=True):
-        (run_folder / "metrics.jsonl").write_text("{}\n", "utf-8")
+    take_step(load_plan(plan), overwrite=True)
     assert not (run_folder / ".lock").exists(), "this was the last attempt"
     assert not is_restart(run_folder)
 

@@ -90,11 +90,6 @@ def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyP
     assert code == 130 or json.loads(result.err)["code"] == "no-luck"
 
 
-def test_srun_without_ranks_is_refused(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert (cli("run", plan).code, Path("runs").exists()) == (2, False)
-
-
 LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["doctor", "."]]
 
 

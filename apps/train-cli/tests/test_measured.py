@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
-from sley_testing.plans import changed, small_plan
-from sley_testing.runs import record
+from sley_testing.plans import Tables, changed, small_plan
+from sley_testing.runs import Recorded, record
+
+pytestmark = pytest.mark.timeout(180)
 
 SLOW_S = 0.02
 """Much longer than the wake-up delay of a busy core."""
-PLAN = {
+PLAN: Tables = {
     "run": {"name": "measured", "steps": 3, "device": "cpu"},
     "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
     "data": {"factory": "dozing:Samples"},
@@ -26,18 +31,15 @@ PLAN = {
 }
 
 
-def record_costs(plan):
+def record_costs(plan: Tables) -> tuple[Recorded, list[str], Any]:
     """Returns the recorded run, the layers of this rank, and the costs in the resolved plan."""
-    layers_and_costs = []
-
-    def prepare(run):
-        layers_and_costs.extend([[layer.name for layer in run.layers], run.resolved_plan.partition.config.layer_costs])
-
-    return record(plan, 3, prepare=prepare), *layers_and_costs
+    runs: list[Run] = []
+    recorded = record(plan, 2, prepare=runs.append)
+    return recorded, [layer.name for layer in runs[0].layers], runs[0].resolved_plan.partition.config.layer_costs
 
 
 @pytest.mark.flaky(reruns=2)  # a busy machine makes layers slower, never faster
-def test_measured_costs_balance_stages_and_change_no_bit(ranks):
+def test_measured_costs_balance_stages_and_change_no_bit(ranks: Any) -> None:
     """The weights and losses are those of a plan that has the same costs."""
     measured = ranks(2)(record_costs, PLAN)
     (_, first, costs), (_, second, second_costs) = measured
@@ -51,20 +53,17 @@ def test_measured_costs_balance_stages_and_change_no_bit(ranks):
         assert_same_bits(actual.weights, expected.weights)
 
 
-def error_of(plan):
+def error_of(plan: Tables) -> str:
     with pytest.raises((RunError, ValueError)) as caught:
         record(plan, 1)
-    return type(caught.value).__name__, str(caught.value)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_all_ranks_report_an_error_of_a_measured_layer(ranks):
+def test_all_ranks_report_an_error_of_a_measured_layer(ranks: Any) -> None:
     first, second = ranks(2)(error_of, changed(PLAN, model__options={"seconds": [0.0] * 3, "picky": True}))
-    assert first == ("ValueError", "this layer takes nothing")
-    assert second[0] == "RunError"
-    assert "rank 0 could not time the layers: ValueError: this layer takes nothing" in second[1]
-
-
-pytestmark = pytest.mark.timeout(180)
+    assert first == "ValueError: this layer takes nothing"
+    assert second.startswith("RunError: ")
+    assert "rank 0 could not time the layers: ValueError: this layer takes nothing" in second
 
 
 def test_slices_of_sequences_are_not_measured() -> None:

@@ -56,13 +56,18 @@ def mixed_plan(**changes: Any) -> Tables:
 
 BUCKETS = [{"use": "dp.bucketed", "bucket_mb": 0.002}]
 SLICES = {"parallel__sp": 2, "sequence__use": "isp.all_to_all", "gradient_handlers": BUCKETS}
+SHARDED = {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"}
+CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 10}}
 LAYOUTS: dict[str, Tables] = {
     "sp 2, a loss of full sequences": {**SLICES, "loss": {"factory": "own_loss:loss", "sequence": "whole"}},
     "pp 2": {"parallel__pp": 2, "pipeline__use": "pp.one_f_one_b"},
-    "wp 2": {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"},
-    "wp 2, split logits": {"parallel__dp": 2, "parallel__wp": 2, "weights": {"use": "isp.communicator", "head": "vocabulary"}},
+    "wp 2": SHARDED,
+    "wp 2, split logits": {**SHARDED, "weights__head": "vocabulary"},
     "sp 2": SLICES,
     "canonical": {"parallel__dp": 2, "parallel__reduction": "canonical", "gradient_handlers": BUCKETS},
+    # Sources differ between ranks, which make the same exchanges for the chunks of each source.
+    "wp 2, chunks of logits": {**SHARDED, **CHUNKS},
+    "wp 2, chunks of split logits": {**SHARDED, **CHUNKS, "weights__head": "vocabulary"},
 }
 
 
@@ -92,7 +97,7 @@ def reference(folder: Path) -> Recorded:
     return recorded
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, reference: Recorded, layout: str) -> None:
     recorded = ranks(2)(record, mixed_plan(**LAYOUTS[layout]), NUM_STEPS, folder=folder)

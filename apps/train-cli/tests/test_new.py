@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started_program import Program
 
 from sley_core.errors import UsageError
 from train_cli.commands.plugins import SLEY_PLUGINS, PluginKind, package_files
@@ -28,29 +28,27 @@ def test_the_handler_is_the_example_of_the_documentation(monkeypatch: pytest.Mon
         assert text == (EXAMPLE / path).read_text("utf-8"), path
 
 
-def install_metadata(folder: Path, name: str) -> dict[str, str]:
-    """Writes the metadata that pip would write. Returns the environment variables for the package."""
-    info = folder / "src" / f"sley_{name}-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sley-{name}\nVersion: 0.1.0\nRequires-Dist: sley-core\n")
-    (info / "entry_points.txt").write_text(f"[sley.plugins]\n{name} = sley_{name}.plugin\n")
-    return {"PYTHONPATH": str(folder / "src")}
-
-
 @pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["writer", "hook", "model", "schedule", "handler"])
-def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str) -> None:
     """The tests of a handler are those of the example, which always run."""
     out = tmp_path / "new" / "package"
     result = cli("new", kind, "my_own", "--out", out)
     assert result.code == 0, result.err
     assert f"cd {out}" in result.err
-    for key, value in install_metadata(out, "my_own").items():
-        monkeypatch.setenv(key, value)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error"]
-    process = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=280, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
+    info = out / "src" / "sley_my_own-0.1.0.dist-info"  # as pip writes it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sley-my_own\nVersion: 0.1.0\nRequires-Dist: sley-core\n")
+    (info / "entry_points.txt").write_text("[sley.plugins]\nmy_own = sley_my_own.plugin\n")
+    imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins are imported before the fork
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error", *imported]
+    program = Program(command, out, {"PYTHONPATH": str(out / "src")})
+    try:
+        tested = program.finish(280)
+    finally:
+        program.close()
+    assert tested.code == 0, tested.out + tested.err
 
 
 @pytest.mark.parametrize("kind", list(PluginKind))

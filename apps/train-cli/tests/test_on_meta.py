@@ -30,7 +30,7 @@ class Rows:
         return {"tokens": torch.arange(24) + index, "labels": torch.arange(24)}
 
 
-TEXT = {"use": "data.text", "source": "python-stdlib", "sequence": 12}
+TEXT = small_plan(data__sequence=12)["data"]
 
 
 def formats(batch: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
@@ -39,10 +39,11 @@ def formats(batch: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
 
 @pytest.mark.parametrize("sp", [1, 3])
 @pytest.mark.parametrize("documents", ["cut", "pack", "pad", None])
-def test_a_meta_batch_equals_the_batch_of_a_run(documents: str | None, sp: int) -> None:
+def test_a_meta_batch_equals_the_batch_of_a_run(texts: Path, documents: str | None, sp: int) -> None:
     """The boundaries on meta are those of one document."""
     data = TEXT | {"documents": documents} if documents else {"factory": "test_on_meta:Rows"}
-    plan = plan_from_dict(small_plan(batch__micro_size=2, data=data), Path(__file__).parent)
+    folder = texts if documents else Path(__file__).parent
+    plan = plan_from_dict(small_plan(batch__micro_size=2, data=data), folder)
     plan = replace(plan, parallel=plan.parallel.model_copy(update={"sp": sp}))
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     indexed: Any = dataset

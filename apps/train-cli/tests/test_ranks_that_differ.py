@@ -15,14 +15,67 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from drawn_model import sample
+import torch.nn.functional as F
+from drawn_model import VOCABULARY, sample
+from torch import Tensor, nn
 
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
+from sley_isp.attention import SequenceAttention
+from sley_testing.habits import Embed
 from sley_testing.runs import running
 
-OWN = Path(__file__).parent / "own"
+HIDDEN, HEADS = 8, 2
+FROZEN_VARIABLE = "SLEY_TEST_FROZEN"
+"""The environment variable with which one rank's factory freezes a parameter."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention, two linears in either order, and one of two experts, as the data has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.attend = SequenceAttention(attend)
+        self.left = nn.Linear(HIDDEN, HIDDEN)
+        self.right = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.chooses = False
+        self.turned = False
+        self.causal = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
+        hidden = hidden + self.attend(q, k, v, causal=self.causal).flatten(-2)
+        if self.turned:
+            right = self.right(hidden).tanh()
+            hidden = hidden + (self.left(hidden).tanh() + right)
+        else:
+            left = self.left(hidden).tanh()
+            hidden = hidden + (left + self.right(hidden).tanh())
+        chosen = int(self.chooses and float(hidden.detach().sum()) > 0)
+        return hidden + self.experts[chosen](hidden).tanh()
+
+
+def layers(tied: bool = False) -> list[tuple[str, nn.Module]]:
+    embed, head = Embed(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    if tied:
+        head.weight = embed.weight
+    blocks = [Block(), Block()]
+    if os.environ.get(FROZEN_VARIABLE):
+        for block in blocks:
+            block.left.bias.requires_grad_(False)
+    return [("embed", embed), ("blocks.0", blocks[0]), ("blocks.1", blocks[1]), ("head", head)]
+
+
+FOLDER = Path(__file__).parent
 NUM_STEPS = 3
 LIMIT_S = 10.0
 TOTAL = 4
@@ -30,7 +83,7 @@ TOTAL = 4
 
 PLAN: dict[str, Any] = {
     "run": {"name": "differing", "steps": NUM_STEPS, "device": "cpu", "seed": 7},
-    "model": {"factory": "differing_parts:layers"},
+    "model": {"factory": "test_ranks_that_differ:layers"},
     "data": {"factory": "drawn_model:Rows"},
     "batch": {"global_size": TOTAL, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.1},
@@ -155,9 +208,9 @@ def attempt(tables: Tables, case: Case) -> Outcome:
     rows: list[tuple[float, float]] = []
     rank = int(os.environ["RANK"])
     if case.kind == "frozen by the factory" and rank == case.odd:
-        os.environ["SLEY_TEST_FROZEN"] = "1"
+        os.environ[FROZEN_VARIABLE] = "1"
     try:
-        with running(tables, OWN) as run:
+        with running(tables, FOLDER) as run:
             for step in range(NUM_STEPS):
                 if step == case.step and rank == case.odd:
                     change(run, case)
@@ -175,7 +228,7 @@ def alone(case: Case, tables: Tables, world: int) -> list[tuple[float, float]]:
     options = {"model": tables["model"]}
     rows = []
     num_dp = tables["parallel"]["dp"]
-    with running(PLAN | options, OWN) as run:
+    with running(PLAN | options, FOLDER) as run:
         for step in range(NUM_STEPS):
             batch = [
                 micro
@@ -194,11 +247,11 @@ CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if may_differ(ki
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_a_rank_that_differs(ranks: Any, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str) -> None:
-    monkeypatch.syspath_prepend(OWN)
+    monkeypatch.syspath_prepend(FOLDER)
     draw = random.Random(f"{SEED} {kind} {layout}")
     memory, step = draw.random() < 0.5, 0 if kind in ("first value", "frozen by the factory") else draw.randrange(2)
     tables = tables_of(layout, memory)
-    world = plan_from_dict(tables, OWN).world_size()
+    world = plan_from_dict(tables, FOLDER).world_size()
     case = Case(kind, layout, memory, draw.randrange(world), step)
     print(f"seed {SEED}: {case}")
     outcomes = ranks(world, 4 * LIMIT_S)(attempt, tables, case)

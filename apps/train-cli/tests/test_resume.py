@@ -21,6 +21,7 @@ Cli = Callable[..., Any]
 Start = Callable[..., Any]
 
 ALONE = ("parallel.dp=1", "run.steps=6")
+CONSTANT = "learning_rate.use='core.constant'"
 EVERY = 'checkpoint={every_steps=2, mode="sync"}'
 EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
@@ -29,48 +30,50 @@ def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
     return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.read_rows(folder / "runs" / name)]
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "small"
+
+
 @pytest.fixture
-def uninterrupted(cli: Cli, plan: Path, folder: Path) -> list[dict[str, float]]:
-    """The rows of an uninterrupted run of the same plan."""
-    result = cli("run", plan, changes=[*ALONE, "run.name='whole'"])
-    assert result.code == 0, result.err
-    return rows(folder, "whole")
+def small(cli: Cli, plan: Path, folder: Path, trained_once: Path) -> Path:
+    """The folder of a finished run of six steps, with a checkpoint after every second step."""
+    run = folder / "runs" / "small"
+    if trained_once.exists():
+        shutil.copytree(trained_once, run)
+    else:
+        result = cli("run", plan, changes=[*ALONE, EVERY_KEPT])
+        assert result.code == 0, result.err
+        shutil.copytree(run, trained_once)
+    return run
 
 
-def test_auto_resumes_with_the_numbers_of_an_uninterrupted_run(cli: Cli, plan: Path, folder: Path, uninterrupted: Any) -> None:
-    changes = [*ALONE, EVERY]
-    first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", "learning_rate.use='core.constant'"])
+def test_auto_resumes_with_the_numbers_of_an_uninterrupted_run(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
+    changes = [*ALONE, EVERY, CONSTANT, "run.name='other'"]
+    first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5"])
     assert first.code == 0, first.err
     assert "there is no checkpoint yet, so the run starts at step 1" in first.err
-    assert len(rows(folder)) == 5
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "learning_rate.use='core.constant'"])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 5 of 6, from {folder / 'runs/small/checkpoints/step-00000005'}" in resumed.err
-    assert "the plan has changed since the checkpoint: run.steps: 5 -> 6" in resumed.err
-    assert rows(folder) == uninterrupted
-    summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
-    assert (summary["steps"], summary["samples"]) == (6, 24)
-
-
-def test_a_changed_batch_is_reported_and_a_changed_model_is_refused(cli: Cli, plan: Path, folder: Path) -> None:
-    first = cli("run", plan, changes=[*ALONE, EVERY, "run.steps=2"])
-    assert first.code == 0, first.err
-    refused = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "model.hidden=32", "data.sequence=8"])
+    refused = cli("run", plan, "--resume", "auto", changes=[*changes, "model.hidden=32", "data.sequence=8"])
     assert refused.code == 3, refused.err
     assert "resume-differs" in refused.err
     assert "`model.hidden = 16`, but the plan has 32" in refused.err
     assert "`data.sequence = 16`, but the plan has 8" in refused.err
-    assert len(rows(folder)) == 2, "the folder is unchanged"
-    resumed = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "batch.micro_size=2"])
+    assert len(rows(folder, "other")) == 5, "the folder is unchanged"
+    resumed = cli("run", plan, "--resume", "auto", changes=changes)
     assert resumed.code == 0, resumed.err
-    assert "the plan has changed since the checkpoint: batch.micro_size: 1 -> 2" in resumed.err
+    assert f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in resumed.err
+    assert "the plan has changed since the checkpoint: run.steps: 5 -> 6" in resumed.err
+    assert rows(folder, "other") == rows(folder)
+    summary = json.loads((folder / "runs/other/summary.json").read_text("utf-8"))
+    assert (summary["steps"], summary["samples"]) == (6, 24)
+    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=7", "batch.micro_size=2"])
+    assert (resumed.code, "batch.micro_size: 1 -> 2" in resumed.err) == (0, True), resumed.err
 
 
-def test_a_run_from_a_path_resumes_its_own_checkpoints(cli: Cli, plan: Path, folder: Path, uninterrupted: Any) -> None:
+def test_a_run_from_a_path_resumes_its_own_checkpoints(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
     """So does a restart with the path still in the command. A run without own checkpoints resumes from the path."""
-    assert cli("run", plan, changes=[*ALONE, EVERY_KEPT]).code == 0
-    path = folder / "runs/small/checkpoints/step-00000002"
-    changes = [*ALONE, "run.name='other'", "learning_rate.use='core.constant'"]
+    path = small / "checkpoints/step-00000002"
+    changes = [*ALONE, "run.name='other'", CONSTANT]
     assert cli("run", plan, "--resume", path, changes=[*changes, "run.steps=3"]).code == 0
     resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", EVERY])
     assert resumed.code == 0, resumed.err
@@ -80,17 +83,16 @@ def test_a_run_from_a_path_resumes_its_own_checkpoints(cli: Cli, plan: Path, fol
         resumed = cli("run", plan, "--resume", path, changes=[*changes, EVERY])
     assert resumed.code == 0, resumed.err
     assert f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in resumed.err
-    assert rows(folder, "other") == uninterrupted[2:]
+    assert rows(folder, "other") == rows(folder)[2:]
 
 
 def test_a_run_that_went_back_ignores_later_checkpoints(
-    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, plan: Path, folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The later checkpoints belong to the steps that the run has discarded."""
-    assert cli("run", plan, changes=[*ALONE, EVERY_KEPT]).code == 0
-    checkpoints = folder / "runs/small/checkpoints"
-    path, attempt = checkpoints / "step-00000002", folder / "runs/small/attempt.json"
-    constant = [*ALONE, "learning_rate.use='core.constant'"]
+    checkpoints, attempt = small / "checkpoints", small / "attempt.json"
+    path = checkpoints / "step-00000002"
+    constant = [*ALONE, CONSTANT]
     assert cli("run", plan, "--resume", path, changes=[*constant, "run.steps=3"]).code == 0
     text = attempt.read_text("utf-8")
     assert cli("run", plan, "--resume", checkpoints / "step-00000099", changes=ALONE).code != 0
@@ -104,9 +106,18 @@ def test_a_run_that_went_back_ignores_later_checkpoints(
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
 
-def test_a_damaged_checkpoint_is_skipped(cli: Cli, plan: Path, folder: Path) -> None:
-    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
-    (newest,) = (folder / "runs/small/checkpoints/step-00000006").glob("*.safetensors")
+def test_a_wrong_path_has_a_hint_and_a_damaged_checkpoint_is_skipped(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
+    other = [*ALONE, "run.name='other'"]
+    missing = cli("run", plan, "--resume", folder / "nowhere", changes=other)
+    assert (missing.code, "no-checkpoint" in missing.err, (folder / "runs/other").exists()) == (2, True, False)
+    assert cli("run", plan, "--resume", "auto", "--overwrite", changes=other).code == 2
+    for path, hint in (
+        ("runs/small", "use `runs/small/checkpoints`, the checkpoints of that run"),
+        ("runs/small/checkpoints/step-00000003", "use a checkpoint of the parent folder: `step-00000006`, `step-00000004`"),
+    ):
+        result = cli("run", plan, "--resume", path, changes=other)
+        assert (result.code, hint in result.err) == (2, True), result.err
+    (newest,) = (small / "checkpoints/step-00000006").glob("*.safetensors")
     with newest.open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"\xff\x00\xff")
@@ -116,19 +127,6 @@ def test_a_damaged_checkpoint_is_skipped(cli: Cli, plan: Path, folder: Path) -> 
     assert newest.name in resumed.err
     assert "continuing after step 4 of 7" in resumed.err
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_hints_name_checkpoints_near_a_wrong_path(cli: Cli, plan: Path, folder: Path) -> None:
-    missing = cli("run", plan, "--resume", folder / "nowhere", changes=ALONE)
-    assert (missing.code, "no-checkpoint" in missing.err, (folder / "runs").exists()) == (2, True, False)
-    assert cli("run", plan, "--resume", "auto", "--overwrite", changes=ALONE).code == 2
-    assert cli("run", plan, changes=[*ALONE, EVERY]).code == 0
-    for path, hint in (
-        ("runs/small", "use `runs/small/checkpoints`, the checkpoints of that run"),
-        ("runs/small/checkpoints/step-00000003", "use a checkpoint of the parent folder: `step-00000006`, `step-00000004`"),
-    ):
-        result = cli("run", plan, "--resume", path, changes=[*ALONE, "run.name='other'"])
-        assert (result.code, hint in result.err) == (2, True), result.err
 
 
 def test_a_warning_signal_saves_the_run(start: Start, cli: Cli, plan: Path, folder: Path) -> None:
@@ -201,7 +199,7 @@ def test_an_overwritten_run_does_not_resume_from_old_checkpoints(cli: Cli, plan:
     assert sorted(path.name for path in (folder / "ck").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_runs_that_share_a_checkpoint_folder_use_their_own_checkpoints(cli: Cli, plan: Path, folder: Path) -> None:
+def test_runs_that_share_a_checkpoint_folder_use_only_their_own_checkpoints(cli: Cli, plan: Path, folder: Path) -> None:
     changes = [*ALONE, checkpoints_in(folder, "ck")]
     first, second = ["run.folder='first'"], ["run.folder='second'", "optimizer.lr=1e-5"]
     assert cli("run", plan, changes=[*changes, *first]).code == 0
@@ -212,19 +210,13 @@ def test_runs_that_share_a_checkpoint_folder_use_their_own_checkpoints(cli: Cli,
     assert "ignored checkpoints of other attempts: step-00000004-1, step-00000002-1" in resumed.err
     names = sorted(path.name for path in (folder / "ck").iterdir())
     assert names == ["step-00000002-1", "step-00000004-1", "step-00000006", "step-00000008-1"]
-
-
-def test_a_run_without_its_checkpoints_does_not_start_over(cli: Cli, plan: Path, folder: Path) -> None:
-    changes = [*ALONE, checkpoints_in(folder, "ck")]
-    assert cli("run", plan, changes=changes).code == 0
     (folder / "ck").rename(folder / "elsewhere")
-    longer = [*changes, "run.steps=8"]
-    gone = cli("run", plan, "--resume", "auto", changes=longer)
-    assert gone.code == 2, gone.err
-    assert f"rows up to step 6 and final weights, but {folder / 'ck'} has no checkpoint of this run" in gone.err
-    assert "; its newest checkpoint was from step 6" in gone.err
-    shutil.rmtree(folder / "runs/small")
-    unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, checkpoints_in(folder, "elsewhere")])
+    missing = cli("run", plan, "--resume", "auto", changes=[*changes, *first, "run.steps=9"])
+    assert missing.code == 2, missing.err
+    assert f"rows up to step 8 and final weights, but {folder / 'ck'} has no checkpoint of this run" in missing.err
+    assert "; its newest checkpoint was from step 8" in missing.err
+    shutil.rmtree(folder / "first")
+    unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, *first, checkpoints_in(folder, "elsewhere")])
     assert unknown.code == 2, unknown.err
     assert "does not show that this run wrote them" in unknown.err
 
@@ -242,12 +234,10 @@ def test_a_run_resumes_from_a_url_and_through_a_link(cli: Cli, plan: Path, folde
     assert (folder / "ck" / "step-00000004-1").is_dir()
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("checkpoint", [EVERY, ""], ids=["with checkpoints", "without"])
 def test_a_requeued_job_does_not_change_a_finished_run(
-    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = [*ALONE, *filter(None, [checkpoint])]
+    changes = [*ALONE, EVERY]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert cli("run", plan, changes=changes).code == 0
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -262,19 +252,17 @@ def test_a_requeued_job_does_not_change_a_finished_run(
     assert cli("run", plan, "--overwrite", changes=[*changes, "run.seed=5"]).code == 0
 
 
-def test_export_and_sample_use_the_newest_weights(cli: Cli, plan: Path, folder: Path) -> None:
-    changes = [*ALONE, "checkpoint={every_steps=2, mode='sync', keep=9}"]
-    assert cli("run", plan, changes=[*changes, "run.steps=4"]).code == 0
-    assert "the weights of step 4 in runs/small/weights" in cli("export", "runs/small", "--out", "one").err
-    more = [*changes, "run.steps=8", "run.final_weights='none'"]
-    assert cli("run", plan, "--resume", "auto", changes=more).code == 0
+def test_export_and_sample_use_the_newest_weights(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
+    assert "the weights of step 6 in runs/small/weights" in cli("export", "runs/small", "--out", "one").err
+    longer = [*ALONE, EVERY_KEPT, "run.steps=8", "run.final_weights='none'"]
+    assert cli("run", plan, "--resume", "auto", changes=longer).code == 0
     assert "after step 8 of 8" in cli("export", "runs/small", "--out", "two").err
     (folder / "runs").rename(folder / "moved")
     (folder / "corpus.txt").unlink()
     sampled = cli("sample", "moved/small", "--prompt", "the", "--tokens", "2")
     assert sampled.code == 0, sampled.err
     assert f"after step 8 of 8 of the run 'small', from {folder / 'moved/small/checkpoints'}" in sampled.err
-    refused = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*more, "run.folder='moved'"])
+    refused = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*longer, "run.folder='moved'"])
     assert refused.code != 0, "the corpus is missing"
     assert "after step 8 of" in cli("sample", "moved/small", "--prompt", "the", "--tokens", "2").err
 
@@ -284,17 +272,14 @@ PICKLES = Path(__file__).parents[3] / "packages/testing/tests/outsider/own"
 
 @pytest.mark.skipif(not PICKLES.exists(), reason="the other packages' tests are not part of the sdist")
 def test_a_run_with_another_checkpointer_resumes(
-    cli: Cli, plan: Path, folder: Path, uninterrupted: Any, plugin_folder: Callable[..., None]
+    cli: Cli, plan: Path, folder: Path, small: Path, plugin_folder: Callable[..., None]
 ) -> None:
     """Its record has no reader of checkpoints, so an export refuses them."""
     plugin_folder(PICKLES, pickles="sley_pickles.plugin")
-    changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', "learning_rate.use='core.constant'"]
+    changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', CONSTANT, "run.name='other'"]
     assert cli("run", plan, changes=[*changes, "run.steps=3"]).code == 0
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5"])
-    assert "continuing after step 2 of 5" in resumed.err, resumed.err
-    newest = folder / "runs/small/checkpoints/step-00000004"
-    resumed = cli("run", plan, "--resume", newest, changes=[*changes, "run.final_weights='none'"])
-    assert "continuing after step 4 of 6" in resumed.err, resumed.err
-    assert rows(folder) == uninterrupted
-    shutil.rmtree(folder / "runs/small/weights")
-    assert "no-checkpoint-files" in cli("export", "runs/small", "--out", "out").err
+    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.final_weights='none'"])
+    assert "continuing after step 2 of 6" in resumed.err, resumed.err
+    assert rows(folder, "other") == rows(folder)
+    shutil.rmtree(folder / "runs/other/weights")
+    assert "no-checkpoint-files" in cli("export", "runs/other", "--out", "out").err

@@ -16,6 +16,7 @@ from acting_model import FIRST_LINE, doing
 
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
+from sley_core.weight_files.read import WeightFiles
 from train_cli.run_folder import check_run_folder
 
 pytestmark = pytest.mark.timeout(180)
@@ -36,7 +37,14 @@ def assert_is_complete(folder: Path, plan: Path, *options: str) -> None:
     assert (summary["outcome"], summary["steps"]) == ("finished", expected.run.steps)
 
 
-def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_children: None) -> None:
+def test_one_rank_runs_in_this_process_and_is_replaced_only_with_overwrite(
+    cli: Cli, plan: Path, folder: Path, no_children: None
+) -> None:
+    run = folder / "runs" / "small"
+
+    def summary() -> Any:
+        return json.loads((run / "summary.json").read_text("utf-8"))
+
     result = cli("run", plan, "--set", "parallel.dp=1")
     assert result.code == 0, result.err
     assert result.out == ""
@@ -45,10 +53,27 @@ def test_one_rank_runs_in_this_process(cli: Cli, plan: Path, folder: Path, no_ch
     assert first.startswith("step 2/4  loss ")
     assert second.startswith("step 4/4  loss ")
     assert closing.startswith("finished: 4 steps in ")
-    assert_is_complete(folder / "runs" / "small", plan, "--set", "parallel.dp=1")
-    summary = json.loads((folder / "runs" / "small" / "summary.json").read_text("utf-8"))
-    assert (summary["world"], summary["parameters"], summary["samples"]) == (1, 12336, 16)
-    assert summary["memory_bytes"]["optimizer_states"] == 2 * 4 * 12336, "Adam's two states"
+    assert "  weights        runs/small/weights\n" in result.err
+    assert set(WeightFiles(run / "weights").names) >= {"embed.tokens.weight", "head.norm.weight"}
+    assert_is_complete(run, plan, "--set", "parallel.dp=1")
+    assert (summary()["world"], summary()["parameters"], summary()["samples"]) == (1, 12336, 16)
+    assert summary()["memory_bytes"]["optimizer_states"] == 2 * 4 * 12336, "Adam's two states"
+
+    before = (run / "metrics.jsonl").read_text("utf-8")
+    result = cli("run", plan, "--set", "parallel.dp=1")
+    assert result.code == 3
+    assert "plan.toml:4:8: error[run-folder]" in result.err
+    assert "--overwrite" in result.err
+    assert (run / "metrics.jsonl").read_text("utf-8") == before
+    offload = 'offload=[{use="memory.optimizer_states", when="between_steps"}]'
+    changes = ("parallel.dp=1", "run.steps=3", "run.final_weights='none'", offload)
+    result = cli("run", plan, "--overwrite", changes=changes)
+    assert (len(list(read_rows(run))), (run / "weights").exists(), "  weights  " in result.err) == (3, False, False)
+    # States are offloaded in each of three steps, and fetched in all but the first, which creates them.
+    counts = summary()["counts"]["memory.optimizer_states"]
+    size, step = 2 * 4 * 12336, counts["optimizer_states_copied_out"] / 3
+    assert size <= step < 1.02 * size  # small states lie together, each at a multiple of 256 bytes
+    assert counts["optimizer_states_copied_in"] == 2 * step
 
 
 CONVNET = """
@@ -84,19 +109,6 @@ def test_data_without_tokens_has_samples_per_second(cli: Cli, own_model: Callabl
     (row, *_) = read_rows(folder / "runs" / "small")
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (row["samples"], summary["tokens"], summary["tokens_per_s"], summary["mfu"]) == (4, 0, None, None)
-
-
-def test_a_run_is_replaced_only_with_overwrite(cli: Cli, plan: Path, folder: Path) -> None:
-    arguments = ("run", plan, "--set", "parallel.dp=1", "--set", "run.steps=1")
-    assert cli(*arguments).code == 0
-    before = (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8")
-    result = cli(*arguments)
-    assert result.code == 3
-    assert "plan.toml:4:8: error[run-folder]" in result.err
-    assert "--overwrite" in result.err
-    assert (folder / "runs" / "small" / "metrics.jsonl").read_text("utf-8") == before
-    assert cli(*arguments, "--overwrite").code == 0
-    assert len(list(read_rows(folder / "runs" / "small"))) == 1
 
 
 LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
@@ -163,15 +175,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_rank_imports_few_modules(plan: Path, folder: Path) -> None:
+def test_a_rank_imports_few_modules_and_trains_if_nobody_reads_its_output(plan: Path, folder: Path) -> None:
     """A process of a launcher trains `models.llama` with `dp.bucketed`. The message lists the imported modules."""
     plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "dp.bucketed"\n', "utf-8")
     (folder / "program.py").write_text(WRITES_MODULES, "utf-8")
-    command = [sys.executable, "program.py", "run", "plan.toml", "--set", "parallel.dp=1"]
+    options = ("--set", "parallel.dp=1", "--set", "run.steps=30", "--set", "run.log_every=1")
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    program = f"{sys.executable} program.py run plan.toml {' '.join(options)}"
+    command = ["bash", "-o", "pipefail", "-c", f"{program} 2>&1 | head -n 1"]
     result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result
+    assert_is_complete(folder / "runs" / "small", plan, *options)
     names = json.loads((folder / "modules.json").read_text("utf-8"))
     own_names = [name for name in names if name.partition(".")[0] not in OTHER_PACKAGES]
     assert len(own_names) <= MAX_MODULES, own_names

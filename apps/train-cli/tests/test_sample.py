@@ -77,18 +77,23 @@ def output_of(result: Any) -> str:
     return str(result.out)
 
 
-def test_greedy_text_follows_the_logits(cli: Any, trained: Trained) -> None:
-    run = trained(PLAN, **PARALLEL)
+@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
+def test_texts_follow_the_logits_and_eval_the_evaluation_of_the_run(cli: Any, trained: Trained, saved: str) -> None:
+    run = trained(PLAN, saved, **PARALLEL)
     expected = greedy_ids(trained.run, list(PROMPT.encode()), 30, 24)  # type: ignore[attr-defined]
     result = cli("sample", run, "--prompt", PROMPT, "--temperature", 0, "--tokens", 30)
     assert output_of(result) == bytes(expected).decode("utf-8", "replace") + "\n"
+    loss = trained.run.evaluate()  # type: ignore[attr-defined]
+    shown = output_of(cli("eval", run))
+    assert f"held-out loss  {loss:.4f}  (2 batches of 8 samples)" in shown
+    assert f"bits per byte  {loss / math.log(2):.4f}" in shown
 
 
 def test_seed_temperature_and_top_k(cli: Any, trained: Trained) -> None:
     run = trained(PLAN)
 
     def text(*options: object) -> str:
-        return output_of(cli("sample", run, "--prompt", "the", "--tokens", 20, *options))
+        return output_of(cli("sample", run, "--prompt", "the", "--tokens", 5, *options))
 
     assert text() == text("--seed", 0) != text("--seed", 1)
     assert text("--top-k", 1, "--temperature", 5) == text("--temperature", 0)
@@ -148,15 +153,6 @@ def test_runs_without_weights_prompts_or_vocabulary_are_refused(cli: Any, traine
     assert "error[no-vocabulary]" in cli("sample", run, "--prompt", "x").err
 
 
-@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
-def test_eval_equals_the_evaluation_of_the_run(cli: Any, trained: Trained, saved: str) -> None:
-    run = trained(PLAN, saved)
-    loss = trained.run.evaluate()  # type: ignore[attr-defined]
-    text = output_of(cli("eval", run))
-    assert f"held-out loss  {loss:.4f}  (2 batches of 8 samples)" in text
-    assert f"bits per byte  {loss / math.log(2):.4f}" in text
-
-
 def test_a_run_without_held_out_data_needs_other_data(cli: Any, trained: Trained, folder: Path) -> None:
     run = trained(changed(PLAN, data__held_out=0.0, evaluation=None))
     result = cli("eval", run)
@@ -164,7 +160,7 @@ def test_a_run_without_held_out_data_needs_other_data(cli: Any, trained: Trained
     assert "hint: use other data: `--data 'held_out_files=[\"other.txt\"]'`" in result.err
 
 
-def test_eval_notes_documents_of_the_training_data(cli: Any, trained: Trained, texts: Path, folder: Path) -> None:
+def test_eval_on_other_data_notes_documents_of_the_training_data(cli: Any, trained: Trained, texts: Path, folder: Path) -> None:
     run = trained(PLAN)
     documents = (texts / "text" / "a.txt").read_text("utf-8").split("\n\n")
     (folder / "copies.txt").write_text("\n\n".join([*documents, *["a new one of many letters " * 9] * 9]), "utf-8")
@@ -177,10 +173,6 @@ def test_eval_notes_documents_of_the_training_data(cli: Any, trained: Trained, t
     assert "this is not a held-out loss" in cli("eval", run, "--data", "held_out=0.5").err
     lines = cli("eval", run, "--data", copies, "--data", 'separator="\\n"')
     assert "it is not known whether it was trained on these" in lines.err
-
-
-def test_eval_on_other_data(cli: Any, trained: Trained, folder: Path) -> None:
-    run = trained(PLAN)
 
     def evaluated(text: str) -> tuple[float, str]:
         (folder / "other.txt").write_text(text, "utf-8")

@@ -35,7 +35,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
     write_texts(tmp_path)
-    plan = small_plan(model__num_layers=2, batch={"global_size": 8, "micro_size": 1})
+    plan = small_plan(model__num_layers=2, batch={"global_size": 4, "micro_size": 1})
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan), "utf-8")
     (tmp_path / "machine.toml").write_text(tomli_w.dumps(small_machine()), "utf-8")
     return tmp_path
@@ -116,11 +116,10 @@ def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Layout]:
     ],
     ids=["one stage", "sharded", "one of two stages"],
 )
-def test_formula_counts_tied_weight_once(layout: dict[str, Any]) -> None:
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+def test_formula_counts_tied_weight_once(texts: Path, layout: dict[str, Any]) -> None:
     model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
-    tables = small_plan(data=data, batch={"global_size": 8, "micro_size": 1}, **layout)
-    plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}))
+    tables = small_plan(batch={"global_size": 8, "micro_size": 1}, **layout)
+    plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}), texts)
     roofline = Roofline(plan, 2, machine_from_dict(small_machine()), list_choices(plan))
     layouts = layouts_of(plan, "micro_size", "schedule", world=2)
     reducers = {candidate.reducer.name for candidate in layouts if candidate.reducer}
@@ -130,13 +129,12 @@ def test_formula_counts_tied_weight_once(layout: dict[str, Any]) -> None:
         assert 0.6 * peak < roofline.estimate(candidate).num_bytes <= peak, candidate
 
 
-def test_formula_counts_offload_of_plan() -> None:
+def test_formula_counts_offload_of_plan(texts: Path) -> None:
     """A host optimizer needs fewer bytes of the device and more seconds. Memory that moves on a call changes nothing."""
     host = {"to_host": 1e9, "to_device": 1e9, "memory_bandwidth": 1e10}
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     estimates = []
     for offload in ([], [{"use": "memory.host_optimizer"}], [{"use": "memory.everything"}]):
-        plan: Any = plan_from_dict(small_plan(data=data, run__device="cuda", offload=offload))
+        plan: Any = plan_from_dict(small_plan(run__device="cuda", offload=offload), texts)
         roofline = Roofline(plan, 1, machine_from_dict(small_machine(host=host)), list_choices(plan))
         estimates.append(roofline.estimate(layouts_of(plan, world=1)[0]))
     without, on_host, on_call = estimates

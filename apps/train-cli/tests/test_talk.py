@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import trained_runs
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
-from sley_core.files import PLAN
-from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import small_plan
 from train_cli.commands import chat as chat_module
 from train_cli.main import main
-from train_cli.saved import copy_run_files
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -51,14 +47,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     for use, model in models.items():
         tables = small_plan(data__sequence=64, precision__compute="fp32", optimizer={"use": "core.sgd", "lr": 0.1})
         tables["data"] |= {"files": ["corpus.txt"], "tokenizer": str(folder / "tokenizer"), "end_of_document": "<end>"}
-        plan = plan_from_dict({**tables, "model": {"use": use, **model}}, folder)
         run_folder, export = folder / use, folder / f"{use} export"
-        run_folder.mkdir()
-        copy_run_files(plan, run_folder)
-        with assemble(plan, World.alone("cpu")) as run:
-            run.step()
-            run.save_weights(run_folder / "weights")
-            (run_folder / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
+        tables["model"] = {"use": use, **model}
+        trained_runs.train(tables, folder, run_folder, lambda run, to: run.save_weights(to / "weights"))
         assert main(["export", str(run_folder), "--format", "huggingface", "--out", str(export)]) == 0
         paths[use] = (run_folder, export)
     return paths
@@ -194,6 +185,6 @@ def test_errors_name_a_missing_package(cli: Any, runs: dict[str, tuple[Path, Pat
     assert (result.code, 'pip install -e "packages/hf[eval]"' in result.err) == (4, True), result.err
     result = cli("eval", run_folder, "--harness", "next", "--batches", 1)
     assert (result.code, "tasks of lm-eval have their own data" in result.err) == (2, True), result.err
-    monkeypatch.setattr(chat_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("train_cli.main.find_spec", lambda name: None)
     result = cli("chat", run_folder)
     assert (result.code, "error[command-missing]: `train-cli chat` needs sley-hf" in result.err) == (4, True)

@@ -1,4 +1,4 @@
-"""A model of one layer that does something in the middle of training, as a test says: `own_model(doing("os.abort()"))`."""
+"""A model of one layer that acts in the middle of training: `own_model(doing("os.abort()"))`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from textwrap import dedent, indent
 _MODEL = """
 import os, signal, subprocess, time, resource
 from torch import nn
+from train_cli import local_launch, stopping
+
+for module in (local_launch, stopping):
+    vars(module).update({limits})
 
 class Tiny(nn.Module):
     def __init__(self):
@@ -25,13 +29,14 @@ def layers():
     return [("only", Tiny())]
 """
 
-FIRST_LINE = 15
-"""Where the action begins in the file."""
+FIRST_LINE = 19
+"""The first line of the action in the file."""
 
 
-def doing(action: str) -> str:
+def doing(action: str, **limits: float) -> str:
     """Returns the source of a factory whose layer does `action` in each forward of training.
 
-    It knows `self.calls`, counted from 1, `rank`, and `again`: "1" for ranks that torchrun has started a second time.
+    The action may use `self.calls`, counted from 1, `rank`, and `again`: "1" for ranks that torchrun has restarted. limits: the
+    time limits of the launcher and its ranks that change, by the name of the constant; only for started programs.
     """
-    return _MODEL.format(action=indent(dedent(action).strip(), " " * 12))
+    return _MODEL.format(action=indent(dedent(action).strip(), " " * 12), limits=limits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Layer(nn.Module):
                 case "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "killed":
+                    subprocess.Popen(["sleep", "600"])  # ends with the rank
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "raised":
                     raise ValueError("no good")

@@ -1,4 +1,4 @@
-"""Layers that compute by sleeping, so that ranks on few cores are like as many devices: `factory = "dozing:layers"`."""
+"""Layers that sleep instead of computing, so that ranks on few cores are like as many devices: `factory = "dozing:layers"`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from sley_core.engine.direct import WeightQueue
 WIDTH = 64
 
 
+def sleep(seconds: float, samples: Tensor) -> None:
+    """Sleeps for `seconds` per sample. Checks and estimates, which call the layers on meta, need not wait."""
+    if not samples.is_meta:
+        time.sleep(seconds * len(samples))
+
+
 class Sleep(torch.autograd.Function):
     """The identity, which takes time: in its backward that of I, and then, or later, that of W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _anchor: Tensor, layer: Dozer) -> Tensor:
-        ctx.layer, ctx.num = layer, len(x)
-        ctx.save_for_backward(x)  # without anything saved nothing would be recomputed
-        time.sleep(layer.seconds * len(x))
+        ctx.layer = layer
+        ctx.save_for_backward(x)  # without saved tensors nothing would be recomputed
+        sleep(layer.seconds, x)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        assert ctx.saved_tensors  # asked for, they are recomputed
-        seconds = ctx.layer.seconds * ctx.num
-        time.sleep(seconds)
-        queue = Dozer.queue
+        assert ctx.saved_tensors  # reading them recomputes them
+        seconds, queue = ctx.layer.seconds, Dozer.queue
+        sleep(seconds, gradient)
         if queue is not None and queue.is_collecting:
-            queue.put(lambda: time.sleep(seconds))
+            queue.put(lambda: sleep(seconds, gradient))
         else:
-            time.sleep(seconds)
+            sleep(seconds, gradient)
         return gradient, None, None
 
 
 class Dozer(nn.Module):
-    """Takes `seconds` for each sample, as `Sleep` does. queue: where this process defers the sleep of a W."""
+    """Sleeps for `seconds` per sample. queue: where this process defers the sleep of a W."""
 
     queue: ClassVar[WeightQueue | None] = None
 
@@ -59,7 +64,8 @@ class Picky(nn.Linear):
 
 
 def layers(seconds: list[float], dropout: float = 0.0, picky: bool = False) -> list[nn.Module]:
-    return [*(Dozer(each, dropout) for each in seconds), *([Picky(WIDTH, WIDTH)] if picky else [])]
+    dozers = [Dozer(layer_seconds, dropout) for layer_seconds in seconds]
+    return [*dozers, *([Picky(WIDTH, WIDTH)] if picky else [])]
 
 
 class Samples:

@@ -77,6 +77,7 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "memory.everything": {"offload": [SMALL | {"use": "memory.everything"}]},
     },
     "accumulation": {"auto": {}, "direct": {"precision__accumulation": "direct"}},
+    "logits": {"whole": {}, "in chunks": {"loss": {"use": "core.cross_entropy", "chunk_tokens": 10}}},
     "transport": {"memory": {}, "sockets": {"parallel__cross_memory_attach": False}},
 }
 REFERENCE = ("model", "compute", "step")

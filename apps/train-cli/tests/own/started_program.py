@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -35,20 +34,16 @@ class Result:
 
 
 class Program:
-    """A program that runs at the same time as the test. Its output is read at once; its processes end with the test."""
-
-    process: subprocess.Popen[str] | ForkedProgram
+    """`python -m module ...`, forked from a process that has imported torch. It runs at the same time as the test. Its
+    output is read at once, and its processes end with the test.
+    """
 
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
-        """Starts `command`. `python -m module ...` is forked from a process that has imported torch."""
+        """Starts `command`, which begins with the interpreter and `-m`."""
+        assert command[:2] == [sys.executable, "-m"], command
         self._mark = uuid.uuid4().hex
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environ, MARK: self._mark}
-        if command[:2] == [sys.executable, "-m"]:
-            self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
-        else:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-            )
+        self.process = ForkedProgram(command[2], command[3:], cwd=folder, env=env)
         self._arrived = threading.Condition()
         self._lines: dict[str, list[str]] = {"out": [], "err": []}
         self._readers = [self._read("out", self.process.stdout), self._read("err", self.process.stderr)]
@@ -87,12 +82,9 @@ class Program:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
             stream.close()
 
-    def _read(self, name: str, stream: IO[str] | None) -> threading.Thread:
-        assert stream is not None
-
+    def _read(self, name: str, stream: IO[str]) -> threading.Thread:
         def read() -> None:
             for line in stream:
                 with self._arrived:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from sley_core.assemble import assemble
@@ -18,6 +18,7 @@ from sley_core.run import Run
 from sley_testing.plans import Tables
 from train_cli.saved import copy_run_files
 
+transformers = pytest.importorskip("transformers")
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -45,7 +46,7 @@ def save_model(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], None], resume: str | None = None) -> Tensor:
-    """Takes two steps in the run folder `to`, and returns the logits of `TOKENS`.
+    """Takes two steps in the run folder `to`, and returns the logits of `TOKENS` in fp32.
 
     save: saves the weights of the run. resume: the path of a checkpoint of the run.
     """
@@ -59,8 +60,15 @@ def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], Non
         run.step()
         save(run, to)
         (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
-        output: Any = TOKENS
+        output: Any = TOKENS % (run.dataset.info.vocab_size or 256)
         with torch.no_grad(), run.stepper.update.evaluated():
             for layer in run.layers:
                 output = layer.module(output)
     return output.float()
+
+
+def transformers_model(folder: Path) -> Any:
+    """Returns the model that transformers reads. Fails if a weight is missing, unknown or has another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert not any(info.values()), info
+    return model.eval()
