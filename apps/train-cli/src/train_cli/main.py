@@ -11,7 +11,6 @@ makes `train-cli sweep`.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,18 +104,11 @@ def disable_gc() -> Iterator[None]:
             gc.enable()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, as listed at the end of `--help`.
-
-    argv: the arguments without the program name; by default this process's arguments.
-    """
-    _open_standard_streams()
-    settings = Settings()
+def call(function: Callable[[], int | None]) -> int:
+    """Calls `function` and returns the exit code: its result, or that of the interrupt, signal or SystemExit that ended it."""
     try:
         with disable_gc():  # imports allocate much and free nothing; training turns the collector on
-            # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
-            command().main(list(sys.argv[1:] if argv is None else argv), prog_name="train-cli", obj=settings)
-        return EXIT_OK
+            return function() or EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Terminated as stop:
@@ -125,6 +117,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stop.code is None:
             return EXIT_OK
         return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code, as listed at the end of `--help`.
+
+    argv: the arguments without the program name; by default this process's arguments.
+    """
+    settings = Settings()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
+        return call(lambda: command().main(arguments, prog_name="train-cli", obj=settings))
     except Exception as error:
         from train_cli.faults import Fault
 
@@ -134,17 +138,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is None:
             gc.freeze()  # else Python would search all modules for garbage at exit, for most of a second
-
-
-def _open_standard_streams() -> None:
-    """Opens closed standard streams (`2>&-`) on /dev/null, so that no other file gets their descriptors."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            file = os.open(os.devnull, os.O_RDWR)
-            if file != number:
-                os.dup2(file, number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 class Commands(TyperGroup):
@@ -209,21 +202,15 @@ def _load_command(name: str) -> Any:
     """
     if name not in PACKAGES:
         return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
-    if name not in foreign_commands():
-        raise not_installed_error(PACKAGES[name], f"`train-cli {name}`")
+    import_optional(PACKAGES[name], f"sley_{PACKAGES[name]}", f"`train-cli {name}`")
     return load_foreign(name)
-
-
-def not_installed_error(package: str, feature: str) -> PluginError:
-    """Returns the PluginError "command-missing" for a `feature` of `sley-<package>`, which is not installed."""
-    message = f"{feature} is part of sley-{package}, which is not installed"
-    return PluginError("command-missing", message, hint=install_hint(package))
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
     """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
     if find_spec(module.partition(".")[0]) is None:
-        raise not_installed_error(package, feature)
+        message = f"{feature} needs sley-{package}, which is not installed"
+        raise PluginError("command-missing", message, hint=install_hint(package))
     return import_module(module)
 
 

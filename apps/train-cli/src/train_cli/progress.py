@@ -178,10 +178,6 @@ def repetition_note(num_samples: int | None, plan: Plan) -> str:
     return f"{times}; " + (f"set `[evaluation] steps = {fits}` to use each once" if fits else f"a batch needs {size:,}")
 
 
-def _is_loss_of_set(name: str) -> bool:
-    return name.startswith(EVALUATED) and name.endswith("/loss")
-
-
 def draws_line(stream: TextIO, *, is_allowed: bool = True) -> bool:
     """Returns whether to redraw one line of progress: `stream` is a terminal and plain output is not requested."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
@@ -283,7 +279,8 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
-        parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in row if _is_loss_of_set(name)]
+        losses = [name for name in row if name.startswith(EVALUATED) and name.endswith("/loss")]
+        parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in losses]
         parts += [format_rate(row), format_bytes(row["memory_mb"] * MIB)]
         time_s = time.monotonic()
         if self._first is None:  # the first step, which warms everything up, does not count

@@ -16,7 +16,7 @@ import torch
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
-from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, SleyError
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.files import WEIGHTS
 from sley_core.json_text import write_json
 from sley_core.metrics.jsonl import read_rows
@@ -24,12 +24,12 @@ from sley_core.plan.load import load_plan
 from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_late_report, write_report
-from train_cli.main import disable_gc
+from train_cli.main import call
 from train_cli.preflight import RankFaults, open_rendezvous
 from train_cli.progress import SUMMARY, CompileNote, Reporter, RunTotals, closing_lines, opening_text, repetition_note, summary
 from train_cli.run_folder import recorder, write_plan
 from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
-from train_cli.stopping import Stopping, Terminated, has_launcher, terminated_s
+from train_cli.stopping import Stopping, has_launcher, terminated_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -41,16 +41,13 @@ def main(target: str, arguments: str) -> int:
     returns its exit code.
     """
     module, _, name = target.partition(":")
-    try:
-        with disable_gc(), RankFaults(int(os.environ["RANK"])):
+
+    def call_target() -> int:
+        with RankFaults(int(os.environ["RANK"])):
             code: int = getattr(import_module(module), name)(**json.loads(arguments))
             return code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Terminated as stop:
-        return stop.code
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else EXIT_RUN_FAILED
+
+    return call(call_target)
 
 
 def train_plan(path: str, changes: Sequence[str], resume: str | None, line: bool) -> int:

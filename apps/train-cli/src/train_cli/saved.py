@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -268,28 +269,19 @@ def is_finished(run: Run, folder: Path) -> bool:
 
     Raises PlanError "resume-differs" if the folder belongs to a run whose results would differ.
     """
-
     text = ""
-    steps = finished_steps(folder) if run.world.rank == 0 else None
-    if steps is not None and steps >= run.plan.run.steps and (folder / PLAN).is_file():
-        has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
-        text = (folder / PLAN).read_text("utf-8") if has_weights else ""
-    # Over all ranks: rank 0 decides, since it owns the folder.
+    if run.world.rank == 0:  # owns the folder and decides for all ranks
+        with suppress(OSError, ValueError, KeyError, TypeError):  # without a complete summary the run has not finished
+            content = json.loads((folder / SUMMARY).read_text("utf-8"))
+            has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
+            if content["outcome"] == "finished" and content["steps"] >= run.plan.run.steps and has_weights:
+                text = (folder / PLAN).read_text("utf-8")
     saved_plan: str = run.groups["control"].gather_objects(text, label="whether the run has finished")[0]
     if saved_plan:
         from sley_core.plan.plan import check_changes, compare_plans
 
         check_changes(compare_plans(saved_plan, run.resolved_plan.to_toml()))
     return bool(saved_plan)
-
-
-def finished_steps(folder: Path) -> int | None:
-    """Returns the number of steps of the finished run in `folder`; None if it has not finished, or if that is not known."""
-    try:
-        content = json.loads((folder / SUMMARY).read_text("utf-8"))
-        return int(content["steps"]) if content["outcome"] == "finished" else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:

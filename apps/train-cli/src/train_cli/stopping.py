@@ -1,7 +1,6 @@
 """Ends a rank: at a signal, after its step and within a time limit; with its launcher; and without waiting for peers.
 
     training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
-        │                              ├── still in the step ──> prints a line every 10 s
         │                              └── second SIGINT ──> exits at once
         └── SIGTERM ──> run.stop(), and exits after 25 s at most, or 8 s if there is nothing to save
                   └── second SIGTERM ──> exits after 6 s: peers have died, and a collective may hang
@@ -36,12 +35,10 @@ SAVING_S = 25.0
 SECOND_TERM_S = 6.0
 """The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
 
-REMIND_S = 10.0
 TOGETHER_S = 1.0
 """Signals within this time count as one: an interrupt reaches a rank directly and through its launcher."""
 
 STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
-REMIND_MESSAGE = "still in this step after {:.0f} s; Ctrl-C again stops at once"
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """The signals that batch systems send some time before they end a job."""
@@ -162,7 +159,6 @@ class Stopping(AbstractContextManager["Stopping"]):
         self._first: int | None = None
         self._first_signal_s = 0.0
         self._terminated_at: float | None = None
-        self._is_working = False
         self._deadline: float | None = None
         self._deadline_code = 0
         self._closed = False
@@ -176,11 +172,9 @@ class Stopping(AbstractContextManager["Stopping"]):
     def call_at_signal(self, stop: Callable[[], None]) -> None:
         """Makes signals call `stop` from another thread. Before this call they raise in the main thread."""
         self._stop = stop
-        self._is_working = True
 
     def limit_cleanup(self, code: int) -> None:
         """Ends this process with exit code `code` if it has not ended by itself within `CLEANUP_S` seconds."""
-        self._is_working = False
         self._limit(CLEANUP_S, code)
         if self._is_main:
             os.write(self._writer, _WAKE)
@@ -226,20 +220,14 @@ class Stopping(AbstractContextManager["Stopping"]):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated(self._codes[number])
 
     def _watch(self) -> None:
-        """Waits for signals, deadlines and reminders; the body of the thread."""
+        """Waits for signals and the deadline; the body of the thread."""
         while not self._closed:
-            if self._deadline is not None:
-                wait_s: float | None = max(0.0, self._deadline - time.monotonic())
-            else:
-                wait_s = None if self._first is None or self._print_line is None else REMIND_S
+            wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
                     if number in self._codes:
                         self._handle_signal(number)
-            elif self._deadline is None:
-                if self._print_line is not None and self._is_working:
-                    self._print_line(REMIND_MESSAGE.format(time.monotonic() - self._first_signal_s))
-            elif time.monotonic() >= self._deadline:
+            elif self._deadline is not None and time.monotonic() >= self._deadline:
                 if self._report_stuck is not None:
                     self._report_stuck()
                 self._deadline = None

@@ -5,22 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sley_core.discovery import install_hint
-from sley_core.errors import PluginError, UsageError
+from sley_core.errors import UsageError
 from sley_core.files import PLAN
 from sley_core.hugging_face import CONFIG, merged_weights
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model, write_other_files
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
+from train_cli.main import import_optional
 from train_cli.saved import open_weights
 
 if TYPE_CHECKING:
@@ -119,21 +117,14 @@ def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
     return int(generator.max_length - num_ids)
 
 
-def is_exported(run: str) -> bool:
-    """Returns whether `run` is a folder with a transformers model."""
-    return (Path(run) / CONFIG).is_file() and not (Path(run) / PLAN).is_file()
-
-
 def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = None, feature: str) -> tuple[Any, TextIds]:
     """Returns a `sley_hf.generate.Generator` with the weights of a run, a checkpoint or an exported folder, and the mapping
     between text and token ids. feature: the command, for errors.
 
     Raises PluginError "command-missing" without sley-hf, and UsageError "no-chat" if transformers has no such model.
     """
-    if find_spec("sley_hf") is None:
-        raise PluginError("command-missing", f"{feature} needs sley-hf, which is not installed", hint=install_hint("hf"))
-    generate = import_module("sley_hf.generate")
-    if is_exported(run):
+    generate = import_optional("hf", "sley_hf.generate", feature)
+    if (Path(run) / CONFIG).is_file() and not (Path(run) / PLAN).is_file():  # a transformers model
         text_ids = load_text_ids(None, tokenizer or Path(run))
         return generate.Generator(Path(run), stop=() if text_ids.end is None else (text_ids.end,)), text_ids
     plan, source = open_weights(run, best=best)

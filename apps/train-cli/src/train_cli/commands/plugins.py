@@ -249,12 +249,9 @@ def check_name(name: str) -> None:
 
 
 def _fill_template(text: str, name: str) -> str:
-    text = text.replace("@name@", name).replace("@Name@", _class_name(name))
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    text = text.replace("@name@", name).replace("@Name@", class_name)
     # The position of the module's import depends on its name.
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )
-
-
-def _class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))

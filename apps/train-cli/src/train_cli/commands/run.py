@@ -58,41 +58,34 @@ def run(
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
         raise UsageError("nproc", "`--nproc` cannot be used with a launcher, which has already started the ranks")
-    if is_rank:
-        rank = int(os.environ["RANK"])
-        with RankFaults(rank, settings) as faults, ExitStack() as stack:
-            start = _resume_source(resume, overwrite=overwrite)
-            resolved = load_plan(plan, changes)
-            check_size(resolved, int(os.environ["WORLD_SIZE"]))
-            _check_source(resolved, start)
-            folder = run_folder(resolved)
-            if rank == 0:
-                keeps_folder = continues_in_folder(resolved, resume) or is_restart(folder)
-                stack.enter_context(locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
-            from train_cli.rank import train
+    with ExitStack() as stack:
+        faults = stack.enter_context(RankFaults(int(os.environ["RANK"]), settings)) if is_rank else None
+        start = _resume_source(resume, overwrite=overwrite)
+        resolved = load_plan(plan, changes)
+        size = int(os.environ["WORLD_SIZE"]) if is_rank else nproc or resolved.world_size(num_devices(resolved))
+        check_size(resolved, size)
+        if start is not None and start != AUTO and not is_restarted():  # a restarted run uses its own checkpoints
+            check_checkpoint_path(resolved, start)
+        folder = run_folder(resolved)
+        keeps_folder = continues_in_folder(resolved, resume) or is_restart(folder)
+        if not is_rank:
+            check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
+            if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
+                # Importing torch takes seconds, in this process and in each rank.
+                print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
+            from train_cli.meta_model import check_model
 
-            faults.has_begun = True
-            code = train(resolved, folder, resume=start, line=line)
-        raise typer.Exit(code)
-    resolved = load_plan(plan, changes)
-    size = check_size(resolved, nproc or resolved.world_size(num_devices(resolved)))
-    keeps_folder = continues_in_folder(resolved, resume)
-    start = _resume_source(resume, overwrite=overwrite)
-    _check_source(resolved, start)
-    check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
-    if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
-        # Importing torch takes seconds, in this process and in each rank.
-        print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
-    from train_cli.meta_model import check_model
-
-    check_model(resolved, size)
-    with locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder) as folder:
-        if size > 1:
+            check_model(resolved, size)
+        if not is_rank or os.environ["RANK"] == "0":
+            stack.enter_context(locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
+        if not is_rank and size > 1:
             arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line}
             code = _launch(arguments, size, folder, settings, resolved)
         else:
             from train_cli.rank import train
 
+            if faults is not None:
+                faults.has_begun = True
             code = train(resolved, folder, resume=start, line=line)
     raise typer.Exit(code)
 
@@ -102,14 +95,6 @@ def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
     if resume and overwrite:
         raise UsageError("resume", "`--resume` continues a run, but `--overwrite` deletes it", hint="remove one of them")
     return resume or (RESTART if is_restarted() else None)
-
-
-def _check_source(plan: Plan, start: str | None) -> None:
-    """Raises UsageError "no-checkpoint" if the checkpoint `start` does not exist. A restarted run does not need it, since it
-    resumes from its own checkpoints.
-    """
-    if start is not None and start != AUTO and not is_restarted():
-        check_checkpoint_path(plan, start)
 
 
 def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sley_core.actions.action import Action, Kind
+from sley_core.actions.action import Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Timeline, simulate
 from sley_core.errors import KeyPath, PlanError, UsageError, format_path
@@ -36,13 +36,6 @@ MAX_RANKS = 32
 
 _MAX_GROUPS = 4
 """The maximum number of groups of an axis to list."""
-
-_SIZES = ("pp", "dp", "sp", "wdp", "wp")
-
-
-def axis_sizes(topology: Topology) -> str:
-    """Returns the sizes of all axes as text, such as `pp 2, dp 1, sp 1, wdp 1, wp 1`."""
-    return ", ".join(f"{name} {getattr(topology, name)}" for name in _SIZES)
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
@@ -129,38 +122,20 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
         stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
     Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and
-    fills its time. Dots are time in which no action runs. With two chunks, small letters are the second chunk. With more, each
-    chunk has a row, which is blank while the stage works on another chunk. The middle of a step with too many actions for the
-    width is omitted.
+    fills its time. Dots are time in which no action runs. Small letters are all chunks but the first. The middle of a step with
+    too many actions for the width is omitted.
     """
-    chunks = 1 + max((span.action.chunk for span in timeline.spans), default=0)
-    own_rows: list[int | None] = [None] if chunks <= 2 else list(range(chunks))
-    rows = [(stage, chunk) for stage in range(timeline.stages) for chunk in own_rows]
-    names = [_row_label(stage, chunk) for stage, chunk in rows]
-    notes = ["" if chunk else f"  {timeline.idle_share(stage):4.0%} idle" for stage, chunk in rows]
-    indent = max(map(len, names))
+    stages = range(timeline.stages)
+    notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]
+    indent = len(f"stage {timeline.stages - 1}  ")
     max_columns = max(1, width - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, max_columns)
-    drawn = [_shorten(_draw_row(timeline, stage, chunk, scale), max_columns) for stage, chunk in rows]
-    lines = [f"{name:{indent}}{row}{note}".rstrip() for name, row, note in zip(names, drawn, notes, strict=True)]
-    legend = _legend_lines(timeline, chunks)
+    rows = [_shorten(_draw_row(timeline, stage, scale), max_columns) for stage in stages]
+    lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]
+    lines += _legend_lines(timeline)
     if (columns := round(timeline.makespan_s * scale)) > max_columns:
-        legend.append(
-            f"/: {columns - max_columns + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more"
-        )
-    return "\n".join([*lines, *legend]) + "\n"
-
-
-def action_label(action: Action) -> str:
-    """Returns letter and microbatch, such as `F3`. The letter is lower case for every chunk but the first."""
-    letter = action.kind.value if action.chunk == 0 else action.kind.value.lower()
-    return f"{letter}{action.micro}"
-
-
-def _row_label(stage: int, chunk: int | None) -> str:
-    if chunk is None:
-        return f"stage {stage}  "
-    return f"{f'stage {stage}' if chunk == 0 else '':9}chunk {chunk}  "
+        lines.append(f"/: {columns - max_columns + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more")
+    return "\n".join(lines) + "\n"
 
 
 def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
@@ -177,13 +152,15 @@ def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
     return (int(columns) if columns >= 1 else columns) / min(lengths)
 
 
-def _draw_row(timeline: Timeline, stage: int, chunk: int | None, scale: float) -> str:
+def _draw_row(timeline: Timeline, stage: int, scale: float) -> str:
     cells = ["."] * round(timeline.makespan_s * scale)
     for span in timeline.stage_spans(stage):
         first, end = round(span.start_s * scale), round(span.end_s * scale)
-        text = action_label(span.action) if chunk is None else action_label(span.action).upper()
-        text = text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
-        cells[first:end] = text if chunk in (None, span.action.chunk) else " " * (end - first)
+        letter = span.action.kind.value if span.action.chunk == 0 else span.action.kind.value.lower()
+        text = f"{letter}{span.action.micro}"
+        cells[first:end] = (
+            text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
+        )
     return "".join(cells)
 
 
@@ -195,11 +172,12 @@ def _shorten(row: str, max_columns: int) -> str:
     return row[: max_columns - len(CUT) - tail] + CUT + row[len(row) - tail :]
 
 
-def _legend_lines(timeline: Timeline, chunks: int) -> list[str]:
+def _legend_lines(timeline: Timeline) -> list[str]:
     kinds = {span.action.kind for span in timeline.spans}
     words = [name for kind, name in NAMES.items() if kind in kinds]
-    if chunks == 2:
-        words.append("small letters are chunk 1")
+    last_chunk = max((span.action.chunk for span in timeline.spans), default=0)
+    if last_chunk:
+        words.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
     return [", ".join(words)] if words else []
 
 
@@ -285,7 +263,8 @@ def _text_output(plan: Plan, topology: Topology, rank: int | None) -> Iterator[s
     """Yields the text output of `show`."""
     yield from _plan_lines(plan)
     yield ""
-    yield f"# world of {topology.world}: {axis_sizes(topology)}"
+    sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
+    yield f"# world of {topology.world}: {sizes}"
     yield from rank_lines(topology, rank)
     yield ""
     yield "# groups, in the order in which all ranks make them"
