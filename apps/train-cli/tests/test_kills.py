@@ -25,7 +25,6 @@ from started_program import LIMIT_S, Program
 from sley_checkpoint.reader import newest, read
 from sley_core.attempt import read_attempt
 from sley_testing.plans import Tables, changed, small_plan, write_texts
-from sley_testing.processes import ForkedProgram
 
 NAME = "killed"
 STEPS = 8
