@@ -54,7 +54,7 @@ def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable
     def compare_with_one_process(
         size: int,
         plans: Sequence[Tables],
-        num_steps: int = 3,
+        num_steps: int = 2,
         folder: Path = own,
         batches: Any = None,
         prepare: Callable[[Run], None] | None = None,

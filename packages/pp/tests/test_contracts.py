@@ -19,6 +19,7 @@ class TestGPipe(ScheduleContract):
         return micros
 
 
+@pytest.mark.campaign  # other tests train with it
 class TestOneFOneB(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 
@@ -33,6 +34,7 @@ class TestInterleaved(ScheduleContract):
         return min(3 * micros, 2 * round_sizes(stages, micros)[0] + 2 * (stages - stage) - 1)
 
 
+@pytest.mark.campaign  # other tests train with it
 class TestZeroBubbleH1(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.zero_bubble_h1"}
 
@@ -53,12 +55,15 @@ class TestSharedModules(TieContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("test", [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_" not in name])
+LIST_TESTS = [name for name in vars(ScheduleContract) if name.startswith("test_") and "two_stages" not in name]
+
+
+@pytest.mark.parametrize("num_draws", [ScheduleContract.num_draws, pytest.param(400, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("test", LIST_TESTS)
 @pytest.mark.parametrize("schedule", [TestGPipe, TestOneFOneB, TestInterleaved, TestZeroBubbleH1, TestZeroBubbleV])
-def test_many_sizes(schedule: type[ScheduleContract], test: str) -> None:
+def test_lists_of_schedules(schedule: type[ScheduleContract], test: str, num_draws: int) -> None:
     contract = schedule()
-    contract.num_draws = 400  # type: ignore[misc]  # of this one alone
+    contract.num_draws = num_draws  # type: ignore[misc]  # of this one alone
     getattr(contract, test)()
 
 

@@ -16,6 +16,7 @@ from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_pp.channels import Channels
+from sley_testing.contract import SQUARES
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
 from sley_testing.runs import record, running, weights
@@ -25,8 +26,8 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
     tables = small_plan(
         model={"factory": f"crossings:{factory}", "options": options},
         data={"factory": "crossings:Rows"},
-        loss={"factory": "crossings:Squares"},
-        optimizer={"use": "core.sgd", "lr": 0.3},
+        loss=SQUARES,
+        optimizer={"use": "core.sgd", "lr": 0.075},
     )
     if stages > 1:
         tables |= {"parallel": {"dp": dp, "pp": stages}, "pipeline": {"use": f"pp.{schedule}"}}
@@ -34,10 +35,10 @@ def plan(factory, stages=1, schedule="one_f_one_b", dp=1, **options):
 
 
 def record_with_both_headers(plans, own, batches=None):
-    """Records two steps of each plan, and then again with separate headers."""
+    """Records two steps of each plan, and then of the first two with separate headers."""
     results = [record(tables, 2, folder=own, batches=batches) for tables in plans]
     sley_pp.link.has_separate_header = lambda device: True
-    return results + [record(tables, 2, folder=own, batches=batches) for tables in plans]
+    return results + [record(tables, 2, folder=own, batches=batches) for tables in plans[:2]]
 
 
 def assert_equal(reference, layouts):
@@ -57,7 +58,7 @@ CROSSINGS = {
     "300 tensors": ("many", "zero_bubble_h1", {"number": 300}),
     "writes to a received tensor": ("in_place", "gpipe", {}),
     "one tensor or two, as the data have it": ("skips", "zero_bubble_h1", {}),
-    "no gradient": ("frozen", "one_f_one_b", {}),
+    "no gradient": ("chain", "one_f_one_b", {"frozen": True}),
 }
 
 
@@ -66,7 +67,7 @@ def test_outputs_of_layers_cross_unchanged(ranks, own):
     references = [record(plan(factory, **options), 2, folder=own) for factory, _, options in CROSSINGS.values()]
     plans = [plan(factory, 3, schedule, **options) for factory, schedule, options in CROSSINGS.values()]
     for reference, layouts in zip(
-        2 * references, zip(*ranks(3, 120)(record_with_both_headers, plans, own), strict=True), strict=True
+        references + references[:2], zip(*ranks(3, 120)(record_with_both_headers, plans, own), strict=True), strict=True
     ):
         assert_equal(reference, layouts)
 
@@ -75,7 +76,7 @@ def test_micro_batches_of_a_step_may_differ_in_length(ranks, own):
     """Shapes are announced once per length, and later receives are posted ahead. Replicas have different lengths."""
     batches = [[batch_of(length, 1) for length in lengths] for lengths in ((5, 2, 7, 3), (3, 5, 5, 2))]
     reference = record(plan("chain"), 2, folder=own, batches=batches)
-    plans = [plan("chain", 2, schedule, dp=2) for schedule in ("one_f_one_b", "zero_bubble_h1")]
+    plans = [plan("chain", 2, "zero_bubble_h1", dp=2)]
     for layouts in zip(*ranks(4)(record_with_both_headers, plans, own, batches), strict=True):
         assert_equal(reference, layouts)
 
@@ -147,7 +148,7 @@ def record_freezes(plans, own):
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
     """The tensors that have a gradient may change, and no stage waits for a missing gradient."""
-    cases = [("chain", "one_f_one_b"), ("chain", "zero_bubble_v"), ("in_place", "one_f_one_b")]
+    cases = [("chain", "zero_bubble_v"), ("in_place", "one_f_one_b")]
     expected = dict(zip(("chain", "in_place"), record_freezes([plan("chain"), plan("in_place")], own), strict=True))
     by_rank = ranks(stages, 120)(record_freezes, [plan(factory, stages, name) for factory, name in cases], own)
     for (factory, name), layouts in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -162,7 +163,7 @@ def test_stages_frozen_and_unfrozen_between_steps(ranks, own, stages):
 
 
 def message_bytes(tables, own, longest, num_micros):
-    """Returns the bytes of the link's messages after steps of the greatest length, and after twenty other lengths and
+    """Returns the bytes of the link's messages after steps of the greatest length, and after ten other lengths and
     `num_micros` in one step, and the number of later allocations.
     """
     with running(tables, own) as run:
@@ -170,7 +171,7 @@ def message_bytes(tables, own, longest, num_micros):
         for _ in range(2):
             run.step(batch_of(longest, num_micros))
         alone = link._pool.num_bytes
-        for length in range(longest - 20, longest):
+        for length in range(longest - 10, longest):
             run.step(batch_of(length, 2))
         run.step([batch_of(length, 1) for length in range(longest - num_micros, longest)])
         many = link._pool.num_bytes
@@ -182,7 +183,7 @@ def message_bytes(tables, own, longest, num_micros):
 
 def test_memory_of_messages_does_not_grow_with_micro_batches_nor_with_lengths(ranks, own):
     """Messages need memory only while they are posted, in flight, or in use by a microbatch."""
-    longest, num_micros = 200, 40
+    longest, num_micros = 100, 16
     message = 2 * longest * 4 * 8
     for alone, many, allocated in ranks(2, 120)(message_bytes, plan("chain", 2), own, longest, num_micros):
         assert many <= 2 * alone, f"{many // message} messages after other lengths, {alone // message} before"

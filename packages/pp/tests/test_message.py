@@ -50,22 +50,6 @@ def test_any_reference_to_a_message_keeps_its_memory(way: str, separate_header: 
         assert not message.is_shared
 
 
-def test_a_message_that_is_too_short_is_detected() -> None:
-    """Gloo accepts it, and leaves the old bytes, such as those of the previous step."""
-    size = message_bytes(LAYOUT, separate_header=False)
-    places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
-    sent, came = (Message(place, LAYOUT, HOST, separate_header=False) for place in places)
-    for step, num_bytes, is_whole in ((1, size, True), (2, size // 2, False), (3, size - 1, False), (4, size, True)):
-        sent.write_header(step, 0, b"")
-        sent.tensors[-1].fill_(step)
-        sent.write_end()
-        came.clear_end()
-        places[1][:num_bytes] = places[0][:num_bytes]
-        assert came.read_header()[:2] == (step, 0)
-        assert came.is_complete == is_whole, step
-    assert torch.equal(came.tensors[-1], sent.tensors[-1])
-
-
 def test_other_views_of_the_memory_are_no_users_of_the_message() -> None:
     """A pool may lend several views of one storage, and earlier users may still hold views."""
     memory = torch.empty(2 * message_bytes(LAYOUT, separate_header=False), dtype=torch.uint8)

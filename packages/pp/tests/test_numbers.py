@@ -30,12 +30,6 @@ def plan(schedule, pp, dp=1, **changes):
     return changed(PLAN, pipeline={"use": schedule}, parallel={"pp": pp, "dp": dp}, **changes)
 
 
-def plans_of_sizes(small, pp, micros, dp=1, **changes):
-    """Returns plans of every schedule with 24 samples per step, in `micros` microbatches on each of `dp` replicas."""
-    batches = [{"global_size": 24, "micro_size": 24 // (dp * num)} for num in micros]
-    return [small(schedule, pp, dp, model=WIDE, batch=batch, **changes) for schedule in SCHEDULES for batch in batches]
-
-
 @pytest.mark.campaign  # the contract of schedules tests one microbatch and five on two stages
 @pytest.mark.parametrize(
     ("pp", "micros", "precision"),
@@ -43,15 +37,9 @@ def plans_of_sizes(small, pp, micros, dp=1, **changes):
 )
 def test_any_number_of_micro_batches(compare_with_one_process, small, pp, micros, precision):
     """They may be fewer than stages, or no multiple. Samples have different numbers of labels, so means of means differ."""
-    compare_with_one_process(pp, plans_of_sizes(small, pp, micros, precision__compute=precision), 3)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("stages", [3, 4])
-def test_more_stages(compare_with_one_process, texts, stages):
-    compare_with_one_process(
-        stages, [plan(schedule, stages) for schedule in ("pp.gpipe", "pp.one_f_one_b", "pp.zero_bubble_h1")], folder=texts
-    )
+    batches = [{"global_size": 24, "micro_size": 24 // number} for number in micros]
+    changes = {"model": WIDE, "precision__compute": precision}
+    compare_with_one_process(pp, [small(schedule, pp, batch=batch, **changes) for schedule in SCHEDULES for batch in batches])
 
 
 def send_through_host(_run):
@@ -80,20 +68,20 @@ def test_random_placements_and_orders(compare_with_one_process, texts, stages, c
     compare_with_one_process(stages, plans, folder=texts)
 
 
-def test_blocks_of_different_widths(compare_with_one_process, small):
-    """Each boundary has a different shape, and the partition has unequal weights."""
+def test_blocks_of_different_widths_and_parametrized_weights(compare_with_one_process, small):
+    """Each boundary has a different shape, and the partition has unequal weights.
+
+    A stage does not read the parametrized weights of another stage, not even to count them.
+    """
     model = {"factory": "pp_parts:chain", "options": {"widths": [4, 12, 3, 8, 2, 6]}}
     ways = {
         "pp.one_f_one_b": {"use": "pp.balanced"},
         "pp.gpipe": {"use": "pp.uniform"},
         "pp.zero_bubble_h1": {"use": "pp.explicit", "layers": [1, 5, 1]},
     }
-    compare_with_one_process(3, [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()])
-
-
-def test_parametrized_weights(compare_with_one_process, small):
-    """A stage does not read the weights of another stage's layers, not even to count them."""
-    compare_with_one_process(2, [small("pp.one_f_one_b", 2, model={"factory": "pp_parts:computed"})])
+    plans = [small(schedule, 3, model=model, partition=partition) for schedule, partition in ways.items()]
+    plans.append(small("pp.one_f_one_b", 3, model={"factory": "pp_parts:computed"}))
+    compare_with_one_process(3, plans)
 
 
 @pytest.mark.parametrize("clip_kind", [3.0, pytest.param("inf", marks=pytest.mark.campaign)])
@@ -164,7 +152,7 @@ def test_two_stages_equal_one_process(ranks: Any, schedule: str, num_devices: in
 def batch(step, sample):
     rows = [sample(8 * step + at) for at in range(8)]
     made = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    # How deep the last microbatch goes: once in the first step, then twice, three times, once.
+    # How deep the last microbatch goes: once in the first step, then twice, three times.
     made["tokens"][6, 0] = 4 * step
     return made
 
@@ -190,7 +178,7 @@ def test_habits_under_split_backwards(ranks, own, small, schedule, dp, habits):
     """
     from pp_parts import Rows, sample
 
-    batches = [batch(step, sample) for step in range(4)]
+    batches = [batch(step, sample) for step in range(3)]
     models = [{"factory": "sley_testing.habits:model", "options": {"habit": habit}} for habit in habits]
     plans = [small(schedule, 2, dp, model=model, optimizer={"use": "core.sgd", "lr": 0.1}) for model in models]
     by_rank = ranks(2 * dp, 120)(record_all, plans, own, batches)

@@ -13,14 +13,7 @@ from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
 from sley_core.errors import PlanError
-from sley_pp.partitioners import (
-    balanced_boundaries,
-    build_balanced,
-    build_explicit,
-    build_uniform,
-    explicit_boundaries,
-    uniform_boundaries,
-)
+from sley_pp.partitioners import balanced_boundaries, build_balanced, build_explicit, build_uniform, uniform_boundaries
 from sley_pp.plugin import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
 from sley_pp.schedules import (
     build_csv,
@@ -59,25 +52,6 @@ def bubble(schedule: Schedule, stages: int, micros: int, *, f=1.0, d=1.0, w=1.0)
     """Returns the time of a step beyond its work."""
     work = schedule.chunks * micros * (f + d + w)
     return simulated(schedule, stages, micros, f=f, d=d, w=w).timeline.makespan_s - work
-
-
-# -- valid (for all sizes: test_contracts.py) --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("generate", "chunks", "name"),
-    [
-        (gpipe, 2, "one chunk"),
-        (one_f_one_b, 2, "one chunk"),
-        (interleaved, 1, "two chunks or more"),
-        (zero_bubble_h1, 2, "one chunk"),
-    ]
-    + [(zero_bubble_v, chunks, "two chunks") for chunks in (1, 3)],
-)
-def test_an_unsupported_number_of_chunks_is_refused(generate, chunks, name):
-    with pytest.raises(PlanError, match=rf"`pp\.{generate.__name__}` needs {name} per stage, not {chunks}") as caught:
-        generate(4, chunks, 8)
-    assert caught.value.diagnostics[0].code == "schedule-chunks"
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------
@@ -143,9 +117,6 @@ def test_receives_are_posted_before_their_sends(schedule, stages, micros):
 def test_receive_buffers_do_not_grow_with_micro_batches(schedule, stages):
     for micros in (stages, 4 * stages):
         assert max(held.receives for held in simulated(schedule, stages, micros).peaks) <= 6
-
-
-# -- what the pages show -----------------------------------------------------------------------------------------------
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -276,12 +247,11 @@ def test_uniform_positions_differ_by_one_layer_and_the_ends_are_small(num_layers
     [
         ([3, 3, 3, 1], "partition-length", "`layers` must have 3 numbers .* but has 4"),
         ([3, 2, 3], "partition-layers", "must add up to the model's 9 layers, but adds up to 8"),
-        ([3, 0, 6], "partition-empty", "chunk 1 has no layer"),
     ],
 )
 def test_a_wrong_explicit_cut_is_refused(layers, code, words):
     with pytest.raises(PlanError, match=words) as caught:
-        explicit_boundaries(layers, 9, 3)
+        build_explicit(ExplicitConfig(layers=layers))([1.0] * 9, 3)
     assert caught.value.diagnostics[0].code == code
 
 

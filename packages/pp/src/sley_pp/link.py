@@ -29,7 +29,7 @@ from torch import Tensor
 from sley_core.api.actions import Transfer, direction_of
 from sley_core.api.parts import Description
 from sley_pp.channels import Channels, WalkCheck, has_separate_header, stages_differ_error
-from sley_pp.message import Announcements, Message, MessagePool, Outbox, boundary_mismatch_error, message_layout
+from sley_pp.message import Message, MessagePool, boundary_mismatch_error, message_layout, receive_description, send_description
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Work
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Key = Hashable
 """The phase and the shapes of a microbatch's fields. They determine a message, except for the flags of its tensors."""
+
+MAX_SENDS = 8
+"""The number of gloo sends that may be in flight before a stage waits for the oldest one."""
 
 
 @dataclass
@@ -53,9 +56,10 @@ class Link:
     """Sends and receives over the group `pp` of this rank's replica, at most one message per boundary and microbatch."""
 
     def __init__(self, config: LinkConfig) -> None:
-        self._config = config
         self._descriptions: dict[tuple[str, int, int, int], dict[Key, Description]] = {}
         self._queues: dict[str, deque[tuple[Transfer, Key]]] = {"up": deque(), "down": deque()}
+        self._sends: deque[tuple[list[Work], Message]] = deque()  # oldest first
+        self._announcements: deque[Work] = deque()
         self._receives: dict[Transfer, _Receive] = {}
         self._gradients_to_receive: dict[tuple[int, int], Description] = {}
         self._gradients_to_send: dict[tuple[int, int], Description] = {}
@@ -71,8 +75,6 @@ class Link:
         self._pool = parts.pool
         self._message_pool = MessagePool(self._pool, self._device, separate_header=self._channels.separate_header)
         self._stage = self._channels.stage
-        self._outbox = Outbox(self._channels, self._message_pool)
-        self._announcements = Announcements(self._channels)
         self._walk = WalkCheck(self._channels)
         self._fake_description = parts.describe_output
 
@@ -100,10 +102,11 @@ class Link:
             self._has_backwards = True
             self._send(transfer, self._gradients_to_send.pop(boundary), description, tensors)
             return
-        descriptions = self._boundary_descriptions("send", transfer)
+        descriptions = self._boundary_descriptions(transfer)
         if key not in descriptions:
             descriptions[key] = description
-            self._announcements.send(description, transfer.peer, self._announcement_label(transfer, "sends to"))
+            label = f"the announcement of what {self._label(transfer)}"
+            self._announcements += send_description(self._channels, description, transfer.peer, label)
         self._send(transfer, descriptions[key], description.with_overlaps(tensors), tensors)
         self._gradients_to_receive[boundary] = description.gradients
         self._start_receives(direction_of(transfer.peer, self._stage))
@@ -142,8 +145,10 @@ class Link:
     def drain(self) -> None:
         """Blocks until all sends are complete and all peers' records are compared. All posted receives must be complete."""
         self._walk.finish()
-        self._outbox.drain()
-        self._announcements.finish()
+        while self._sends:
+            self._finish_oldest_send()
+        while self._announcements:
+            self._announcements.popleft().wait()
         self._message_pool.release_unused()
         unread = [*self._receives, *self._queues["up"], *self._queues["down"]]
         assert not unread, f"posted but never taken: {unread}"
@@ -169,17 +174,51 @@ class Link:
 
     def _discard(self) -> None:
         """Drops all transfers and announcements in flight, without waiting for them."""
-        collections: list[Any] = [*self._queues.values(), self._receives, self._gradients_to_receive, self._gradients_to_send]
-        for collection in collections:
+        collections: list[Any] = [*self._queues.values(), self._sends, self._announcements, self._receives]
+        for collection in (*collections, self._gradients_to_receive, self._gradients_to_send):
             collection.clear()
-        self._outbox.discard()
-        self._announcements.discard()
         self._walk.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors` as `Outbox.send` does."""
-        ids = self._walk.number, transfer.micro
-        self._outbox.send(transfer.peer, self._label(transfer, "sends to"), ids, expected, actual, tensors)
+        """Sends `tensors` in a message of layout `expected`, or sends nothing if `expected` has no tensors.
+
+        actual: the description of `tensors`. Raises RunError `boundary-mismatch` if `actual` does not fit `expected`, after a
+        message with that error is sent.
+        """
+        label = self._label(transfer)
+        fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
+        if expected.leaves:
+            message = self._message_pool.lease(message_layout(expected.leaves))
+            message.write_header(self._walk.number, transfer.micro, expected.flags if fault else actual.flags, fault)
+            if not fault:
+                for target, tensor in zip(message.tensors, tensors, strict=True):
+                    target.copy_(tensor)
+            handles = self._channels.send(message.pieces, transfer.peer, f"what {label}")
+            self._sends.append((handles, message))
+            for handle in handles if fault else ():
+                handle.wait()
+        if fault:
+            raise boundary_mismatch_error(fault)
+        self._release_messages()
+
+    def _release_messages(self) -> None:
+        """Releases the messages whose sends are complete. With gloo, waits for the oldest sends if more than MAX_SENDS remain.
+
+        Gloo reports the end of a send only to a wait. The peer's receive does not depend on later actions of this stage
+        (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
+        """
+        if self._channels.reports_completion:
+            while self._sends and self._sends[0][0][-1].is_completed():
+                self._finish_oldest_send()
+        while not self._channels.reports_completion and len(self._sends) > MAX_SENDS:
+            self._finish_oldest_send()
+
+    def _finish_oldest_send(self) -> None:
+        """Waits for the oldest send and releases its message. NCCL needs the wait to free the tensors of a complete send."""
+        handles, message = self._sends.popleft()
+        for handle in handles:
+            handle.wait()
+        self._message_pool.release(message)
 
     def _unblock_queue(self, direction: str, expected: Transfer) -> None:
         """Blocks until the first queued receive of `direction` can start, then starts all that can.
@@ -188,11 +227,11 @@ class Link:
         """
         assert self._queues[direction], f"{expected} was never posted"
         transfer, key = self._queues[direction][0]
-        self._walk.confirm(transfer.peer, f"what {self._label(transfer, 'receives from')}")
+        self._walk.confirm(transfer.peer, f"what {self._label(transfer)}")
         if transfer.flow == "backward":
             boundary = transfer.chunk, transfer.micro
             assert boundary in self._gradients_to_receive, f"{transfer}: the gradients of an output that was not sent"
-        elif key not in (descriptions := self._boundary_descriptions("post", transfer)):
+        elif key not in (descriptions := self._boundary_descriptions(transfer)):
             descriptions[key] = self._receive_description(transfer)
         self._start_receives(direction)
 
@@ -202,10 +241,10 @@ class Link:
         while queue:
             transfer, key = queue[0]
             if transfer.flow == "forward":
-                description = self._boundary_descriptions("post", transfer).get(key)
+                description = self._boundary_descriptions(transfer).get(key)
             else:
                 description = self._gradients_to_receive.get((transfer.chunk, transfer.micro))
-            label = f"what {self._label(transfer, 'receives from')}"
+            label = f"what {self._label(transfer)}"
             self._walk.start_receive(transfer.peer, label)
             if description is None or not self._walk.is_confirmed(transfer.peer):
                 return  # later posts wait too, since both ends use a communicator in the same order
@@ -213,11 +252,9 @@ class Link:
             message, pending = None, []
             if description.leaves:
                 message = self._message_pool.lease(message_layout(description.leaves))
-                message.clear_end()
                 pending = self._channels.receive(message.pieces, transfer.peer, label)
                 if self._fake_description is not None:  # a fake world receives nothing, so this writes the expected header
                     message.write_header(self._walk.number, transfer.micro, description.flags)
-                    message.write_end()
             self._receives[transfer] = _Receive(message, pending, description)
 
     def _receive_description(self, transfer: Transfer) -> Description:
@@ -227,33 +264,28 @@ class Link:
         """
         if self._fake_description is not None:
             return self._fake_description(transfer.peer, transfer.peer_chunk)
-        return self._announcements.receive(transfer.peer, self._announcement_label(transfer, "receives from"))
+        return receive_description(self._channels, transfer.peer, f"the announcement of what {self._label(transfer)}")
 
     def _read_flags(self, transfer: Transfer, message: Message) -> bytes:
         """Returns the flags of a received `message`.
 
-        Raises RunError if the message belongs to another step or microbatch, is too short, or reports a mismatch.
+        Raises RunError if the message belongs to another step or microbatch, or reports a mismatch.
         """
         walk, microbatch, flags, fault = message.read_header()
-        label = self._label(transfer, "receives from")
+        label = self._label(transfer)
         if (walk, microbatch) != (self._walk.number, transfer.micro):
             raise stages_differ_error(f"{label}: got microbatch {microbatch} of walk {walk} in walk {self._walk.number}")
         if fault:
             raise boundary_mismatch_error(f"{label}: {fault}")
-        if not message.is_complete:
-            num_bytes = sum(piece.nbytes for piece in message.pieces)
-            raise boundary_mismatch_error(f"{label}: the message is shorter than the announced {num_bytes} bytes")
         return flags
 
-    def _boundary_descriptions(self, op: str, transfer: Transfer) -> dict[Key, Description]:
+    def _boundary_descriptions(self, transfer: Transfer) -> dict[Key, Description]:
         """Returns the descriptions of the forward boundary of `transfer` by batch shape, in a dict that callers extend."""
-        return self._descriptions.setdefault((op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
+        return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
-    def _announcement_label(self, transfer: Transfer, verb: str) -> str:
-        return f"the announcement of what {self._label(transfer, verb)}"
-
-    def _label(self, transfer: Transfer, verb: str) -> str:
-        """Returns the description of `transfer` for errors and traces. verb: "sends to" or "receives from"."""
+    def _label(self, transfer: Transfer) -> str:
+        """Returns the description of `transfer` for errors and traces."""
+        verb = "sends to" if transfer.op == "send" else "receives from"
         contents = "output" if transfer.flow == "forward" else "gradient"
         return (
             f"stage {self._stage} {verb} stage {transfer.peer}, the {contents} for microbatch {transfer.micro} "

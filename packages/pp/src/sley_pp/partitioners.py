@@ -5,8 +5,9 @@ With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 ha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from math import inf
 
 from sley_core.errors import PlanError
@@ -39,37 +40,12 @@ def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
     return tuple(boundaries)
 
 
-_LAYERS_PATH = ("partition", "layers")
-
-
-def explicit_boundaries(layers: Sequence[int], num_layers: int, num_positions: int) -> Boundaries:
-    """Returns the boundaries that give position i `layers[i]` layers.
-
-    Raises PlanError "partition-length" if `layers` does not have `num_positions` numbers, "partition-layers" if their sum is
-    not `num_layers`, and "partition-empty" if one of them is 0.
-    """
-    if len(layers) != num_positions:
-        message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
-        raise PlanError("partition-length", message, path=_LAYERS_PATH)
-    if min(layers) < 1:
-        raise PlanError("partition-empty", f"chunk {layers.index(min(layers))} has no layer", path=_LAYERS_PATH)
-    if sum(layers) != num_layers:
-        message = f"`layers` must add up to the model's {num_layers} layers, but adds up to {sum(layers)}"
-        raise PlanError("partition-layers", message, path=_LAYERS_PATH)
-    return (0, *accumulate(layers))
-
-
 def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
     """Returns the boundaries that minimise the cost of the heaviest position.
 
-    costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions.
-
-    The minimum for k positions over the first n layers is min over m of max(minimum(k - 1, m), cost of layers m .. n - 1). As m
-    grows, one term rises and the other falls, so the best m is at their crossing. The best m only increases with n, so the
-    table takes O(layers x positions).
-
-    Many splits have the same maximum. A second table finds the split with the least sum of squared costs, so that the other
-    positions are balanced too.
+    costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions. Of the
+    splits with the same maximum, this is the one with the least sum of squared costs, so that the other positions are balanced
+    too.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
@@ -78,22 +54,18 @@ def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundarie
 
 def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
     """Returns the heaviest position's cost in the best split. prefix_sums: sums of the first 0, 1, 2 ... layers' costs."""
-    num_layers = len(prefix_sums) - 1
-    row = list(prefix_sums)
-    for position in range(1, num_positions):
-        next_row = [inf] * (num_layers + 1)
-        boundary = position
-        for end in range(position + 1, num_layers + 1):
-            while boundary + 1 < end and row[boundary] < prefix_sums[end] - prefix_sums[boundary]:
-                boundary += 1
-            # The crossing is between this boundary and the previous one.
-            next_row[end] = min(
-                max(row[start], prefix_sums[end] - prefix_sums[start])
-                for start in (boundary, boundary - 1)
-                if start >= position
-            )
-        row = next_row
-    return row[num_layers]
+
+    def fits(limit: float) -> bool:
+        """Returns whether the layers fit into the positions, if each position takes as many layers as cost at most `limit`."""
+        start, num_used = 0.0, 1
+        for previous, total in pairwise(prefix_sums):
+            if total - start > limit:
+                start, num_used = previous, num_used + 1
+        return num_used <= num_positions
+
+    largest = max(end - start for start, end in pairwise(prefix_sums))
+    limits = sorted({end - start for start, end in combinations(prefix_sums, 2) if end - start >= largest})
+    return limits[bisect_left(limits, True, key=fits)]
 
 
 def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
@@ -143,5 +115,20 @@ def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
 
 
 def build_explicit(config: ExplicitConfig) -> Partition:
-    """Returns a partitioner that uses the plan's numbers of layers."""
-    return lambda costs, num_positions: explicit_boundaries(config.layers, len(costs), num_positions)
+    """Returns a partitioner that gives position i `config.layers[i]` layers.
+
+    The partitioner raises PlanError "partition-length" if there is not one number per position, and "partition-layers" if the
+    sum of the numbers is not that of the layers.
+    """
+
+    def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
+        layers, path = config.layers, ("partition", "layers")
+        if len(layers) != num_positions:
+            message = f"`layers` must have {num_positions} numbers (stages x chunks), but has {len(layers)}"
+            raise PlanError("partition-length", message, path=path)
+        if sum(layers) != len(costs):
+            message = f"`layers` must add up to the model's {len(costs)} layers, but adds up to {sum(layers)}"
+            raise PlanError("partition-layers", message, path=path)
+        return (0, *accumulate(layers))
+
+    return partition

@@ -33,12 +33,6 @@ def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
     return actions
 
 
-def chunks_error(name: str, expected: str, chunks: int, hint: str) -> PlanError:
-    """Returns the PlanError "schedule-chunks" for the schedule `name`, which needs `expected` per stage."""
-    message = f"`{name}` needs {expected} per stage, not {chunks}"
-    return PlanError("schedule-chunks", message, path=("pipeline", "use"), hint=hint)
-
-
 def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the 1F1B lists: one forward, one backward (arXiv 2006.09503). One chunk per stage.
 
@@ -49,8 +43,6 @@ def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
 
     The step is as long as that of GPipe, but stage s holds at most min(P - s, M) microbatches.
     """
-    if chunks != 1:
-        raise chunks_error("pp.one_f_one_b", "one chunk", chunks, "use `pp.interleaved` for several")
     lists = []
     for stage in range(stages):
         warmup = min(stages - 1 - stage, num_microbatches)
@@ -68,8 +60,6 @@ def gpipe(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]
 
     The simplest schedule, which needs the most memory, since each stage holds all M microbatches.
     """
-    if chunks != 1:
-        raise chunks_error("pp.gpipe", "one chunk", chunks, "use `pp.interleaved` for several")
     return [number_microbatches([F] * num_microbatches + [B] * num_microbatches) for _ in range(stages)]
 
 
@@ -88,8 +78,6 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
     With rounds of P and C chunks, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble is that of 1F1B divided
     by C.
     """
-    if chunks < 2:
-        raise chunks_error("pp.interleaved", "two chunks or more", chunks, "use `pp.one_f_one_b` for one")
     rounds = round_sizes(stages, num_microbatches)
     descending = range(chunks - 1, -1, -1)
     forwards: list[Symbol] = [(Kind.FORWARD, chunk) for size in rounds for chunk in range(chunks) for _ in range(size)]
@@ -171,8 +159,6 @@ def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list
     stage 0 in 1F1B. The bubble is (P - 1)(F + I - W) if W takes no longer than F or I, which is a third of that of 1F1B if all
     three take the same time.
     """
-    if chunks != 1:
-        raise chunks_error("pp.zero_bubble_h1", "one chunk", chunks, "use `pp.zero_bubble_v` for two")
     lists = []
     for stage in range(stages):
         warmup = min(stages - 1 - stage, num_microbatches)
@@ -195,8 +181,6 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
     A stage holds at most 2 min(P, M) inputs of chunks, each half as large as a stage, as 1F1B does. If F, I and W take the same
     time and M >= P, the bubble is P - 1 of these times, which is the skew at the start.
     """
-    if chunks != 2:
-        raise chunks_error("pp.zero_bubble_v", "two chunks", chunks, "use `pp.zero_bubble_h1` for one")
     patterns = [
         number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)
     ]

@@ -28,16 +28,6 @@ class Rows:
         return {"x": x, "y": y}
 
 
-class Squares:
-    fields = ("y",)
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(batch["y"].numel())
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output - batch["y"]).square().sum()
-
-
 class State(NamedTuple):
     hidden: Tensor
     mask: Tensor | None = None
@@ -53,19 +43,18 @@ class Output:
         self.extra = {f"{key}+": value for key, value in self.extra.items()}
 
 
-class First(nn.Linear):
+class Square(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
+
+class First(Square):
     def forward(self, x: Tensor) -> Output:
         hidden = super().forward(x)
         return Output(State(hidden, x > 0), {"largest": torch.max(hidden, 1)})
 
 
-class Middle(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Middle(Square):
     def forward(self, out: Output) -> Output:
         assert type(out) is Output, type(out)
         assert list(out.extra) == ["largest+"], "its initialiser ran again"
@@ -74,84 +63,61 @@ class Middle(nn.Linear):
         return OrderedDict(last=out.state._replace(hidden=hidden))
 
 
-class Last(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Last(Square):
     def forward(self, out: OrderedDict[str, State]) -> Tensor:
         assert type(out) is OrderedDict, type(out)
         return super().forward(out["last"].hidden * out["last"].mask)
 
 
-def typed(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    return [("first", First()), ("middle", Middle()), ("last", Last())]
+def typed(data: DataInfo) -> list[nn.Module]:
+    return [First(), Middle(), Last()]
 
 
-class Many(nn.Linear):
+class Many(Square):
     def __init__(self, number: int) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
         self.number = number
 
     def forward(self, x: Tensor) -> list[Tensor]:
         hidden = super().forward(x)
-        return [hidden * at if at % 3 else hidden.detach() * at for at in range(self.number)]
+        return [hidden * index if index % 3 else hidden.detach() * index for index in range(self.number)]
 
 
-class Sum(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Mean(Square):
     def forward(self, parts: list[Tensor]) -> Tensor:
         return super().forward(torch.stack(parts).mean(0))
 
 
-def many(data: DataInfo, number: int) -> list[tuple[str, nn.Module]]:
-    return [("first", Many(number)), ("middle", Sum()), ("last", Plain())]
+def many(data: DataInfo, number: int) -> list[nn.Module]:
+    return [Many(number), Mean(), Plain()]
 
 
-class WritesToInput(nn.Module):
-    """Writes to its input before it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden) * 1.5
-
-
-class Plain(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Plain(Square):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1.5
 
 
 def in_place(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    return [("first", Plain()), *((f"{at}", WritesToInput()) for at in range(4)), ("last", Plain())]
+    """Returns a model whose layers write to their inputs before they compute."""
+    blocks = [(f"{index}", nn.Sequential(nn.ReLU(inplace=True), Plain())) for index in range(4)]
+    return [("first", Plain()), *blocks, ("last", Plain())]
 
 
-def chain(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    """Returns the same model without writes to inputs."""
-    return [("first", Plain()), *((f"{at}", nn.Sequential(nn.Tanh(), Plain())) for at in range(4)), ("last", Plain())]
+def chain(data: DataInfo, frozen: bool = False) -> list[tuple[str, nn.Module]]:
+    """Returns a model without writes. frozen: whether the first layer is frozen, so that no gradient crosses to it."""
+    first = Plain().requires_grad_(not frozen)
+    return [("first", first), *((f"{index}", nn.Sequential(nn.Tanh(), Plain())) for index in range(4)), ("last", Plain())]
 
 
-class Skips(nn.Linear):
+class Skips(Square):
     """Returns its input and its output, which are the same tensor if the data say so."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
 
     def forward(self, x: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
         given = x["hidden"] + x["given"] if isinstance(x, dict) else x * 1
         return {"hidden": given if float(given.detach().sum()) > 0 else super().forward(given), "given": given}
 
 
-class Joins(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Joins(Square):
     def forward(self, x: dict[str, Tensor]) -> Tensor:
         return super().forward(x["hidden"] * x["given"])
 
@@ -160,18 +126,15 @@ def skips(data: DataInfo) -> list[nn.Module]:
     return [Skips(), Skips(), Joins()]
 
 
-class Halves(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
+class Halves(Square):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = super().forward(x)
         return hidden[..., : WIDTH // 2], hidden
 
 
-class WritesToHalf(nn.Linear):
+class WritesToHalf(Square):
     def __init__(self, writes: bool) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
         self.writes = writes
 
     def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
@@ -197,10 +160,3 @@ class ChangesDtype(Plain):
 
 def changing_dtype(data: DataInfo) -> list[nn.Module]:
     return [ChangesDtype(), Plain()]
-
-
-def frozen(data: DataInfo) -> list[tuple[str, nn.Module]]:
-    """The first layer is frozen, so that no gradient crosses to it."""
-    layers = chain(data)
-    layers[0][1].requires_grad_(False)
-    return layers
