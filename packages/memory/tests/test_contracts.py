@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+
 from sley_testing.offload_contract import OffloadManagerContract
 
 
@@ -14,6 +16,7 @@ class TestEverything(OffloadManagerContract):
     offload: ClassVar[dict[str, Any]] = {"use": "memory.everything", "bucket_mb": 0.004}
 
 
+@pytest.mark.campaign  # other tests train with it
 class TestBetweenSteps(OffloadManagerContract):
     orders = 1
     offload: ClassVar[dict[str, Any]] = {"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.01}

@@ -10,7 +10,6 @@ from sley_core.comm.world import World
 from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
 from sley_core.memory.inventory import Where
-from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
@@ -84,12 +83,6 @@ def test_the_host_holds_only_two_buckets_of_gradients(texts):
         run.memory.offload().wait()
         run.memory.onload().wait()
         run.step()
-
-
-def test_an_optimizer_of_all_gradients_is_refused(texts):
-    tables = small_plan(optimizer={"factory": "torch.optim:LBFGS", "lr": 0.1}, offload=ONE_BUCKET)
-    codes = {problem.code for problem in check_plan(plan_from_dict(tables, texts), 1)}
-    assert "offload-optimizer" in codes
 
 
 def test_states_that_two_managers_move_are_refused(texts):

@@ -120,11 +120,11 @@ STATES = [{"use": "memory.optimizer_states"}]
 
 
 def count_copies(monkeypatch, offload, moves):
-    """Returns the digest of two steps of 501 parameters, and the number of copies of the last moves."""
+    """Returns the digest of two steps, and the number of copies of the last moves."""
     copies = []
     copy = CopyStream.copy
     monkeypatch.setattr(CopyStream, "copy", lambda stream, *args: (copies.append(1), copy(stream, *args)))
-    with running({**MANY, "offload": offload}, guards=False) as run:  # of some thousand tensors
+    with running({**MANY, "offload": offload}, guards=False) as run:
         for _ in range(2):
             copies.clear()
             run.step()
@@ -132,8 +132,8 @@ def count_copies(monkeypatch, offload, moves):
         return state_digest(run), len(copies)
 
 
-def test_500_small_parameters_have_few_copies_in_each_direction(monkeypatch):
-    """Small states of a bucket need one copy, large states one each. Separate copies of all states would be 2004."""
+def test_small_parameters_have_few_copies_in_each_direction(monkeypatch):
+    """Small states of a bucket need one copy, large states one each."""
 
     def around(run):
         run.memory.offload().wait()

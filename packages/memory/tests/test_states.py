@@ -101,13 +101,13 @@ def test_moves_within_a_step_or_an_evaluation_are_refused(texts):
         assert state_digest(run) == found
 
 
-def test_a_listener_must_onload_what_it_offloads(texts):
+def test_a_listener_must_onload_what_it_offloads():
     """`train` checks this before each step."""
-    with running(small_plan(offload=EVERYTHING), texts) as run:
+    with running({**PLAN, "offload": EVERYTHING}) as run:
         run.listeners.append(lambda row: offload_and_onload(run))
         assert run.train() == "finished"
         assert run.memory.report["weights"].copied_out > 0
-    with running(small_plan(offload=EVERYTHING), texts) as run:
+    with running({**PLAN, "offload": EVERYTHING}) as run:
         run.listeners.append(lambda row: run.memory.offload("optimizer_states"))
         with pytest.raises(StateError, match=r"(?s)needs the run's optimizer states.*onload\(\"optimizer_states"):
             run.train()
@@ -124,23 +124,23 @@ def test_parts_without_a_manager_are_refused_by_name():
         run.memory.offload()
 
 
-def test_an_offload_before_the_first_step(texts):
+def test_an_offload_before_the_first_step():
     """There are no states and no gradients yet."""
-    tables = small_plan(precision__compute="bf16")
-    with running({**tables, "offload": EVERYTHING}, texts) as run:
+    tables = {**PLAN, "precision": {"compute": "bf16"}}
+    with running({**tables, "offload": EVERYTHING}) as run:
         offload_and_onload(run)
         assert run.memory.report["optimizer_states"].copied_out == 0
         for _ in range(3):
             run.step()
         found = state_digest(run)
-    assert found == run_steps(tables, texts, 3)[0]
+    assert found == run_steps(tables, None, 3)[0]
 
 
-def test_a_missing_copy_is_detected(texts, monkeypatch):
+def test_a_missing_copy_is_detected(monkeypatch):
     """With poisoned memory, a missing copy makes the next loss NaN."""
     monkeypatch.setattr(CopyStream, "copy", lambda stream, target, source: None)
     with pytest.raises(Exception, match="not-finite"):
-        run_steps({**small_plan(), "offload": EVERYTHING}, texts, 2, moves=True)
+        run_steps({**PLAN, "offload": EVERYTHING}, None, 2, moves=True)
 
 
 # -- what moving has cost ----------------------------------------------------------------------------------------------

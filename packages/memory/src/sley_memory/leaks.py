@@ -1,7 +1,7 @@
 """Finds tensors with memory on the device, and names each by its path from the run, such as `layers[0].module.cache`.
 
-The search is breadth-first: it starts from the run's layers and other objects, then from all modules and the local variables of
-running functions. It keeps the first path to each tensor, which is the shortest.
+The search is breadth-first, from the run's layers and other objects, and from all modules and the local variables of running
+functions. It keeps the first path to each tensor, which is the shortest.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import gc
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sley_core.api.comm import HostMemory
 from sley_core.api.memory import Part, storage_id
 
-LEAF_TYPES = (str, bytes, int, float, complex, bool, type(None), type, CodeType)
+LEAF_TYPES = (str, bytes, int, float, complex, bool, type(None), type, CodeType, FrameType, ModuleType)
 """Types whose objects are not searched."""
 
 SKIPPED_PACKAGES = sys.stdlib_module_names | {"numpy", "sympy", "torch"}
@@ -30,7 +30,7 @@ SKIPPED_PACKAGES = sys.stdlib_module_names | {"numpy", "sympy", "torch"}
 
 NO_PATH = "referenced from outside Python"
 
-RETRY_S = (0.1, 0.5, 2.0)
+RETRY_S = (0.1, 0.5)
 
 
 class Leak(NamedTuple):
@@ -84,7 +84,7 @@ def _find_leaks_now(run: Any, min_bytes: int) -> list[Leak]:
             and tensor.untyped_storage().nbytes() >= min_bytes
             and not HostMemory.contains(tensor)
         }
-        paths = _find_paths(unknown, dict(_named_roots(run)))
+        paths = _find_paths(unknown, chain(_named_roots(run), _global_objects()))
         leaks: dict[int, Leak] = {}
         # the shortest path first: a view may have a path although its base tensor has none
         for key, tensor in sorted(unknown.items(), key=lambda pair: (pair[0] not in paths, len(paths.get(pair[0], "")))):
@@ -113,23 +113,19 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _find_paths(targets: Mapping[int, Tensor], roots: Mapping[str, object]) -> dict[int, str]:
-    """Returns the paths of `targets` by id: searched first from `roots`, then through functions and hooks, then from all
-    modules and running functions.
-    """
+def _find_paths(targets: Mapping[int, Tensor], roots: Iterable[tuple[str, object]]) -> dict[int, str]:
+    """Returns the paths of `targets` by id, searched from `roots`."""
     paths: dict[int, str] = {}
-    excluded: dict[int, object] = {id(value): value for value in (targets, paths)}  # this function's own objects
-    for stage, is_far in ((roots.items(), False), (roots.items(), True), (_global_objects(), True)):
-        visited = dict(excluded)  # keeps the objects alive, since an id may be reused
-        queue = deque((name, value) for name, value in stage)
-        while queue and len(paths) < len(targets):
-            path, value = queue.popleft()
-            if id(value) in visited or issubclass(type(value), LEAF_TYPES):
-                continue
-            visited[id(value)] = value
-            if id(value) in targets:
-                paths.setdefault(id(value), path)
-            queue.extend((path + suffix, child) for suffix, child in _children(value, is_far=is_far))
+    visited: dict[int, object] = {id(targets): targets}  # keeps the objects alive, since an id may be reused
+    queue = deque(roots)
+    while queue and len(paths) < len(targets):
+        path, value = queue.popleft()
+        if id(value) in visited or issubclass(type(value), LEAF_TYPES):
+            continue
+        visited[id(value)] = value
+        if id(value) in targets:
+            paths[id(value)] = path
+        queue.extend((path + suffix, child) for suffix, child in _children(value))
     return paths
 
 
@@ -149,53 +145,39 @@ def _global_objects() -> Iterator[tuple[str, object]]:
             frame = frame.f_back
 
 
-def _children(obj: Any, *, is_far: bool) -> Iterator[tuple[str, object]]:
-    """Yields the objects that `obj` refers to, each with its path suffix. is_far: whether to follow functions and hooks, which
-    lead to the whole run.
-    """
+def _children(obj: Any) -> Iterator[tuple[str, object]]:
+    """Yields the objects that `obj` refers to, each with its path suffix."""
     cls = type(obj)  # not `isinstance`: some objects fake their class, or warn
+    if issubclass(cls, FunctionType):  # not its module's globals
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
+            with suppress(ValueError):  # a variable without a value
+                yield f"({name})", cell.cell_contents
+        return
+    attributes = _attributes(obj)
+    yield from ((f".{name}", value) for name, value in attributes.items())
     if issubclass(cls, dict):
-        yield from (
-            (f"[{key!r}]" if issubclass(type(key), LEAF_TYPES) else f"[{_object_name(key)}]", value)
-            for key, value in _items(obj)
-        )
-        if cls is not dict:
-            yield from _attributes(obj)
+        for key, value in _items(obj):
+            yield f"[{key!r}]" if issubclass(type(key), LEAF_TYPES) else f"[{_object_name(key)}]", value
     elif issubclass(cls, list | tuple | deque):
         yield from ((f"[{index}]", value) for index, value in enumerate(list(obj)))
-    elif issubclass(cls, set | frozenset):
-        yield from ((f"{{{_object_name(value)}}}", value) for value in list(obj))
-    elif issubclass(cls, nn.Module):
-        for key, value in _items(_get_raw(obj, "__dict__")):
-            if key in ("_parameters", "_buffers", "_modules"):
-                yield from ((f".{name}", child) for name, child in _items(value))
-            elif is_far or not str(key).endswith("_hooks"):
-                yield f".{key}", value
-    elif issubclass(cls, FunctionType | MethodType | partial):
-        if is_far and issubclass(cls, MethodType):
-            yield "", obj.__self__
-        elif is_far and issubclass(cls, partial):
-            yield from ((".args", obj.args), (".keywords", obj.keywords), (".func", obj.func))
-        elif is_far:
-            for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
-                with suppress(ValueError):  # a variable without a value
-                    yield f"({name})", cell.cell_contents
-    elif not issubclass(cls, ModuleType):
-        yield from _attributes(obj)
-        # Iterators and containers written in C have no attributes.
-        has_names = _get_raw(obj, "__dict__") is not None or any(_slots(base) for base in cls.__mro__)
-        if not has_names and not issubclass(cls, Tensor):
-            children = [child for child in gc.get_referents(obj) if not issubclass(type(child), FrameType)]
-            yield from ((" > " + _object_name(child), child) for child in children)
+    elif not attributes and not issubclass(cls, Tensor):  # containers, iterators and methods that are written in C
+        yield from ((f" > {_object_name(child)}", child) for child in gc.get_referents(obj))
 
 
-def _attributes(obj: object) -> Iterator[tuple[str, object]]:
-    """Yields the attributes of an object, from its slots and its dict, and the gradient of a leaf, with their path suffixes."""
-    names = [name for cls in type(obj).__mro__ for name in _slots(cls)]
-    yield from ((f".{name}", _get_raw(obj, name)) for name in names if not name.startswith("__"))
-    yield from ((f".{key}", value) for key, value in _items(_get_raw(obj, "__dict__")))
-    if issubclass(type(obj), Tensor):
-        yield ".grad", _get_raw(obj, "grad") if _get_raw(obj, "is_leaf") else None
+def _attributes(obj: object) -> dict[object, object]:
+    """Returns the attributes of an object by name, from its slots and its dict.
+
+    Includes the parameters, buffers and submodules of a module, and the gradient of a leaf.
+    """
+    names = [name for cls in type(obj).__mro__ for name in _slots(cls) if not name.startswith("__")]
+    attributes: dict[object, object] = {name: _get_raw(obj, name) for name in names}
+    attributes.update(_items(_get_raw(obj, "__dict__")))
+    if issubclass(type(obj), nn.Module):
+        for key in ("_parameters", "_buffers", "_modules"):
+            attributes.update(_items(attributes.pop(key, None)))
+    if issubclass(type(obj), Tensor) and _get_raw(obj, "is_leaf"):
+        attributes["grad"] = _get_raw(obj, "grad")
+    return attributes
 
 
 def _get_raw(obj: object, name: str) -> Any:

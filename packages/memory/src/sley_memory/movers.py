@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +120,25 @@ class Streams:
         self.into.record().wait()
 
 
+class TimedCopies(NamedTuple):
+    """Copies in flight in one direction: the event at their end, their start time, and their bytes."""
+
+    end: CopyEvent
+    start_s: float
+    num_bytes: int
+
+    def finish(self, counters: Moved, *, is_out: bool) -> None:
+        """Waits for the copies, and counts their seconds and bytes, as measured on the host."""
+        self.end.wait()
+        seconds = time.perf_counter() - self.start_s
+        if is_out:
+            counters.seconds_out += seconds
+            counters.timed_out += self.num_bytes
+        else:
+            counters.seconds_in += seconds
+            counters.timed_in += self.num_bytes
+
+
 class Mover:
     """Moves one part of a run's memory, with its `counters`. This base class moves nothing. comes_back: whether the part
     is onloaded automatically when it is needed.
@@ -211,16 +231,14 @@ class HostCopy(Mover):
         self._makes_room = makes_room
         self._places: dict[int, Tensor] = {}
         self._offloaded: list[HostPlace] = []
-        self._event: CopyEvent | None = None
-        self._start_s = 0.0
-        self._num_moving_bytes = 0
+        self._copies: TimedCopies | None = None
         self._given_back = 0
         self._has_warned = False
 
     @property
     def where(self) -> Where:
         """Returns the state of the memory, after an update for finished copies."""
-        if self._event is not None and self._event.is_done():
+        if self._copies is not None and self._copies.end.is_done():
             self._finish_move()
         return self._where
 
@@ -231,14 +249,14 @@ class HostCopy(Mover):
         if self._where in (Where.LEAVING, Where.AWAY):
             return
         self.require()
-        self._start_s = time.perf_counter()
+        start_s = time.perf_counter()
         placed = self._assign_places()
         try:
             self._send(placed)
         except BaseException:
             self._offloaded = [item for item in placed if not item[0].memory.untyped_storage().nbytes()]
             self._where = Where.AWAY
-            self.onload()
+            self._start_onload()
             self.require()
             raise
         self._offloaded = placed
@@ -247,7 +265,7 @@ class HostCopy(Mover):
         # Several units may share counters; each adds only the bytes that its own last offload freed.
         self._moved.given_back += num_bytes - self._given_back
         self._given_back = num_bytes
-        self._start_move(Where.LEAVING, num_bytes)
+        self._start_move(Where.LEAVING, start_s, num_bytes)
 
     def _send(self, placed: Sequence[HostPlace]) -> None:
         """Copies all pieces to the host and frees them, bucket by bucket."""
@@ -263,9 +281,11 @@ class HostCopy(Mover):
 
     def onload(self) -> None:
         """Starts to allocate all pieces on the device and copy them back."""
-        if self._where in (Where.HERE, Where.COMING):
-            return
-        self._start_s = time.perf_counter()
+        if self._where in (Where.LEAVING, Where.AWAY):
+            self._start_onload()
+
+    def _start_onload(self) -> None:
+        start_s = time.perf_counter()
         into = self._streams.into
         into.wait_for(self._streams.out.record())
         if self._makes_room and self._offloaded:
@@ -279,18 +299,17 @@ class HostCopy(Mover):
                 into.copy(piece.memory, host)
         num_bytes = sum(num_bytes for _, _, num_bytes in self._offloaded)
         self._moved.copied_in += num_bytes
-        self._start_move(Where.COMING, num_bytes)
+        self._start_move(Where.COMING, start_s, num_bytes)
 
     def require(self) -> None:
         if self._where is Where.COMING:
-            assert self._event is not None, "memory comes without an event"
-            self._event.hold_device()
-            self._where, self._event, self._offloaded = Where.HERE, None, []
+            assert self._copies is not None, "memory comes without an event"
+            self._copies.end.hold_device()
+            self._where, self._copies, self._offloaded = Where.HERE, None, []
 
     def wait(self) -> None:
         """Blocks the host until copies in flight are done, and updates the state."""
-        if self._event is not None:
-            self._event.wait()
+        if self._copies is not None:
             self._finish_move()
 
     def host(self) -> Mapping[int, Tensor]:
@@ -300,24 +319,20 @@ class HostCopy(Mover):
             self._streams.out.record().wait()
         return {storage_id(piece.memory): host for piece, host, _ in self._offloaded}
 
-    def _start_move(self, target: Where, num_bytes: int) -> None:
+    def _start_move(self, target: Where, start_s: float, num_bytes: int) -> None:
         """Sets the state to `target` with copies of `num_bytes` in flight; finishes the move if the copies are already done."""
         stream = self._streams.out if target is Where.LEAVING else self._streams.into
-        self._where, self._event, self._num_moving_bytes = target, stream.record(), num_bytes
+        self._where, self._copies = target, TimedCopies(stream.record(), start_s, num_bytes)
         self.where  # noqa: B018  # finishes a synchronous copy now, so that its time is right
 
     def _finish_move(self) -> None:
-        """Counts the seconds and bytes of the finished copies, and updates the state."""
-        seconds = time.perf_counter() - self._start_s
+        """Waits for the copies, counts their seconds and bytes, and updates the state."""
+        assert self._copies is not None, "no copy is in flight"
+        self._copies.finish(self._moved, is_out=self._where is Where.LEAVING)
         if self._where is Where.LEAVING:
-            self._moved.seconds_out += seconds
-            self._moved.timed_out += self._num_moving_bytes
-            self._where = Where.AWAY
+            self._where, self._copies = Where.AWAY, None
         else:
-            self._moved.seconds_in += seconds
-            self._moved.timed_in += self._num_moving_bytes
             self.require()
-        self._event = None
 
     def _assign_places(self) -> list[HostPlace]:
         """Returns each resizable piece with its host copy and its bytes. Allocates host copies of new pieces, and releases

@@ -13,8 +13,9 @@ from sley_core.api.model import Layer
 from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
 from sley_memory.arena import HostArena
+from sley_memory.host_optimizer import HostOptimizer
 from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
-from sley_memory.plugin import CopiedConfig, OffloadConfig
+from sley_memory.plugin import CopiedConfig, HostOptimizerConfig, OffloadConfig
 from sley_memory.shared import SharedCopies
 
 LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")  # parts that the forward of a layer needs
@@ -141,6 +142,10 @@ class Manager(OffloadManager):
         """Creates the copy streams, the host memory, and a mover for each part."""
         device, budget = parts.world.device, self.config.host_budget_mb
         self._streams = Streams(device.copy_stream)
+        if isinstance(self.config, HostOptimizerConfig):
+            optimizer = HostOptimizer(parts, self._streams, int(self.config.bucket_mb * MB), self._moved)
+            self._movers = dict.fromkeys(self.parts, optimizer)
+            return
         arena = HostArena(device.host_memory, self._streams.wait, None if budget is None else int(budget * MB))
         self._layers = parts.layers
         for layer in parts.layers:

@@ -40,12 +40,12 @@ class OffloadConfig(Table):
     @property
     def moves(self) -> tuple[Part, ...]:
         """Returns the parts of a run's memory that this table moves."""
-        return self.MOVES
+        return tuple(getattr(self, "parts", self.MOVES))
 
     @property
     def steps_in_buckets(self) -> bool:
         """Returns whether optimizer states are on the device only while their weights are updated."""
-        return False
+        return getattr(self, "when", "idle") == "between_steps"
 
 
 class CopiedConfig(OffloadConfig):
@@ -79,10 +79,6 @@ class StatesConfig(CopiedConfig):
     while their weights are updated.
     """
 
-    @property
-    def steps_in_buckets(self) -> bool:
-        return self.when == "between_steps"
-
 
 class GradientsConfig(OffloadConfig):
     """Frees gradients, and allocates their memory again."""
@@ -95,10 +91,6 @@ class EverythingConfig(CopiedConfig):
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL
     """The parts to move: gradients are freed, pools are trimmed, all others are copied."""
-
-    @property
-    def moves(self) -> tuple[Part, ...]:
-        return tuple(self.parts)
 
 
 class HostOptimizerConfig(OffloadConfig):
@@ -185,8 +177,9 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 @hookimpl
 def sley_records() -> list[Record]:
-    def record(name: str, config: type[OffloadConfig]) -> OffloadManagerRecord:
-        return OffloadManagerRecord(name=name, config=config, build="sley_memory.offload:Manager", parts=_MOVES, scope=_scope)
+    def record(name: str, config: type[OffloadConfig], **options: Any) -> OffloadManagerRecord:
+        build = "sley_memory.offload:Manager"
+        return OffloadManagerRecord(name=name, config=config, build=build, parts=_MOVES, scope=_scope, **options)
 
     return [
         ActivationPolicyRecord(name="host", config=HostConfig, build="sley_memory.host:build"),
@@ -195,14 +188,7 @@ def sley_records() -> list[Record]:
         record("masters", MastersConfig),
         record("optimizer_states", StatesConfig),
         record("gradients", GradientsConfig),
-        OffloadManagerRecord(
-            name="host_optimizer",
-            config=HostOptimizerConfig,
-            build="sley_memory.host_optimizer:HostOptimizer",
-            parts=_MOVES,
-            scope=_scope,
-            steps_on_host=True,
-        ),
+        record("host_optimizer", HostOptimizerConfig, steps_on_host=True),
         record("everything", EverythingConfig),
     ]
 

@@ -10,7 +10,6 @@ compare fingerprints to find equal memory without moving it.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,17 +17,26 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from sley_core.api.comm import CopyEvent, Group
-from sley_core.api.memory import Moved, Part, StorageEntry, Where, fingerprint
+from sley_core.api.comm import Group
+from sley_core.api.memory import Moved, Part, StorageEntry, Where, fingerprint, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
 from sley_memory.arena import HostArena
-from sley_memory.movers import HostCopy, Mover, Pieces, Streams, is_resizable, make_room
+from sley_memory.movers import HostCopy, Pieces, Streams, is_resizable, make_room
 
 Report = list[tuple[str, int, int]]  # name, bytes and fingerprint of each piece of one rank
 
 
-class SharedCopies(Mover):
+class _LocalSlice(StorageEntry):
+    """This rank's part of a storage that is equal on several ranks. `SharedCopies` frees and allocates the whole storage."""
+
+    def free(self) -> int:
+        return 0
+
+    def grow(self) -> None: ...
+
+
+class SharedCopies(HostCopy):
     """Offloads the storages that `pieces` returns, one `part` of a run. All ranks of the run must make each call.
 
     group: the ranks that may have equal memory. control: all ranks, which compare their calls before memory is freed.
@@ -46,27 +54,15 @@ class SharedCopies(Mover):
         bucket_bytes: int,
         counters: Moved,
     ) -> None:
-        super().__init__(counters)
+        super().__init__(lambda: [*self._distinct, *self._slices], streams, arena, bucket_bytes, counters, makes_room=False)
         self._part = part
-        self._pieces = pieces
+        self._all_pieces = pieces
         self._group = group
         self._control = control
-        self._streams = streams
-        self._arena = arena
-        self._bucket_bytes = bucket_bytes
         self._distinct: list[StorageEntry] = []
-        self._distinct_copies = HostCopy(lambda: self._distinct, streams, arena, bucket_bytes, counters)
         self._common: list[StorageEntry] = []
-        self._given_back = 0
-        self._host: Tensor | None = None
-        self._is_away = False
-        self._leaving: tuple[CopyEvent, float, int] | None = None
-
-    @property
-    def where(self) -> Where:
-        """Returns the state of the memory."""
-        state = self._distinct_copies.where
-        return Where.AWAY if self._is_away and state is Where.HERE else state
+        self._slices: list[StorageEntry] = []
+        self._num_peer_bytes = 0
 
     def offload(self) -> None:
         """Copies this rank's part of the memory that is equal on the group, and all other memory in full, then frees all of it.
@@ -75,7 +71,7 @@ class SharedCopies(Mover):
         pieces: dict[str, StorageEntry] = {}
         if not self._is_away:
             self.require()
-            for piece in self._pieces():
+            for piece in self._all_pieces():
                 if piece.memory.numel() and is_resizable(piece):
                     name = next(iter(piece.tensors))
                     pieces[f"{name} {len(pieces)}" if name in pieces else name] = piece
@@ -90,38 +86,14 @@ class SharedCopies(Mover):
         common = sorted(
             name for name, *size_and_print in report if all((name, *size_and_print) in member for member in member_reports)
         )
+        self._common = [pieces[name] for name in common]
         self._distinct = [piece for name, piece in pieces.items() if name not in set(common)]
-        self._distinct_copies.offload()
-        try:
-            self._send([pieces[name] for name in common])
-        except BaseException:
-            self._distinct_copies.onload()
-            raise
-        self._is_away = True
-        freed = sum(piece.free() for piece in self._common)
-        # Both movers share counters; each adds only the bytes that its own last offload freed.
-        self._moved.given_back += freed - self._given_back
-        self._given_back = freed
-
-    def _send(self, pieces: list[StorageEntry]) -> None:
-        """Copies this rank's part of `pieces`, which are equal on the group, to the host."""
-        self._common = pieces
         size = self._share_bytes()
-        if self._host is not None and self._host.numel() != size:
-            self._arena.release(self._host)
-            self._host = None
-        if size and self._host is None:
-            (self._host,) = self._arena.allocate([size], self._moved)
-        if self._host is not None:
-            start_s = time.perf_counter()
-            self._streams.out.wait_for_device()
-            for memory, offset in self._slices(self._group.coord * size, size):
-                self._streams.out.copy(self._host[offset : offset + memory.numel()], memory)
-            # The allocator may reuse the memory for the next device work, which must wait for the copies.
-            event = self._streams.out.record()
-            event.hold_device()
-            self._leaving = event, start_s, size
-        self._moved.copied_out += size
+        self._slices = [_LocalSlice(memory, {}) for memory, _ in self._common_slices(self._group.coord * size, size)]
+        super().offload()
+        num_peer_bytes = sum(piece.free() for piece in self._common) - sum(piece.memory.numel() for piece in self._slices)
+        self._moved.given_back += num_peer_bytes - self._num_peer_bytes
+        self._num_peer_bytes = num_peer_bytes
 
     def onload(self) -> None:
         """Onloads all memory, bucket by bucket: this rank's part from its host, other parts from the other ranks.
@@ -132,65 +104,52 @@ class SharedCopies(Mover):
         self._exchange_reports("onload", [])
         if not self._is_away:
             return
-        start_s = time.perf_counter()
+        placed = self._offloaded
+        if pieces := [*self._common, *self._distinct]:
+            make_room((piece.memory.numel() for piece in pieces), pieces[0].memory.device)
         try:
-            if self._common:
-                make_room((piece.memory.numel() for piece in self._common), self._common[0].memory.device)
             for piece in self._common:
                 piece.grow()
-            self._gather()
+            self._start_onload()
+            if self._common:
+                self.wait()
+                self._gather()
         except BaseException:
-            for piece in self._common:
+            self._streams.wait()
+            for piece in pieces:
                 piece.free()
+            self._where, self._copies, self._offloaded = Where.AWAY, None, placed
             raise
-        self._is_away = False
-        self._moved.seconds_in += time.perf_counter() - start_s
-        self._moved.timed_in += self._share_bytes() * self._group.size
         self._common = []
-        self._distinct_copies.onload()
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the memory is offloaded, even if copies are in flight. The value is equal on all ranks."""
+        return self._where in (Where.LEAVING, Where.AWAY)
 
     def _gather(self) -> None:
-        """Copies this rank's part to the device and gathers the parts of other ranks, a bucket at a time."""
-        size, count = self._share_bytes(), self._group.size
-        if not size:
-            return
-        assert self._host is not None, "offloaded memory has no host copy"
+        """Gathers the parts of other ranks, a bucket at a time. This rank's part is on the device."""
+        size, count, coord = self._share_bytes(), self._group.size, self._group.coord
         device = self._common[0].memory.device
         step = min(size, max(ALIGNMENT_BYTES, self._bucket_bytes // (count + 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
         local_part = torch.empty(step, dtype=torch.uint8, device=device)
         all_parts = torch.empty(count * step, dtype=torch.uint8, device=device)
-        into = self._streams.into
-        into.wait_for(self._streams.out.record())
         for start in range(0, size, step):
             length = min(step, size - start)
-            into.wait_for_device()  # the previous gather has read this memory
-            into.copy(local_part[:length], self._host[start : start + length])
-            into.record().hold_device()
+            for memory, offset in self._common_slices(coord * size + start, length):
+                local_part[offset : offset + memory.numel()].copy_(memory)
             # The ranks of the group have agreed on these pieces and on this call.
             label = f"the run's {self._part.replace('_', ' ')}, which were offloaded"
             self._group.all_gather(all_parts[: count * length], local_part[:length], label=label).wait()
-            for rank in range(count):
-                for memory, offset in self._slices(rank * size + start, length):
+            for rank in set(range(count)) - {coord}:
+                for memory, offset in self._common_slices(rank * size + start, length):
                     memory.copy_(all_parts[rank * length + offset : rank * length + offset + memory.numel()])
-            self._moved.copied_in += length
             self._moved.gathered += (count - 1) * length
-        into.record().wait()  # so that the measured time includes the copies
-
-    def require(self) -> None:
-        self._distinct_copies.require()
-
-    def wait(self) -> None:
-        if self._leaving is not None:
-            event, start_s, size = self._leaving
-            event.wait()
-            self._moved.seconds_out += time.perf_counter() - start_s
-            self._moved.timed_out += size
-            self._leaving = None
-        self._distinct_copies.wait()
 
     def host(self) -> Mapping[int, Tensor]:
         """Returns the host copies that this rank has in full, by `storage_id`, uint8 [bytes]. Waits for the copies."""
-        return self._distinct_copies.host()
+        distinct_ids = {storage_id(piece.memory) for piece in self._distinct}
+        return {key: copy for key, copy in super().host().items() if key in distinct_ids}
 
     def close(self) -> None:
         """Onloads the memory for use after the run. If other ranks do not answer, shared memory is lost: each of its bytes is
@@ -202,13 +161,14 @@ class SharedCopies(Mover):
         if self._is_away:
             for piece in self._common:
                 piece.grow()
+            self._start_onload()
+            self.wait()
+            for piece in self._common:
                 piece.memory.fill_(255)
-            self._distinct_copies.onload()
-            self._is_away = False
             name = self._part.replace("_", " ")
             message = f"the run was closed while its {name} were offloaded, but not all ranks answered, so they are lost"
             warnings.warn(message, RuntimeWarning, 4)
-        self._distinct_copies.wait()
+        self.wait()
 
     def _exchange_reports(self, call: str, report: Report) -> dict[int, Report]:
         """Returns the reports of all ranks by global rank. Raises RunError `ranks-differ` on all ranks unless all make the same
@@ -236,7 +196,7 @@ class SharedCopies(Mover):
         total = sum(round_up(piece.memory.numel(), ALIGNMENT_BYTES) for piece in self._common)
         return round_up(-(-total // self._group.size), ALIGNMENT_BYTES)
 
-    def _slices(self, offset: int, length: int) -> Iterator[tuple[Tensor, int]]:
+    def _common_slices(self, offset: int, length: int) -> Iterator[tuple[Tensor, int]]:
         """Yields the slices of common pieces in `length` bytes from `offset` of the concatenated, aligned pieces, each with its
         position relative to `offset`.
         """

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
+from sley_testing.contract import SQUARES
 
 WIDTH = 6
 
@@ -13,7 +14,7 @@ PLAN = {
     "run": {"name": "odd", "steps": 4, "device": "cpu", "seed": 3},
     "model": {"factory": "odd_parts:model"},
     "data": {"factory": "odd_parts:Points"},
-    "loss": {"factory": "odd_parts:Squares"},
+    "loss": SQUARES,
     "batch": {"global_size": 4, "micro_size": 2},
     "optimizer": {"use": "core.adamw", "lr": 0.01},
 }
@@ -30,16 +31,6 @@ class Points:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         x, y = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
         return {"x": x, "y": y}
-
-
-class Squares:
-    """The sum of squared errors. Every sample has the weight 1."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output.double() - batch["y"]).square().sum()
 
 
 class First(nn.Module):
@@ -93,15 +84,15 @@ class Caching(nn.Module):
 
 
 class Many(nn.Module):
-    """Has 500 small parameters, and one of more than 1 MiB in fp32."""
+    """Has 100 small parameters, and one of more than 1 MiB in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.small = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(500))
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(100))
         self.large = nn.Parameter(torch.randn(WIDTH, 50_000))
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = torch.stack([*self.small]).sum(0) / 500
+        scale = torch.stack([*self.small]).mean(0)
         return (x * scale) @ self.large[:, :WIDTH]
 
 

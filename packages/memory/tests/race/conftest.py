@@ -17,7 +17,6 @@ from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_memory.movers import HostCopy
-from sley_memory.shared import SharedCopies
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables
 
@@ -96,8 +95,6 @@ def read_on_host(run: Run) -> None:
             if isinstance(mover, HostCopy) and run.memory.where[part] is Where.AWAY:
                 for host in mover._places.values():
                     host.sum()
-            if isinstance(mover, SharedCopies) and mover._host is not None and run.memory.where[part] is Where.AWAY:
-                mover._host.sum()
 
 
 def train_digests(plain: Tables, moving: Tables, folder: Path, orders: range) -> tuple[str, list[str]]:

@@ -36,7 +36,7 @@ Named = tuple[str, str, int]
 """A wait as it is called in this file: function, method, and which of these in the function."""
 
 IMPLIED: dict[Named, str] = {
-    ("onload", "wait_for", 0): "the device was held until each copy out was done, and the stream follows the device",
+    ("_start_onload", "wait_for", 0): "the device was held until each copy out was done, and the stream follows the device",
     (
         "begin",
         "hold_device",
@@ -51,7 +51,7 @@ IMPLIED: dict[Named, str] = {
 OTHERS_RACES: dict[str, Named] = {
     "copies do not wait for the optimizer's writes": ("_send", "wait_for_device", 0),
     "memory is used anew while a copy reads it": ("_send", "hold_device", 0),
-    "a copy writes memory in which the device still works": ("onload", "wait_for_device", 0),
+    "a copy writes memory in which the device still works": ("_start_onload", "wait_for_device", 0),
 }
 """The three stream races that DeepSpeed's pull request 8186 mended, as waits that are missing here."""
 
