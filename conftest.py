@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def parameters(item: pytest.Item) -> set[tuple[str, str]]:
     """The parameters of a case, each with its value in words: values that are written twice are the same."""
-    return {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+    callspec = getattr(item, "callspec", None)
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
 def sample(cases: list[set[tuple[str, str]]], wanted: int) -> set[int]:

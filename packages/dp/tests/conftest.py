@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sley_testing.contract import SQUARES
 from sley_testing.plans import Tables, changed
 
 OWN = Path(__file__).parent / "own"
+sys.path.insert(0, str(OWN))
 PLAN: dict[str, Any] = {
     "run": {"name": "dp", "steps": 8, "device": "cpu", "seed": 3},
     "model": {"factory": "dp_parts:mlp"},
     "data": {"factory": "dp_parts:Points"},
-    "loss": {"factory": "dp_parts:Squares"},
+    "loss": SQUARES,
     "batch": {"global_size": 4, "micro_size": 1},
     "optimizer": {"use": "core.sgd", "lr": 0.05},
     "gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.001}],
@@ -23,18 +26,9 @@ PLAN: dict[str, Any] = {
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+def own() -> Path:
     """The folder of the plans' modules, which is on the path of all ranks."""
-    monkeypatch.syspath_prepend(OWN)
     return OWN
-
-
-@pytest.fixture
-def batches(own: Path) -> Callable[..., list[dict[str, Any]]]:
-    """`batches((0, 1), (2, 3))` returns a batch of samples 0 and 1, and one of samples 2 and 3."""
-    from dp_parts import batch
-
-    return lambda *batch_indices: [batch(*indices) for indices in batch_indices]
 
 
 @pytest.fixture

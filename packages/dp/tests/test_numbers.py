@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+from dp_parts import batch, record_plans
 
 from sley_core.comm.backends import MessageTransport
 from sley_core.comm.group import make_groups
@@ -26,19 +27,15 @@ EVEN, ODD = (0, 2, 4, 6), (1, 3, 5, 7)
 SMALL_BUCKETS = {"bucket_mb": 0.0005}
 
 
-def record_plans(plans, num_steps, folder, batches=None):
-    """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
-    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]
-
-
-def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches):
+def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own):
     """`never` is used on no rank, and `flagged` on one rank, the other, both or none. No rank waits."""
     handlers = [{"use": "core.each"}, SMALL_BUCKETS, {"reduction": "bf16"}]
     changes = {"model__factory": "dp_parts:sometimes", "batch__global_size": 8, "batch__micro_size": 2}
     plans = [small(handler, **changes) for handler in handlers]
     indices = [EVEN + ODD, ODD + EVEN, ODD + ODD, EVEN + EVEN, EVEN + ODD]
-    reference = record(plans[0], 5, folder=own, batches=batches(*indices))
-    by_plan = zip(*ranks(2, timeout_s=60)(record_plans, plans, 5, own, batches(*indices)), strict=True)
+    batches = [batch(*step) for step in indices]
+    reference = record(plans[0], 5, folder=own, batches=batches)
+    by_plan = zip(*ranks(2, timeout_s=60)(record_plans, plans, own, 5, batches), strict=True)
     for handler, results in zip(handlers, by_plan, strict=True):
         assert_equal_replicas(results)
         tolerance = 2**-7 if "reduction" in handler else 1e-5
@@ -49,12 +46,12 @@ def test_gradients_of_unused_parameters_count_as_zero(ranks, small, own, batches
                 assert bool(gradients["some.flagged.weight"].any()) == any(index % 2 for index in indices[step])
 
 
-def test_a_rank_without_gradients(ranks, small, own, batches):
+def test_a_rank_without_gradients(ranks, small, own):
     """A rank whose samples reach no parameter does not wait."""
     tables = small(SMALL_BUCKETS, model__factory="dp_parts:only_flagged", precision__compute="fp64", batch__micro_size=2)
-    given = batches((0, 2, 1, 3), (1, 3, 5, 7), (1, 3, 0, 2))
-    reference = record(tables, 3, folder=own, batches=given)
-    for rank in ranks(2, timeout_s=30)(record, tables, 3, folder=own, batches=given):
+    batches = [batch(*step) for step in ((0, 2, 1, 3), (1, 3, 5, 7), (1, 3, 0, 2))]
+    reference = record(tables, 3, folder=own, batches=batches)
+    for rank in ranks(2, timeout_s=30)(record, tables, 3, folder=own, batches=batches):
         for expected, gradients in zip(reference.gradients, rank.gradients, strict=True):
             assert_close_gradients(expected, gradients, 1e-10)
 
@@ -63,7 +60,7 @@ def test_a_module_used_twice_under_recomputation(ranks, small, own):
     """Both uses count, in the first step and in overlapped steps, with both types of torch's checkpoint."""
     models = [{"factory": "dp_parts:twice", "options": {"reentrant": reentrant}} for reentrant in (True, False)]
     plans = [small(SMALL_BUCKETS, model=model, precision__compute="fp64") for model in models]
-    for tables, results in zip(plans, zip(*ranks(2)(record_plans, plans, 3, own), strict=True), strict=True):
+    for tables, results in zip(plans, zip(*ranks(2)(record_plans, plans, own, 3), strict=True), strict=True):
         assert_parity(record(tables, 3, folder=own), results, "fp64")
         assert_equal_replicas(results)
 
@@ -103,9 +100,9 @@ def record_transports(handlers, small_plan, folder):
         raise AssertionError(label)
 
     plans = [small_plan | {"gradient_handlers": [handler]} for handler in handlers]
-    sockets = record_plans([tables | {"parallel": {"cross_memory_attach": False}} for tables in plans], 3, folder)
+    sockets = record_plans([tables | {"parallel": {"cross_memory_attach": False}} for tables in plans], folder)
     MessageTransport.all_reduce = MessageTransport.reduce_scatter = refuse
-    return list(zip(sockets, record_plans(plans, 3, folder), strict=True))
+    return list(zip(sockets, record_plans(plans, folder), strict=True))
 
 
 @pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
@@ -119,7 +116,7 @@ def test_memory_of_peers_and_sockets_give_the_same_bits(ranks, small, own):
 def test_the_size_of_a_bucket_changes_no_bit_of_sums_in_bf16(ranks, small, own):
     plans = [small({"reduction": "bf16", "bucket_mb": size}, batch__global_size=12) for size in (0.0003, 25.0)]
     reference = record(plans[0], 3, folder=own)
-    results = [result for rank in ranks(4)(record_plans, plans, 3, own) for result in rank]
+    results = [result for rank in ranks(4)(record_plans, plans, own, 3) for result in rank]
     assert_equal_replicas(results)
     gradients = results[0].gradients[0]
     assert any(not torch.equal(value, gradients[name]) for name, value in reference.gradients[0].items()), "exact"
@@ -223,10 +220,13 @@ def steps_with_failures(tables, folder, late):
     return results
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("handler", "owner"),
-    [(SMALL_BUCKETS, "sley_core.comm.backends:MessageTransport"), ({"use": "core.each"}, "sley_core.comm.group:Group")],
+    [
+        (SMALL_BUCKETS, "sley_core.comm.backends:MessageTransport"),
+        (SMALL_BUCKETS | {"reduction": "bf16"}, "sley_core.comm.group:Group"),
+        pytest.param({"use": "core.each"}, "sley_core.comm.group:Group", marks=pytest.mark.campaign),
+    ],
 )
 def test_a_reduction_of_a_failed_step_does_not_change_the_next_step(ranks, small, own, handler, owner):
     """Otherwise its result would be written while the next step accumulates in the same memory."""

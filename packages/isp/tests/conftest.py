@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sley_testing.contract import SQUARES
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, record, record_reference
 
 OWN = Path(__file__).parent / "own"
+sys.path.insert(0, str(OWN))
 
 PLAN = small_plan(
     run__steps=3,  # one more than is recorded: the last one evaluates, and `record` does
@@ -28,17 +31,16 @@ HELD_OUT = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2**-7}
 """Relative tolerance of held-out losses after two steps."""
 
 
-@pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def own() -> Path:
     """The folder of the plans' modules, which is on the path of all ranks."""
-    monkeypatch.syspath_prepend(OWN)
     return OWN
 
 
 @pytest.fixture
 def sharded() -> Callable[..., Tables]:
     """`sharded(wp, weights={...}, factory="", options={}, **changes)` returns the small plan with `wp`, unsharded if wp = 1.
-    factory: a model of isp_models, with its data `Points` and loss `Squares`.
+    factory: a model of isp_models, with its data `Points` and the loss of a contract.
     """
 
     def sharded(
@@ -46,7 +48,7 @@ def sharded() -> Callable[..., Tables]:
     ) -> Tables:
         if factory:
             own = {"model": {"factory": f"isp_models:{factory}", "options": options or {}}}
-            changes = own | {"data": {"factory": "isp_models:Points"}, "loss": {"factory": "isp_models:Squares"}} | changes
+            changes = own | {"data": {"factory": "isp_models:Points"}, "loss": SQUARES} | changes
         tables = changed(PLAN, **changes)
         tables["parallel"] = tables.get("parallel", {}) | {"dp": wp if dp is None else dp, "wp": wp}
         if wp > 1:

@@ -13,6 +13,7 @@ from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.attention_contract import SequenceAttentionContract
+from sley_testing.contract import SQUARES
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 from sley_testing.weight_contract import WeightCommunicatorContract
@@ -25,7 +26,7 @@ LABELLED = {"data": {"factory": "isp_models:Labelled"}}
     ("weights", "changes", "codes"),
     [
         ({"head": "vocabulary"}, {}, []),
-        ({"head": "vocabulary"}, {"loss": {"factory": "isp_models:Squares"}}, ["head-loss"]),
+        ({"head": "vocabulary"}, {"loss": SQUARES}, ["head-loss"]),
         ({"unit": "module"}, {}, []),
         ({"gather_precision": "fp8"}, {"parallel": {"reduction": "canonical"}}, ["canonical-unsupported"]),
         ({"groups": [{"match": "*", "reduce": "step"}]}, {"parallel": {"reduction": "canonical"}}, ["canonical-unsupported"]),
@@ -73,6 +74,7 @@ def test_shards_on_meta(sharded, texts):
 # -- contracts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 class TestByLayer(WeightCommunicatorContract):
     weights: ClassVar[dict[str, Any]] = {"use": "isp.communicator"}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attentive import MIXED, SEPARATE
+from kinds import records_or_codes
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
@@ -36,17 +38,6 @@ def mixer_plan(kind):
 def mixing_plan(kind, within, **sequence):
     model = {"factory": "attentive:mixing_model", "options": {"kind": kind, "within": within}}
     return sliced_plan(changed(PLAN, model=model), **sequence)
-
-
-def records_or_codes(plans, folder):
-    """Returns the record of each run of this rank, or its error code."""
-    runs = []
-    for tables in plans:
-        try:
-            runs.append(record(tables, 2, folder=folder))
-        except SleyError as error:
-            runs.append(error.diagnostics[0].code)
-    return runs
 
 
 def test_wrapped_and_named_attentions(ranks, own):
@@ -93,8 +84,6 @@ def test_first_steps_that_are_refused(ranks, own, is_campaign):
     """Layers are tested for mixing positions, outside of and before attention, under each policy. A layer that sees one
     position at a time passes. Heads that do not divide are refused at the first call.
     """
-    from attentive import MIXED, SEPARATE
-
     kinds = [*MIXED, *SEPARATE] if is_campaign else ["rolled", "in place", "dropped"]
     cases = {kind: "sequence-mixing" if kind in MIXED else "" for kind in kinds}
     plans = [mixing_plan(kind, within=at % 2 == 0) for at, kind in enumerate(cases)]
@@ -135,18 +124,15 @@ def test_sums_over_positions(ranks, own, is_campaign):
 
 
 def test_losses_that_count_calls_round_draw_or_mix_positions(ranks, own):
-    """Class weights and a loss in bf16 round. Losses that mix positions are refused, and for a loss of full sequences an output
-    without positions.
-    """
-    cases = [("Counting", {}, 1e-6), ("Weighted", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
+    """A loss in bf16 rounds. Losses that mix positions are refused."""
+    cases = [("Counting", {}, 1e-6), ("Half", {"precision__compute": "fp32"}, 1e-2), ("Drawn", {}, 1.0)]
     references = records_or_codes([loss_plan(name, 1, **changes) for name, changes, _ in cases], own)
     plans = [loss_plan(name, 2, **changes) for name, changes, _ in cases]
     plans += [loss_plan("Smooth", 2), loss_plan("Shifted", 2, precision__compute="fp32")]
-    plans.append(loss_plan("Sum", 2, model={"factory": "attentive:paired"}, **WHOLE))
-    for *runs, smooth, shifted, paired in ranks(2, 60)(records_or_codes, plans, own):
+    for *runs, smooth, shifted in ranks(2, 60)(records_or_codes, plans, own):
         for (*_, limit), reference, run in zip(cases, references, runs, strict=True):
             assert run.rows[1]["loss"] == pytest.approx(reference.rows[1]["loss"], rel=limit)
-        assert (smooth, shifted, paired) == ("loss-not-additive", "loss-not-additive", "outputs-apart")
+        assert (smooth, shifted) == ("loss-not-additive", "loss-not-additive")
 
 
 def full_gradients(plan, folder):

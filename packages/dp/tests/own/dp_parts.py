@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataContext, DataInfo, Field
+from sley_testing.runs import record
 
 WIDTH = 6
 NUM_SAMPLES = 40
@@ -46,16 +47,6 @@ def split(context: DataContext) -> Points:
     """Returns the same samples for training and evaluation."""
     del context
     return Points()
-
-
-class Squares:
-    """The sum of squared errors in fp64. Every sample has the weight 1."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output.double() - batch["y"]).square().sum()
 
 
 class Inputs(nn.Linear):
@@ -182,3 +173,8 @@ class Unusual(torch.optim.Optimizer):
                     self.state[parameter]["before"] = gradient
                     rate = group["lr"] * parameter.ndim / (2 * self.count)
                     parameter.data = parameter.data - rate * (1.5 * gradient - 0.5 * before)
+
+
+def record_plans(plans, folder, num_steps=2, batches=None):
+    """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
+    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]

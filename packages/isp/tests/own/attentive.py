@@ -155,19 +155,6 @@ def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: in
     return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
 
 
-class Paired(Head):
-    """Also returns a number for each sample."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(hidden), hidden.new_zeros(len(hidden))
-
-
-def paired(data: DataInfo) -> Named:
-    """Returns a model whose last layer returns more than the scores of each position."""
-    *named, (name, head) = layers(data, wrapped=True)
-    return [*named, (name, Paired(head.in_features, head.out_features))]
-
-
 # -- losses over positions: one is a sum over them, and some look from one to another ---------------------------------------
 
 Batch = Mapping[str, Tensor]
@@ -200,20 +187,6 @@ class Half(Sum):
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return super().loss(output.bfloat16(), batch).float()
-
-
-class Weighted(Sum):
-    """Has class weights in fp32, as in torch."""
-
-    def __init__(self) -> None:
-        self.classes = torch.linspace(0.1, 1.7, 256)
-
-    def weight(self, batch: Batch) -> float:
-        return float(self.classes[batch["labels"]].sum())
-
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        weight = self.classes.to(output.dtype)
-        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), weight, reduction="sum")
 
 
 class Smooth(Sum):

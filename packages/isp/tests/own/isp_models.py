@@ -41,16 +41,6 @@ class Points:
         return {"tokens": tokens, "y": torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)}
 
 
-class Squares:
-    """The sum of squared errors. Every sample has the weight 1."""
-
-    def weight(self, batch: dict[str, Tensor]) -> float:
-        return float(len(batch["y"]))
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output.double() - batch["y"]).square().sum()
-
-
 class Labelled:
     """A dataset of five tokens per sample. Some labels are ignored, and all labels of the third sample."""
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sley_core.data.dataset import DataInfo, Field
+from sley_core.errors import SleyError
 from sley_core.model.layers import Model
+from sley_isp import sharded_layer
 from sley_testing.habits import Block, init
+from sley_testing.plans import Tables
+from sley_testing.runs import Recorded, record
 
 CLASSES = 7
 POSITIONS = 4
@@ -33,7 +41,7 @@ class Rows:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(index + 6)  # so that the depths of ranks differ in each step
         tokens, labels = torch.randint(CLASSES, (2, POSITIONS), generator=generator)
         labels[index % 5 :] = (-100, -1)[index % 2]
         return {"tokens": tokens, "labels": labels}
@@ -171,3 +179,48 @@ def model(kind: str, width: int, tied: bool) -> Model:
     if tied:
         head.weight = embed.table.weight
     return Model([("embed", embed), *((f"block{at}", block) for at, block in enumerate(blocks)), ("head", head)], init)
+
+
+STEPS, SAMPLES = 2, 8
+"""The number of steps of a run, and of samples in a step."""
+
+
+def plan(model: Tables, micro: int = 4, weights: Tables | None = None, **changes: Any) -> Tables:
+    """Returns the tables of a run of `model` over two ranks. micro: the samples of a microbatch."""
+    return {
+        "run": {"name": "plain", "steps": STEPS, "device": "cpu", "seed": 1},
+        "model": model,
+        "data": {"factory": "kinds:Rows"},
+        "batch": {"global_size": SAMPLES, "micro_size": micro},
+        "optimizer": {"use": "core.sgd", "lr": 0.1},
+        "precision": {"compute": "fp64"},
+        "parallel": {"dp": 2, "wp": 2},
+        "weights": {"use": "isp.communicator", **(weights or {})},
+        "limits": {"collective_timeout_s": 10.0},
+        **changes,
+    }
+
+
+def kind_plan(kind: str, *args: Any, width: int = 9, tied: bool = False, **changes: Any) -> Tables:
+    """Returns the plan of `model(kind, width, tied)`. The other arguments are those of `plan`."""
+    return plan({"factory": "kinds:model", "options": {"kind": kind, "width": width, "tied": tied}}, *args, **changes)
+
+
+def all_batches() -> list[dict[str, Tensor]]:
+    """Returns the batches of a run."""
+    rows = [[Rows()[index] for index in range(SAMPLES * step, SAMPLES * (step + 1))] for step in range(STEPS)]
+    return [{name: torch.stack([row[name] for row in step]) for name in step[0]} for step in rows]
+
+
+def records_or_codes(
+    plans: Sequence[Tables], folder: Path, num_steps: int = 2, batches: Any = None, *, min_bytes: int = sharded_layer.MIN_BYTES
+) -> list[Recorded | str]:
+    """Returns the record of each run of this rank, or its error code. min_bytes: the size from which weights are sharded."""
+    runs: list[Recorded | str] = []
+    sharded_layer.MIN_BYTES = min_bytes
+    for tables in plans:
+        try:
+            runs.append(record(tables, num_steps, folder=folder, batches=batches))
+        except SleyError as error:
+            runs.append(error.diagnostics[0].code)
+    return runs
