@@ -134,9 +134,9 @@ def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Any]:
 
 
 def test_both_states_are_in_the_checkpoint(ranks: Any, texts: Path, tmp_path: Path) -> None:
-    tables = layout_of("wp and sharded", run__steps=4)
+    tables = layout_of("sharded", run__steps=4)
     states: set[str] = set()
-    for uninterrupted, resumed in ranks(4, 120)(train_and_resume, tables, texts, tmp_path / "saved"):
+    for uninterrupted, resumed in ranks(2)(train_and_resume, tables, texts, tmp_path / "saved"):
         assert_same_run(uninterrupted, resumed)
         states |= {name.rpartition(".")[2] for name in resumed.states}
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= states
