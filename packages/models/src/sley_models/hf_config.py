@@ -9,7 +9,6 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_MAX_BYTES = 1 << 22
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -46,11 +44,18 @@ def read_config(folder: Path) -> HFConfig:
     if path.name != CONFIG:
         return _read_run(folder, path)
     try:
-        stat = path.stat()
+        content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         message = f"{error.strerror} (`weights` must be a local folder, since no model is downloaded from a hub)"
         raise ValueError(f"cannot read `{path}`: {message}") from None
-    return _read_file(path, stat.st_mtime_ns, stat.st_size)
+    except ValueError as error:
+        raise ValueError(f"cannot read `{path}`: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path}` must contain a JSON object")
+    try:
+        return from_hf_config(content)
+    except ValueError as error:
+        raise ValueError(f"`{path}`: {error}") from None
 
 
 def config_path(folder: Path) -> Path:
@@ -82,23 +87,6 @@ def _read_run(folder: Path, plan: Path) -> HFConfig:
         except (RunError, KeyError) as error:
             raise ValueError(f"the run in `{folder}` has no weights: {error}") from None
     return HFConfig(keys, {})
-
-
-@lru_cache(maxsize=8)
-def _read_file(path: Path, _mtime_ns: int, num_bytes: int) -> HFConfig:
-    """Reads a `config.json`, and caches the result by path, modification time and size. Raises ValueError if it is invalid."""
-    if num_bytes > _MAX_BYTES:
-        raise ValueError(f"`{path}` is larger than {_MAX_BYTES >> 20} MB")
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read `{path}`: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path}` must contain a JSON object")
-    try:
-        return from_hf_config(content)
-    except ValueError as error:
-        raise ValueError(f"`{path}`: {error}") from None
 
 
 def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
