@@ -20,12 +20,12 @@ from sley_hf.decoder import layers
 from sley_hf.plugin import DecoderConfig
 
 
-def tensors() -> list[Tensor]:
+def draw_heads() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, 24, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
-def varlen_of_documents(
+def attend_per_document(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, longest: int, longest_key: int, **options: Any
 ) -> tuple[Tensor, None]:
     """Computes documents one by one, as flash-attn describes its `flash_attn_varlen_func`."""
@@ -50,32 +50,32 @@ def varlen_of_documents(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("bounds", [None, [[0, 7, 24, 24], [0, 5, 12, 24]]])
 def test_kernels_compute_packed_documents_windows_and_caps(bounds: Any, window: int | None, softcap: float | None) -> None:
-    q, k, v = tensors()
+    q, k, v = draw_heads()
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
     expected = SleyAttention("eager")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     flex = SleyAttention("flex_attention")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     torch.testing.assert_close(flex, expected, rtol=1e-5, atol=1e-5)
     module: Any = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = varlen_of_documents
+    module.flash_attn_varlen_func = attend_per_document
     flash = call_flash(module, q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    q, k, v = tensors()
+    q, k, v = draw_heads()
 
-    def refused(kernel: str, q: Tensor = q, dropout: float = 0.0) -> str:
+    def refusal_message(kernel: str, q: Tensor = q, dropout: float = 0.0) -> str:
         with pytest.raises(RunError) as error:
             SleyAttention(kernel)(q, k, v, dropout=dropout)
         assert error.value.diagnostics[0].hint == 'set `[model] attention = "auto"`'
         return error.value.diagnostics[0].message
 
-    assert refused("flex_attention", q.requires_grad_()) == "`flex_attention` has no backward on cpu"
-    assert refused("flash_attention_3", dropout=0.1) == "`flash_attention_3` has no dropout"
+    assert refusal_message("flex_attention", q.requires_grad_()) == "`flex_attention` has no backward on cpu"
+    assert refusal_message("flash_attention_3", dropout=0.1) == "`flash_attention_3` has no dropout"
     monkeypatch.setattr("sley_hf.attention.find_spec", lambda name: None)
-    assert "needs the module `flash_attn_interface`" in refused("flash_attention_3")
+    assert "needs the module `flash_attn_interface`" in refusal_message("flash_attention_3")
     monkeypatch.setattr("sley_hf.attention.find_spec", lambda name: ModuleSpec(name, None))
-    assert refused("flash_attention_2").endswith("but not in torch.float32 on cpu")
+    assert refusal_message("flash_attention_2").endswith("but not in torch.float32 on cpu")
     small_config("falcon").save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "attention": "flex_attention"})
     with pytest.raises(PlanError, match="`falcon` computes attention with its own code, which has no `flex_attention`"):

@@ -41,23 +41,23 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
     tokens = torch.randint(0, 255, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     if packed:
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(b)]) for b in BOUNDS])
-        ours = logits(model, tokens, positions, torch.tensor(BOUNDS))
+        actual = logits(model, tokens, positions, torch.tensor(BOUNDS))
         rows = [
             torch.cat([reference(input_ids=tokens[[row], s:e]).logits[0] for s, e in pairwise(b) if e > s])
             for row, b in enumerate(BOUNDS)
         ]
-        theirs = torch.stack(rows)
+        expected = torch.stack(rows)
     else:
-        ours, theirs = logits(model, tokens), reference(input_ids=tokens).logits
+        actual, expected = logits(model, tokens), reference(input_ids=tokens).logits
     tolerance = 1e-6 if computes_in_fp32(config) else 1e-12
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    weights = torch.linspace(-1, 1, actual.numel(), dtype=actual.dtype).view_as(actual)
     parameters = list(reference.parameters())
-    actual, expected = (torch.autograd.grad((out * weights).sum(), parameters) for out in (ours, theirs))
+    gradients, expected_gradients = (torch.autograd.grad((out * weights).sum(), parameters) for out in (actual, expected))
     largest = max(
-        float(gradient.abs().max()) for gradient in expected
+        float(gradient.abs().max()) for gradient in expected_gradients
     )  # some gradients, of key biases, are zero but for rounding
-    torch.testing.assert_close(actual, expected, rtol=10 * tolerance, atol=tolerance * largest)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=10 * tolerance, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize(

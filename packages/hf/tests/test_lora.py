@@ -98,8 +98,40 @@ def record_all(plans: list[Tables], folder: Path) -> list[Recorded]:
     return [record(tables, 2, folder=folder) for tables in plans]
 
 
-@pytest.mark.sample(1)  # a family without adapters is compared in all layouts
-@pytest.mark.parametrize("names", [("dp sharded", "zb_h1", "wp", "host"), ("dp bucketed", "1f1b", "sp", "recompute")])
+def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
+    """All cases share two ranks, since each rank imports transformers and peft."""
+    one_layer = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
+    tied_adapters = plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]})
+    trained_head = plan(base, adapters=LORA | {"train": ["head.*"]})
+    llama = small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]})
+    cases = [
+        (one_layer, "zb_h1", 2),
+        (tied_adapters, "wp", 6),
+        (trained_head, "1f1b", 2 * 7 * 2 + 2),
+        (llama, "dp sharded", 2 * 2 * 2 + 1),
+        (plan(base), "host", 2 * 7 * 2),
+    ]
+    results_by_rank = ranks(2, 400)(record_all, [changed(tables, **LAYOUTS[layout]) for tables, layout, _ in cases], texts)
+    for (tables, layout, num_trained), results in zip(cases, zip(*results_by_rank, strict=True), strict=True):
+        print(layout, tables)
+        reference = record_reference(tables, 2, folder=texts)
+        assert len(reference.gradients[0]) == num_trained
+        assert_parity_of_parts(reference, results, "fp64")
+        if tables is one_layer:
+            assert [len(result.gradients[0]) for result in results] == [0, 2], "a stage without trainable parameters"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("schedule", ["pp.one_f_one_b", "pp.zero_bubble_h1"])
+def test_stages_without_trainable_parameters_around_another(base: Path, texts: Path, ranks: Any, schedule: str) -> None:
+    tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
+    results = ranks(4, 400)(record, changed(tables, parallel={"pp": 4, "dp": 1}, pipeline={"use": schedule}), 2, folder=texts)
+    assert [len(result.gradients[0]) for result in results] == [0, 0, 2, 0]
+    assert_parity_of_parts(record_reference(tables, 2, folder=texts), results, "fp64")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("names", [("dp sharded", "zb_h1", "wp"), ("dp bucketed", "1f1b", "sp", "recompute")])
 def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: tuple[str, ...]) -> None:
     tables = plan(base)
     reference = record_reference(tables, 2, folder=texts)
@@ -109,54 +141,25 @@ def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: t
         assert_parity_of_parts(reference, results, "fp64")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("num_trained", [[0, 2], [0, 0, 2, 0]], ids=["2 stages", "4 stages"])
-def test_stages_without_trainable_parameters(base: Path, texts: Path, ranks: Any, num_trained: list[int]) -> None:
-    tables = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
-    layout = {"parallel": {"pp": len(num_trained), "dp": 1}}
-    plans = [changed(tables, **layout, pipeline={"use": use}) for use in ("pp.one_f_one_b", "pp.zero_bubble_h1")]
-    reference = record_reference(tables, 2, folder=texts)
-    for results in zip(*ranks(len(num_trained), 400)(record_all, plans, texts), strict=True):
-        assert [len(result.gradients[0]) for result in results] == num_trained
-        assert_parity_of_parts(reference, results, "fp64")
-
-
-def test_a_tied_head_may_have_adapters_or_be_trained_and_models_llama_takes_adapters(
-    base: Path, texts: Path, ranks: Any
-) -> None:
-    variants = [
-        (plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]}), 6, "wp"),
-        (plan(base, adapters=LORA | {"train": ["head.*"]}), 2 * 7 * 2 + 2, "1f1b"),
-        (small_plan(adapters=LORA | {"targets": ["query", "down"], "train": ["head.norm.*"]}), 2 * 2 * 2 + 1, "dp sharded"),
-    ]
-    references = [record_reference(tables, 2, folder=texts) for tables, _, _ in variants]
-    plans = [changed(tables, **LAYOUTS[layout]) for tables, _, layout in variants]
-    assert [len(reference.gradients[0]) for reference in references] == [count for _, count, _ in variants]
-    for reference, results in zip(references, zip(*ranks(2, 400)(record_all, plans, texts), strict=True), strict=True):
-        assert_parity_of_parts(reference, results, "fp64")
-
-
 def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     base: Path, texts: Path, tmp_path: Path, ranks: Any
 ) -> None:
     tables = plan(base, run__steps=4)
     uninterrupted = record(tables, 4, folder=texts)
-    ranks(2, 180)(record, changed(tables, **LAYOUTS["1f1b"]), 2, folder=texts, save=tmp_path / "saved")
+    plans = [changed(tables, **LAYOUTS[layout]) for layout in ("1f1b", "dp sharded")]
+    assert_resumed_parity(uninterrupted, ranks(2, 180)(save_and_resume, *plans, texts, tmp_path / "saved"), "fp64")
     tensors = {name: value for file in (tmp_path / "saved").glob("*.safetensors") for name, value in load_file(file).items()}
     weights = {name: value for name, value in tensors.items() if name.startswith("weights/")}
     assert len(weights) == 2 * 7 * 2
     assert all("lora_" in name for name in weights)
     num_bytes = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
     of_adapters = 3 * sum(value.nbytes for value in weights.values())  # with both moments of AdamW
-    print(num_bytes, of_adapters)
     assert of_adapters < num_bytes < of_adapters + 100_000, "headers, index and states of random generators"
-    plans = [changed(tables, **LAYOUTS[layout]) for layout in ("dp sharded", "wp")]
-    for resumed in zip(*ranks(2, 180)(resume_all, plans, texts, tmp_path / "saved"), strict=True):
-        assert_resumed_parity(uninterrupted, resumed, "fp64")
 
 
-def resume_all(plans: list[Tables], folder: Path, load: Path) -> list[Recorded]:
-    return [record(tables, 2, folder=folder, load=load) for tables in plans]
+def save_and_resume(first: Tables, second: Tables, folder: Path, path: Path) -> Recorded:
+    record(first, 2, folder=folder, save=path)
+    return record(second, 2, folder=folder, load=path)
 
 
 def test_another_base_is_refused(base: Path, texts: Path, tmp_path: Path) -> None:

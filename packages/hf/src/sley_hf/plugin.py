@@ -166,8 +166,8 @@ def sley_records() -> list[Record]:
             name="lora",
             config=LoraConfig,
             build="sley_hf.lora:adapters",
-            merge="sley_hf.peft_export:MergedWeights",
-            export="sley_hf.peft_export:export_adapter",
+            merge="sley_hf.lora:MergedWeights",
+            export="sley_hf.lora:export_adapter",
         ),
     ]
 
