@@ -118,7 +118,7 @@ def compare_with_torch(rank, error_feedback, dtype, num_steps=5):
     return pairs, errors
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize(("rank", "size", "dtype"), [(2, 3, "float64"), (4, 2, "float32"), (1, 2, "float64")])
 def test_sums_match_torch_hook(ranks, rank, size, dtype, error_feedback):
@@ -214,10 +214,14 @@ def make_plan(dp: int = 2, **options: Any) -> dict[str, Any]:
     return small_plan(parallel={"dp": dp}, gradient_handlers=handlers, **changes)
 
 
+def record_plans(plans: tuple[dict[str, Any], ...], folder: Path) -> list[Any]:
+    return [record(tables, 3, folder=folder) for tables in plans]
+
+
 def test_sums_are_exact_before_start_step(ranks, texts):
     """Expects the bits of `core.each` before the start step, which is counted from 1 and the first compressed step."""
-    exact = ranks(2)(record, make_plan() | {"gradient_handlers": [EACH]}, 3, folder=texts)
-    for expected, actual in zip(exact, ranks(2)(record, make_plan(start_step=3), 3, folder=texts), strict=True):
+    plans = make_plan() | {"gradient_handlers": [EACH]}, make_plan(start_step=3)
+    for expected, actual in ranks(2)(record_plans, plans, texts):
         for expected_gradients, actual_gradients in zip(expected.gradients[:2], actual.gradients[:2], strict=True):
             assert_same_bits(expected_gradients, actual_gradients)
         errors = relative_errors(expected.gradients[2], actual.gradients[2])
@@ -291,20 +295,16 @@ def test_non_finite_gradient_fails_on_all_ranks(ranks, texts):
     assert ranks(2)(step_after_nan, make_plan(), texts) == [("not-finite", 0, 3)] * 2
 
 
-def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> list[tuple[Any, Any]]:
-    """Returns an uninterrupted run and a run that was resumed, once before the first compressed step and once after it."""
+def run_and_resume(tables: dict[str, Any], folder: Path, path: Path) -> tuple[Any, Any]:
+    """Returns an uninterrupted run, and a run that was resumed after its first compressed step."""
     whole = record(tables, 4, folder=folder)
-    pairs = []
-    for steps in (1, 2):
-        record(tables, steps, folder=folder, save=path / str(steps))
-        pairs.append((whole, record(tables, 4 - steps, folder=folder, load=path / str(steps))))
-    return pairs
+    record(tables, 2, folder=folder, save=path)
+    return whole, record(tables, 2, folder=folder, load=path)
 
 
 def test_resumed_run_is_bit_identical(ranks, texts, tmp_path):
-    for pairs in zip(*ranks(2, 120)(run_and_resume, make_plan(start_step=2), texts, tmp_path), strict=True):
-        for whole, resumed in pairs:
-            assert_same_run(whole, resumed)
+    for whole, resumed in ranks(2)(run_and_resume, make_plan(start_step=2), texts, tmp_path / "saved"):
+        assert_same_run(whole, resumed)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

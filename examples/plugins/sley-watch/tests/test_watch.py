@@ -41,6 +41,7 @@ class TestNoise(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = NOISE
 
 
+@pytest.mark.campaign
 class TestLayers(GradientHandlerContract):
     handler: ClassVar[dict[str, Any]] = {"use": "watch.layers"}
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sley_core.api.comm import Group
     from sley_core.api.parts import Param, Parts, StepState
-    from sley_powersgd.config import PowerSGDConfig
+    from sley_powersgd.plugin import PowerSGDConfig
 
 
 @dataclass

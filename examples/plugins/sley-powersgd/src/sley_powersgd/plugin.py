@@ -1,16 +1,34 @@
-"""Defines the record and the plan checks of this package. Imports no torch, since plan checks import it."""
+"""Defines the table, the record and the plan check of `powersgd.reducer`. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from pydantic import PositiveFloat, PositiveInt
+
+from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-from sley_powersgd.config import PowerSGDConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
+
+
+class PowerSGDConfig(Table):
+    """Sums low-rank approximations of gradients; the error of a step is added to the next step's gradients."""
+
+    bucket_mb: PositiveFloat = 25.0
+    """MiB of gradients in a bucket, whose factors are sent in one collective."""
+
+    rank: PositiveInt = 4
+    """Columns of the two factors of a matrix. More columns are more accurate and need more bytes."""
+
+    start_step: PositiveInt = 1
+    """The first step to compress, counted from 1 as in `metrics.jsonl`; earlier steps compute exact sums."""
+
+    error_feedback: bool = True
+    """Whether the error of a step is added to the next step's gradients, which needs memory for a copy of the gradients."""
 
 
 @hookimpl

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_shampoo.config import ShampooConfig
+from sley_shampoo.plugin import ShampooConfig
 
 
 class Shampoo(torch.optim.Optimizer):

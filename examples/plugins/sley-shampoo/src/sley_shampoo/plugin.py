@@ -1,10 +1,25 @@
-"""Defines the records of this package. Imports no torch, since plan checks import it."""
+"""Defines the table and the record of `shampoo.optimizer`. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat, PositiveInt
+
+from sley_core.api.plan import OptimizerConfig
 from sley_core.hookspecs import hookimpl
 from sley_core.records import OptimizerRecord
-from sley_shampoo.config import ShampooConfig
+
+
+class ShampooConfig(OptimizerConfig):
+    """`shampoo.optimizer`: a gradient that is preconditioned along each dim (Gupta, Koren and Singer, 2018)."""
+
+    momentum: float = 0.9
+    """The momentum of the preconditioned gradient."""
+
+    eps: PositiveFloat = 1e-4
+    """The multiple of the identity with which each statistic starts."""
+
+    every: PositiveInt = 1
+    """The number of steps between two computations of the inverse roots."""
 
 
 @hookimpl

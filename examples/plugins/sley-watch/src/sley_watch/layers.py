@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sley_core.protocols import GradientHandler
-from sley_watch.config import LayersConfig
+from sley_watch.plugin import LayersConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.protocols import GradientHandler
-from sley_watch.config import NoiseConfig
+from sley_watch.plugin import NoiseConfig
 
 if TYPE_CHECKING:
     from sley_core.api.parts import Param, Parts, StepState

@@ -1,16 +1,32 @@
-"""Defines the records of this package. Imports no torch, since plan checks import it."""
+"""Defines the tables, the records and the plan check of this package. Imports no torch, since plan checks import it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, Problem
-from sley_watch.config import LayersConfig, NoiseConfig
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan, Topology
+
+
+class NoiseConfig(Table):
+    """`watch.noise`: adds `watch/noise_scale`, the batch size above which larger batches have diminishing returns."""
+
+    smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Weight of earlier steps in the two moving averages. 0 uses only the current step, which is very noisy."""
+
+
+class LayersConfig(Table):
+    """`watch.layers`: adds the norms of the gradient and weights of each layer."""
+
+    weights: bool = True
+    """Whether to add the norms of weights. The norms of gradients are always added."""
 
 
 @hookimpl
