@@ -13,9 +13,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from protocol import RESAMPLES, Step
+from protocol import RESAMPLES, Step, interleave
 
 LATENCY_S = 0.050
 FORMS = ("overlapped", "overlapped, late", "blocking", "blocking, late")
@@ -71,18 +72,8 @@ class _Late:
 
 
 def time_forms(step: Callable[[str], object], rounds: int, barrier: Step) -> dict[str, list[float]]:
-    """Seconds of `step(form)`, in turn and in a shuffled order, `barrier` before each."""
-    chance = random.Random(0)
-    names = list(FORMS)
-    seconds: dict[str, list[float]] = {name: [] for name in FORMS}
-    for _ in range(rounds):
-        chance.shuffle(names)
-        for name in names:
-            barrier()
-            began = time.perf_counter()
-            step(name)
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
+    """Returns the seconds of `step(form)` by form, in a shuffled order in each round, with `barrier` before each step."""
+    return interleave({form: partial(step, form) for form in FORMS}, rounds, warmup=0, barrier=barrier)
 
 
 def hidden(seconds: Seconds, num_exchanges: int, *, latency_s: float = LATENCY_S, num_visible: int = 1) -> dict[str, object]:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from contestants import Sley, plan
 from peaks import peak_live_mb, peak_resident_mb
-from protocol import compare, interleave, noise_of, parser, report
+from protocol import compare, interleave, noise_of, parser, report, slowest
 from schedules import SCHEDULES
 from sley_core.actions.action import Kind, Schedule
 from sley_core.actions.lower import lower
@@ -188,8 +188,7 @@ def three_steps(name: str, stages: int, who: str) -> None:
 
 def report_times(name: str, stages: int, rounds: int, path: Path | None) -> None:
     everyone = Ranks(stages, timeout_s=3000)(times, name, stages, rounds)
-    # A step is over when its last rank is.
-    seconds = {who: [max(at) for at in zip(*(one[who] for one, _ in everyone), strict=True)] for who in CONTESTANTS}
+    seconds = slowest([rank_seconds for rank_seconds, _ in everyone])
     seconds["perfect"] = [perfect(name, stages, [spans for _, spans in everyone])] * rounds
     rows = compare(seconds, "torch")
     noise = noise_of(rows, "torch again")

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 from contestants import Sley
-from protocol import compare, interleave, noise_of, parser, report
+from protocol import compare, interleave, noise_of, parser, report, slowest
 from sley_core.actions.action import Schedule
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
@@ -224,8 +224,7 @@ def main() -> None:
     for stages in options.stages:
         for name in options.schedule:
             everyone = Ranks(stages, timeout_s=3000)(measured, name, stages, options.rounds, options.warmup)
-            # A step is over when its last rank is.
-            seconds = {who: [max(at) for at in zip(*(one[who] for one in everyone), strict=True)] for who in everyone[0]}
+            seconds = slowest(everyone)
             perfect = simulated(name, stages)
             seconds["simulator"] = [perfect] * options.rounds
             against_simulator = {row.name: row for row in compare(seconds, "simulator")}
