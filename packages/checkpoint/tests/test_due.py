@@ -26,7 +26,7 @@ def plan(**changes: Any) -> dict[str, Any]:
     return changed(small_plan(run__steps=6, batch__micro_size=8), **changes)
 
 
-def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:
+def train(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = None) -> Run:
     folder.mkdir(exist_ok=True)
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=folder) as run:
         if prepare is not None:
@@ -35,11 +35,11 @@ def trained(tables: dict[str, Any], texts: Path, folder: Path, prepare: Any = No
     return run
 
 
-def names(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def settle():
+def wait_for_save():
     """Waits for the save in progress."""
     for thread in threading.enumerate():
         if thread.name == "sley-checkpoint":
@@ -50,30 +50,30 @@ def settle():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("optimizer", ["core.adamw", "core.sgd"])
 def test_an_asynchronous_save_has_the_state_of_its_step(texts, tmp_path, monkeypatch, precision, optimizer):
-    """Writing takes longer than the next step, which changes every tensor that is not written yet."""
+    """Writing takes longer than the next step, which changes every tensor that is not yet written."""
     options = {"use": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "core.sgd" else {})
     tables = plan(precision__compute=precision, optimizer=options)
     record(tables, 4, folder=texts, prepare=partial(save_at, 2, tmp_path / "still-2"), save=tmp_path / "still-4")
-    written = LocalFolder.write
+    write = LocalFolder.write
     stepped = threading.Event()
 
-    def slowly(self: Any, name: str, chunks: Any) -> Any:
-        def one_by_one() -> Any:
+    def write_slowly(self: Any, name: str, chunks: Any) -> Any:
+        def yield_slowly() -> Any:
             for number, chunk in enumerate(chunks):
                 if number == 3:
                     assert stepped.wait(30), "the next step waits for the disk"
                 yield chunk
 
-        return written(self, name, one_by_one() if name.endswith("safetensors") else chunks)
+        return write(self, name, yield_slowly() if name.endswith("safetensors") else chunks)
 
-    monkeypatch.setattr(LocalFolder, "write", slowly)
+    monkeypatch.setattr(LocalFolder, "write", write_slowly)
     tables = changed(tables, checkpoint={"every_steps": 2})
     with assemble(plan_from_dict(tables, texts), World.alone("cpu"), folder=tmp_path) as run:
         for step in range(1, 6):
             run.step()
             if step in (3, 5):
                 stepped.set()
-                settle()
+                wait_for_save()
                 stepped.clear()
     for step in (2, 4):
         expected, actual = read(tmp_path / f"still-{step}"), read(tmp_path / "checkpoints" / f"step-{step:08}")
@@ -97,23 +97,24 @@ def test_a_copy_elsewhere_is_not_the_runs_own_checkpoint(texts, tmp_path, saves)
         run.listeners.append(lambda row: run.save_checkpoint(tmp_path / f"copy-{row['step']}"))
         run.listeners.append(lambda row: run.stop() if row["step"] == 4 else None)
 
-    trained(plan(checkpoint={"every_steps": 4, "on_interrupt": saves}), texts, tmp_path, keep_copies)
-    assert names(tmp_path) == ["step-00000004", *(["step-00000005"] if saves else [])]
+    train(plan(checkpoint={"every_steps": 4, "on_interrupt": saves}), texts, tmp_path, keep_copies)
+    assert checkpoint_names(tmp_path) == ["step-00000004", *(["step-00000005"] if saves else [])]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_finished_run_can_be_continued_from_its_last_step(texts, tmp_path, mode):
     """The last step is no multiple of `every_steps`."""
     tables = plan(checkpoint={"every_steps": 4, "mode": mode})
-    run = trained(tables, texts, tmp_path)
-    assert names(tmp_path) == ["step-00000004", "step-00000006"]
-    assert all(verify(tmp_path / "checkpoints" / name) == [] for name in names(tmp_path))
+    run = train(tables, texts, tmp_path)
+    assert checkpoint_names(tmp_path) == ["step-00000004", "step-00000006"]
+    assert all(verify(tmp_path / "checkpoints" / name) == [] for name in checkpoint_names(tmp_path))
     assert (run.counts["checkpoint"]["saved"], run.counts["checkpoint"]["failed"]) == (2, 0)
-    longer = trained(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
-    assert names(tmp_path) == ["step-00000006", "step-00000008"], "`keep` is 2"
+    longer = train(changed(tables, run__steps=8), texts, tmp_path, lambda run: run.load_checkpoint("auto"))
+    assert checkpoint_names(tmp_path) == ["step-00000006", "step-00000008"], "`keep` is 2"
     assert longer.counts["checkpoint"]["saved"] == 1, "step 8 is a multiple, and is saved once"
     if mode == "async":
-        uninterrupted = trained(plan(run__steps=8), texts, tmp_path / "uninterrupted")
+        uninterrupted = train(plan(run__steps=8), texts, tmp_path / "uninterrupted")
         assert all(weights(longer)[name].equal(weight) for name, weight in weights(uninterrupted).items())
 
 
@@ -122,27 +123,27 @@ def test_a_run_that_fails_has_no_checkpoint_of_the_step_in_which_it_did(texts, t
         run.listeners.append(lambda row: 1 / 0 if row["step"] == 5 else None)
 
     with pytest.raises(ZeroDivisionError):
-        trained(plan(checkpoint={"every_steps": 4}), texts, tmp_path, fail)
-    assert names(tmp_path) == ["step-00000004"]
+        train(plan(checkpoint={"every_steps": 4}), texts, tmp_path, fail)
+    assert checkpoint_names(tmp_path) == ["step-00000004"]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_path, monkeypatch, mode):
     """A disk may have been full for a moment."""
-    written = LocalFolder.write
-    tried = []
+    write = LocalFolder.write
+    attempts = []
 
-    def fails_once(self: Any, name: str, chunks: Any) -> Any:
+    def fail_once(self: Any, name: str, chunks: Any) -> Any:
         if "step-00000006" in self.text and name.endswith("safetensors"):
-            tried.append(name)
-            if len(tried) == 1:
+            attempts.append(name)
+            if len(attempts) == 1:
                 raise OSError(28, "No space left on device")
-        return written(self, name, chunks)
+        return write(self, name, chunks)
 
-    monkeypatch.setattr(LocalFolder, "write", fails_once)
-    run = trained(plan(checkpoint={"every_steps": 3, "mode": mode}), texts, tmp_path)
+    monkeypatch.setattr(LocalFolder, "write", fail_once)
+    run = train(plan(checkpoint={"every_steps": 3, "mode": mode}), texts, tmp_path)
     assert len(run.notes) == run.counts["checkpoint"]["failed"] == 1
-    assert names(tmp_path)[-1] == ("step-00000006" if mode == "async" else "step-00000003")
+    assert checkpoint_names(tmp_path)[-1] == ("step-00000006" if mode == "async" else "step-00000003")
 
 
 def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
@@ -150,7 +151,7 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
         """Puts a file where the folder of checkpoints is to be, after the first step."""
         run.readers.append(lambda row: (tmp_path / "checkpoints").touch() if row["step"] == 1 else None)
 
-    run = trained(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
+    run = train(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
     assert run.num_steps_done == 6
     assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
     assert any("could not be written" in note and "the run continues" in note for note in run.notes)
@@ -159,13 +160,13 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
 
 def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):
     gate = threading.Event()
-    written = LocalFolder.write
+    write = LocalFolder.write
 
-    def late(self: Any, name: str, chunks: Any) -> Any:
+    def write_late(self: Any, name: str, chunks: Any) -> Any:
         assert gate.wait(30)
-        return written(self, name, chunks)
+        return write(self, name, chunks)
 
-    monkeypatch.setattr(LocalFolder, "write", late)
+    monkeypatch.setattr(LocalFolder, "write", write_late)
     with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
         run.step()
         for param in run.registry:
@@ -178,9 +179,9 @@ def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(tex
 
 def test_the_folder_of_another_run_is_refused(texts, tmp_path):
     shared = {"folder": str(tmp_path / "shared"), "every_steps": 3}
-    trained(plan(checkpoint=shared), texts, tmp_path)
+    train(plan(checkpoint=shared), texts, tmp_path)
     with pytest.raises(RunError, match=r"checkpoint-folder.*has checkpoints of the run 'small'"):
-        trained(plan(checkpoint=shared, run__name="other"), texts, tmp_path / "other")
+        train(plan(checkpoint=shared, run__name="other"), texts, tmp_path / "other")
     assert not (tmp_path / "other" / "metrics.jsonl").read_text("utf-8"), "before the first step"
 
 

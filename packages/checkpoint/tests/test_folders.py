@@ -109,12 +109,12 @@ def refusing(*_: Any) -> Any:
     raise PermissionError(13, "Permission denied", "there")
 
 
-def trained(tables: dict[str, Any], texts: Path, folder: Path, wrong: str) -> str:
-    """Returns the error of a run on this rank. wrong: what rank 1 does not have."""
+def train(tables: dict[str, Any], texts: Path, folder: Path, fault: str) -> str:
+    """Returns the error of a run on this rank. fault: what rank 1 does not have."""
     with World.join("cpu") as world, pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1 and wrong == "another host":
+        if world.rank == 1 and fault == "another host":
             patch.setattr(checkpoints, "open_folder", partial(HostFolder, host=str(folder / "host-1")))
-        if world.rank == 1 and wrong == "no right to write":
+        if world.rank == 1 and fault == "no right to write":
             patch.setattr(folders.LocalFolder, "write", refusing)
         with assemble(plan_from_dict(tables, texts), world, folder=folder) as run:
             try:
@@ -125,16 +125,16 @@ def trained(tables: dict[str, Any], texts: Path, folder: Path, wrong: str) -> st
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("fault", "message"),
     [
         ("another host", "rank 1 cannot save in {}/checkpoints: it cannot see the file of rank 0"),
         ("no right to write", "rank 1 cannot save in {}/checkpoints: Permission denied (there)"),
     ],
 )
-def test_a_folder_that_is_not_one_for_all_ranks_is_refused_first(texts, tmp_path, ranks, wrong, said):
+def test_a_folder_that_is_not_one_for_all_ranks_is_refused_first(texts, tmp_path, ranks, fault, message):
     tables = changed(small_plan(run__steps=2, checkpoint={"every_steps": 1}), **DP)
-    errors = ranks(2, 60, init=False)(trained, tables, texts, tmp_path, wrong)
-    assert all(said.format(tmp_path) in error for error in errors)
+    errors = ranks(2, 60, init=False)(train, tables, texts, tmp_path, fault)
+    assert all(message.format(tmp_path) in error for error in errors)
     assert not (tmp_path / "metrics.jsonl").stat().st_size, "before the first step"
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
@@ -152,11 +152,11 @@ def test_a_folder_without_the_right_to_write_is_refused_first(texts, tmp_path):
 def test_a_rank_that_leaves_its_part_of_a_save_out_ends_no_run(texts, tmp_path, ranks):
     """Rank 0 stops waiting before the other ranks stop waiting for it."""
     tables = changed(small_plan(run__steps=1, checkpoint={"every_steps": 1, "mode": "sync"}), **DP)
-    for notes in ranks(2, 60, init=False)(losing, tables, texts, tmp_path):
+    for notes in ranks(2, 60, init=False)(train_without_part, tables, texts, tmp_path):
         assert any("rank 1 did not finish in 2 s; the run continues without this checkpoint" in note for note in notes)
 
 
-def losing(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:
+def train_without_part(tables: dict[str, Any], texts: Path, folder: Path) -> list[str]:
     """Returns the notes of a run whose rank 1 writes checkpoints elsewhere once the run is under way."""
     with (
         World.join("cpu") as world,

@@ -1,4 +1,4 @@
-"""A checkpoint that is not as it was written is told, and the one before is taken."""
+"""A damaged checkpoint is named with its damage, and the one before it is loaded."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ from sley_testing.runs import assert_same_run, record
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
 
 
-def flip(file: Path, _other: Path) -> None:
+def flip_bit(file: Path, _other: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) * 2 // 3] ^= 4
     file.write_bytes(data)
 
 
-def flip_in_the_header(file: Path, _other: Path) -> None:
+def flip_bit_in_header(file: Path, _other: Path) -> None:
     data = bytearray(file.read_bytes())
     data[20] ^= 1
     file.write_bytes(data)
 
 
-def cut(file: Path, _other: Path) -> None:
+def truncate(file: Path, _other: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
 
-def empty(file: Path, _other: Path) -> None:
+def remove_content(file: Path, _other: Path) -> None:
     os.truncate(file, 0)
 
 
-def lose(file: Path, _other: Path) -> None:
+def delete(file: Path, _other: Path) -> None:
     file.unlink()
 
 
-def swap(file: Path, other: Path) -> None:
+def copy_other(file: Path, other: Path) -> None:
     shutil.copy(other / file.name, file)
 
 
 DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
-    ("rank-00000.safetensors", flip): "does not match its checksum",
-    ("rank-00000.safetensors", flip_in_the_header): "does not match its checksum",
-    ("rank-00000.safetensors", cut): "is truncated",
-    ("rank-00000.safetensors", empty): "is truncated",
-    ("rank-00000.safetensors", lose): "is missing",
-    ("rank-00000.safetensors", swap): "does not match its checksum",
-    (INDEX, flip): "is damaged",
-    (INDEX, cut): "is damaged",
-    (INDEX, empty): "is damaged",
-    (INDEX, lose): "is missing",
-    (INDEX, swap): "is of",
+    ("rank-00000.safetensors", flip_bit): "does not match its checksum",
+    ("rank-00000.safetensors", flip_bit_in_header): "does not match its checksum",
+    ("rank-00000.safetensors", truncate): "is truncated",
+    ("rank-00000.safetensors", remove_content): "is truncated",
+    ("rank-00000.safetensors", delete): "is missing",
+    ("rank-00000.safetensors", copy_other): "does not match its checksum",
+    (INDEX, flip_bit): "is damaged",
+    (INDEX, truncate): "is damaged",
+    (INDEX, remove_content): "is damaged",
+    (INDEX, delete): "is missing",
+    (INDEX, copy_other): "is of",
 }
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two checkpoints of a run, after steps 2 and 4."""
     from sley_testing.plans import write_texts
 
-    folder = tmp_path_factory.mktemp("two")
+    folder = tmp_path_factory.mktemp("two_checkpoints")
     write_texts(folder)
     tables = changed(PLAN, checkpoint={"every_steps": 2, "mode": "sync"}, run__steps=4)
     with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder) as run:
@@ -84,26 +84,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("file", "how"), DAMAGES, ids=lambda one: getattr(one, "__name__", one))
-def test_each_damage_is_named_and_the_checkpoint_before_is_the_newest(two, tmp_path, file, how):
-    shutil.copytree(two / "checkpoints", tmp_path / "all")
+def test_each_damage_is_named_and_the_checkpoint_before_is_the_newest(two_checkpoints, tmp_path, file, how):
+    shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "all")
     old, new = (tmp_path / "all" / f"step-0000000{step}" for step in (2, 4))
     how(new / file, old)
     (damage,) = verify(new)
     assert damage.file in (file, "rank-00000.safetensors")
-    if how is not swap or file != INDEX:
+    if how is not copy_other or file != INDEX:
         assert damage.file == file
         assert DAMAGES[file, how] in damage.description
     assert newest(tmp_path / "all").path == str(old)
     assert [path for path, _ in newest(tmp_path / "all").damaged_checkpoints] == [str(new)]
 
 
-def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(two, tmp_path):
+def test_a_folder_without_a_whole_one_is_an_error_and_one_without_any_is_none(two_checkpoints, tmp_path):
     tables = changed(PLAN, checkpoint={"folder": str(tmp_path / "all")})
-    with assemble(plan_from_dict(tables, two), World.alone("cpu")) as run:
+    with assemble(plan_from_dict(tables, two_checkpoints), World.alone("cpu")) as run:
         assert run.load_checkpoint("auto") is None
-        shutil.copytree(two / "checkpoints", tmp_path / "all")
+        shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "all")
         for path in (tmp_path / "all").glob("*/rank*"):
-            lose(path, path)
+            delete(path, path)
         with pytest.raises(RunError, match="checkpoint-damaged"):
             run.load_checkpoint("auto")
 
@@ -115,7 +115,7 @@ def test_another_model_or_optimizer_is_refused_with_both_values(texts, tmp_path)
         ({"model__num_layers": 3}, "`model.num_layers = 2`, but the plan has 3"),
         ({"optimizer": {"use": "core.sgd", "lr": 0.1}}, '`optimizer.use = "core.adamw"`, but the plan has "core.sgd"'),
     ):
-        refused(changed(PLAN, **more), texts, tmp_path / "saved", PlanError, "resume-differs", words)
+        assert_refused(changed(PLAN, **more), texts, tmp_path / "saved", PlanError, "resume-differs", words)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_a_factory_that_makes_another_model_than_before_is_refused(texts, tmp_pa
     made = ModuleType("resized")
     monkeypatch.setitem(sys.modules, "resized", made)
     plan = changed(PLAN, model={"factory": "resized:layers"})
-    made.layers = lambda: stacked(16)
+    made.layers = lambda: build_layers(16)
     record(plan, 1, folder=texts, save=tmp_path / "saved")
-    made.layers = lambda: stacked(*sizes)
-    refused(plan, texts, tmp_path / "saved", RunError, "checkpoint-mismatch", words)
+    made.layers = lambda: build_layers(*sizes)
+    assert_refused(plan, texts, tmp_path / "saved", RunError, "checkpoint-mismatch", words)
 
 
 class Embed(nn.Embedding):
@@ -142,13 +142,13 @@ class Embed(nn.Embedding):
         return super().forward(tokens)
 
 
-def stacked(*sizes):
+def build_layers(*sizes):
     """An embedding of 16 and a head, with a layer of each of these widths between them."""
     inner = [nn.Sequential(nn.Linear(16, size), nn.Linear(size, 16)) for size in sizes]
     return [Embed(256, 16), *inner, nn.Linear(16, 256)]
 
 
-def refused(plan, texts, path, error, code, words):
+def assert_refused(plan, texts, path, error, code, words):
     """The run of `plan` refuses the checkpoint at `path`, and has not changed."""
     with assemble(plan_from_dict(plan, texts), World.alone("cpu")) as run:
         before = [param.parameter.detach().clone() for param in run.registry]
@@ -170,7 +170,7 @@ from sley_testing.processes import ForkedProgram
 tables, folder, at = eval(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 count = 0
 
-def dying(method):
+def kill_at_call(method):
     def call(self, *args, **options):
         global count
         count += 1
@@ -184,14 +184,14 @@ with assemble(plan_from_dict(tables, folder), World.alone("cpu"), folder=folder)
     run.save_checkpoint()
     run.step()
     for name in ("write", "drop_cached_pages", "delete", "publish", "read_into"):
-        setattr(LocalFolder, name, dying(getattr(LocalFolder, name)))
+        setattr(LocalFolder, name, kill_at_call(getattr(LocalFolder, name)))
     run.save_checkpoint()
     run.step()
     print("whole", count)
 """
 
 
-def killed(folder: Path, at: int) -> tuple[int, str]:
+def run_until_kill(folder: Path, at: int) -> tuple[int, str]:
     """The exit code and the output of a process of its own."""
     (folder / "killed_in_a_save.py").write_text(KILLED, "utf-8")
     arguments = [repr(PLAN), str(folder), str(at)]
@@ -200,13 +200,13 @@ def killed(folder: Path, at: int) -> tuple[int, str]:
         return program.wait(120), out.read() + err.read()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [5, 1, 2, 7])
 def test_a_process_killed_within_a_save_leaves_the_one_before(texts, tmp_path, at):
     """Before the first file is written, before a note is, before the index is, and before the folder gets its name."""
     shutil.copytree(texts / "text", tmp_path / "text")
-    code, told = killed(tmp_path, at)
-    assert code == -signal.SIGKILL, told
+    code, message = run_until_kill(tmp_path, at)
+    assert code == -signal.SIGKILL, message
     found = newest(tmp_path / "checkpoints")
     assert found.path is not None
     assert (read(found.path).step, found.damaged_checkpoints) == (1, [])
@@ -230,15 +230,15 @@ def load_damaged(tables: dict[str, Any], folder: Path, path: Path) -> tuple[str,
         return restored.path, run.num_steps_done, damaged
 
 
-def test_ranks_share_the_verification_and_load_the_same_checkpoint(two, tmp_path, ranks):
-    shutil.copytree(two / "checkpoints", tmp_path / "all")
+def test_ranks_share_the_verification_and_load_the_same_checkpoint(two_checkpoints, tmp_path, ranks):
+    shutil.copytree(two_checkpoints / "checkpoints", tmp_path / "all")
     old, new = (tmp_path / "all" / f"step-0000000{step}" for step in (2, 4))
-    flip(new / "rank-00000.safetensors", tmp_path)
+    flip_bit(new / "rank-00000.safetensors", tmp_path)
     tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}])
-    assert ranks(2)(load_damaged, tables, two, tmp_path / "all") == [(str(old), 2, [str(new)])] * 2
+    assert ranks(2)(load_damaged, tables, two_checkpoints, tmp_path / "all") == [(str(old), 2, [str(new)])] * 2
 
 
-def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) -> str:
+def load_without_index(tables: dict[str, Any], folder: Path, path: Path, at: int) -> str:
     """Loads, while the index is gone for rank 1 when that reads it the `at`-th time; returns what came of it."""
     plain, seen = LocalFolder.read, []
 
@@ -257,10 +257,10 @@ def vanishing_on_one(tables: dict[str, Any], folder: Path, path: Path, at: int) 
         return f"after step {run.num_steps_done}"
 
 
-@pytest.mark.parametrize(("at", "told"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
-def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two, ranks, at, told):
+@pytest.mark.parametrize(("at", "message"), [(1, "it has no checkpoint.json"), (2, "after step 4")])
+def test_an_index_that_vanishes_for_one_rank_keeps_no_other_waiting(two_checkpoints, ranks, at, message):
     """All say the same: that it is gone, or, where all have read it, what they have loaded."""
     tables = changed(PLAN, parallel={"dp": 2}, gradient_handlers=[{"use": "core.each"}], limits__collective_timeout_s=5.0)
-    one, other = ranks(2)(vanishing_on_one, tables, two, two / "checkpoints" / "step-00000004", at)
-    assert told in one
+    one, other = ranks(2)(load_without_index, tables, two_checkpoints, two_checkpoints / "checkpoints" / "step-00000004", at)
+    assert message in one
     assert one == other

@@ -46,7 +46,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_same_bits(texts, tmp_path, kind):
     tables = plan(**KINDS[kind])
