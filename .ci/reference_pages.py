@@ -18,14 +18,12 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from sley_core import hookspecs
-from sley_core.discovery import CORE
 from sley_core.plan.document import to_plain_data
-from sley_core.plan.kinds import COMPONENTS, kind_with_article
-from sley_core.plan.loader import Loader
+from sley_core.plan.kinds import COMPONENTS, type_name
+from sley_core.plan.loader import CORE, Loader
 from sley_core.plan.plan import format_value
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
-from sley_core.table import Table
-from sley_core.words import describe_type
+from sley_core.table import Table, describe_type
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
 """The fixed lines of a hook's docstring, in their order."""
@@ -153,14 +151,17 @@ def plan_page() -> str:
         parts.append(f"## `[{name}]`{optional}\n\n{_doc(model)}\n\n{_table(rows(model))}")
     plugins = [Loader().load(name) for name in PLUGINS]
     for spec in COMPONENTS:
-        choice = f"`use` names {kind_with_article(spec.kind)}" + (" and `factory` your own code" if spec.factory else "")
+        name = type_name(spec.record_type)
+        choice = f"`use` names {'an' if name[0] in 'aeiou' else 'a'} {name}" + (
+            " and `factory` your own code" if spec.factory else ""
+        )
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
         elif spec.schedule_default:
             choice += f"; left out, the record that the schedule names, or else `{spec.schedule_default}`"
         parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:
-            for record in plugin.records[spec.kind].values():
+            for record in plugin.records_of(spec.record_type).values():
                 parts.append(
                     f'### `use = "{plugin.name}.{record.name}"`\n\n{_doc(record.config)}\n\n{_table(rows(record.config))}'
                 )

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import CrossEntropyConfig
 from sley_testing.plain import PlainLoop
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks

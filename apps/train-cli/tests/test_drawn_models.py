@@ -22,11 +22,11 @@ from torch import Tensor
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.config import CrossEntropyConfig
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.parity import assert_same_bits

@@ -205,7 +205,7 @@ def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
     tables = {"data__held_out": 0.0, "evaluation": {"every": 2, "held_out": False, "sets": {"odd": SETS["odd"]}}}
     with World.alone("cpu") as world, assemble(loaded(texts, **tables), world) as run:
         assert {name.rpartition("/")[0] for name in run.evaluate_sets()} == {"held_out/odd"}
-        with pytest.raises(UsageError, match="has `held_out = false`"):
+        with pytest.raises(UsageError, match="no held-out samples"):
             run.evaluate()
     plan = loaded(texts, evaluation=None)
     with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):

@@ -154,7 +154,7 @@ def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) ->
     assert result.out.startswith("core  (sley-core ")
     assert "broken: plugin `odd` (sley-odd 1.0) cannot be imported" in result.out
     core = json.loads(cli("plugins", "--format", "json").out)[0]
-    assert (core["records"]["optimizers"], core["error"]) == (["core.adamw", "core.sgd"], None)
+    assert (core["records"]["optimizer"], core["error"]) == (["core.adamw", "core.sgd"], None)
 
 
 def test_plugins_describes_options(cli: Cli) -> None:

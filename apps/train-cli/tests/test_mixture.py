@@ -23,7 +23,7 @@ from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, assert_parity_of_par
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")
 OWN_LOSS = """\
-from sley_core.config import CrossEntropyConfig
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 
 

@@ -16,9 +16,9 @@ from parity_table import Row
 
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.config import CrossEntropyConfig
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import CrossEntropyConfig
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from reference_pages import plan_page, rows
 
-from sley_core.discovery import find_plugins
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import Loader, find_plugins
 from sley_core.plan.tables import OPTIONAL_TABLES, TABLES
 from sley_core.records import import_object
 
@@ -24,7 +23,7 @@ def test_the_page_in_the_documentation_is_up_to_date() -> None:
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
     core = Loader(plugins={}).load("core")
-    records = [record.config for named in core.records.values() for record in named.values()]
+    records = [record.config for record in core.records.values()]
     for model in (*TABLES.values(), *OPTIONAL_TABLES.values(), *records):
         assert model.__doc__
         for row in rows(model):
@@ -37,8 +36,7 @@ def test_each_object_that_a_record_names_can_be_imported() -> None:
     references = {
         value: record.name
         for plugin in find_plugins()
-        for records in loader.load(plugin).records.values()
-        for record in records.values()
+        for record in loader.load(plugin).records.values()
         for value in vars(record).values()
         if isinstance(value, str) and re.fullmatch(r"sley_[\w.]+:\w+", value)
     }

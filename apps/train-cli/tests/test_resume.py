@@ -218,7 +218,7 @@ def test_runs_that_share_a_checkpoint_folder_use_only_their_own_checkpoints(cli:
     shutil.rmtree(folder / "first")
     unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, *first, checkpoints_in(folder, "elsewhere")])
     assert unknown.code == 2, unknown.err
-    assert "does not show that this run wrote them" in unknown.err
+    assert "only checkpoints of other attempts" in unknown.err
 
 
 def test_a_run_resumes_from_a_url_and_through_a_link(cli: Cli, plan: Path, folder: Path) -> None:

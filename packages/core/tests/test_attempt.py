@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,7 @@ from sley_core.plan.loader import Loader
 from sley_core.run import Run
 from sley_testing.plans import small_plan
 
-A, B, C = AttemptStart("a", 0), AttemptStart("b", 10), AttemptStart("c", 4)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [((A,), (A, B), 10), ((A, C), (A, B), 4), ((A, C), (A, C, B), 10), ((A,), (B,), 0), ((AttemptStart("a", 3),), (A,), 0)],
-)
-def test_the_steps_that_two_lineages_share(one, other, common):
-    assert count_common_steps(one, other) == count_common_steps(other, one) == common
+A, B = AttemptStart("a", 0), AttemptStart("b", 10)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -81,50 +74,36 @@ def test_the_record_comes_back_and_a_damaged_one_is_an_error(tmp_path):
             read_attempt(tmp_path)
 
 
-def loader_without() -> Loader:
-    """Returns a loader of what the small plan names, where no checkpointer is installed."""
-    return Loader({name: import_module(f"sley_{name}.plugin") for name in ("models", "data")})
+def assemble_small(
+    texts: Path, folder: Path | None = None, *, packages: tuple[str, ...] = ("models", "data"), **changes: Any
+) -> Run:
+    """Returns a run of the small plan where only `packages` are installed."""
+    loader = Loader({name: import_module(f"sley_{name}.plugin") for name in packages})
+    return assemble(plan_from_dict(small_plan(**changes), texts, loader=loader), World.alone("cpu"), folder=folder)
 
 
-def bare(texts: Path, folder: Path | None = None) -> Run:
-    """Returns a run of the small plan where no checkpointer is installed."""
-    plan = plan_from_dict(small_plan(), texts, loader=loader_without())
-    return assemble(plan, World.alone("cpu"), folder=folder)
+def test_errors_name_the_package_of_the_checkpointer(texts, tmp_path):
+    with assemble_small(texts) as run:
+        for call in (run.save_checkpoint, run.load_checkpoint):
+            with pytest.raises(PluginError, match="packages/checkpoint"):
+                call(tmp_path / "saved")
+    with assemble_small(texts, tmp_path, packages=("models", "data", "checkpoint")) as run:
+        run.step()
+        run.save_checkpoint()
+    with assemble_small(texts, tmp_path) as run, pytest.raises(PluginError, match="packages/checkpoint"):
+        run.load_checkpoint("auto", allow_fresh_start=True)
 
 
-def test_a_save_and_a_load_say_what_to_install(texts, tmp_path):
-    with bare(texts) as run:
-        with pytest.raises(PluginError, match="packages/checkpoint"):
-            run.save_checkpoint(tmp_path / "saved")
-        with pytest.raises(PluginError, match="packages/checkpoint"):
-            run.load_checkpoint(tmp_path / "saved")
-
-
-def test_auto_begins_a_run_that_has_done_nothing_and_refuses_another(texts, tmp_path):
-    with bare(texts, tmp_path) as run:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({}, "rows up to step 1"), ({"metrics": []}, "an attempt without rows in metrics.jsonl")],  # with unknown steps
+)
+def test_auto_starts_a_new_run_and_refuses_one_with_steps(texts, tmp_path, changes, words):
+    with assemble_small(texts, tmp_path, **changes) as run:
         assert run.load_checkpoint("auto") is None
-        run.train()
-    with bare(texts, tmp_path) as run:
-        with pytest.raises(UsageError, match=r"never-anew.*rows up to step 3"):
+        run.step()
+    with assemble_small(texts, tmp_path, **changes) as run:
+        with pytest.raises(UsageError, match=f"never-anew.*{words}"):
             run.load_checkpoint("auto")
         assert run.load_checkpoint("auto", allow_fresh_start=True) is None
         run.step()
-
-
-def test_auto_refuses_a_run_that_writes_no_rows(texts, tmp_path):
-    """No one knows how many steps it has taken."""
-    plan = plan_from_dict(small_plan(metrics=[]), texts)
-    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
-        assert run.load_checkpoint("auto") is None
-        run.step()
-    refused = pytest.raises(UsageError, match=r"never-anew.*an attempt without rows in metrics.jsonl")
-    with assemble(plan, World.alone("cpu"), folder=tmp_path) as run, refused:
-        run.load_checkpoint("auto")
-
-
-def test_auto_asks_for_what_read_the_checkpoints_of_the_run(texts, tmp_path):
-    with assemble(plan_from_dict(small_plan(), texts), World.alone("cpu"), folder=tmp_path) as run:
-        run.step()
-        run.save_checkpoint()
-    with bare(texts, tmp_path) as run, pytest.raises(PluginError, match="packages/checkpoint"):
-        run.load_checkpoint("auto", allow_fresh_start=True)

@@ -108,23 +108,28 @@ def test_what_a_subject_names_is_used_by_a_plugin_or_said_in_the_docs(subject: s
 
 NO_TORCH = """
 import importlib, sys
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     importlib.import_module(name)
     if "torch" in sys.modules:
         sys.exit(f"{name} imports torch")
+from sley_core.plan.load import load_plan
+from sley_core.plan.check import check_plan
+plan = load_plan(sys.argv[1])
+assert check_plan(plan, plan.world_size()) == []
+assert "torch" not in sys.modules, "loading and checking a plan needs torch"
 """
 
 
 @needs_plugins
 def test_what_a_check_imports_needs_no_torch() -> None:
-    """Records, tables, schedules and partitions; one process imports them one after the other."""
+    """Records, tables, schedules and partitions; one process imports them one after the other, and checks a plan."""
     files = [*ROOT.glob("packages/*/src/sley_*/plugin.py"), *ROOT.glob("packages/*/src/sley_*/config.py")]
     installed = {file.parent.name for file in files if find_spec(file.parent.name)} - {"sley_testing"}
     names = [f"{file.parent.name}.{file.stem}" for file in sorted(files) if file.parent.name in installed]
     assert {"sley_data.plugin", "sley_models.plugin"} <= set(names)
     others = ["sley_isp.prefetch", "sley_pp.schedules", "sley_pp.partitioners"]
     names += [name for name in others if name.partition(".")[0] in installed]
-    names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate"]
-    command = [sys.executable, "-c", NO_TORCH, *names]
+    names += ["sley_core.api.plan", "sley_core.api.actions", "sley_core.actions.simulate", "sley_core.metrics.jsonl"]
+    command = [sys.executable, "-c", NO_TORCH, str(ROOT / "examples/plans/quickstart.toml"), *names]
     done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ from sley_core.errors import PluginError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
-from sley_core.topology import AXES, CHANNELS, GroupEntry, Topology
+from sley_core.topology import AXES, GroupEntry, Topology
 from sley_testing.plans import small_plan
 
 
@@ -31,23 +31,18 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology.from_sizes(pp * lcm(sp, wp) * draw(st.integers(1, 4)), pp, sp, wp)
 
 
-def groups_of(topology: Topology, axis: str) -> list[tuple[int, ...]]:
-    """The groups of `axis`, by their first rank."""
-    return sorted({topology.ranks_of(axis, rank) for rank in range(topology.world)})
-
-
 def test_sixteen_ranks_in_two_stages() -> None:
     """The worked example: world 16, pp 2, sp 4, wp 2."""
     topology = Topology.from_sizes(16, pp=2, sp=4, wp=2)
     assert (topology.dp, topology.wdp, topology.ranks_per_stage) == (2, 4, 8)
-    assert groups_of(topology, "sp") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
-    assert groups_of(topology, "wp") == [(rank, rank + 1) for rank in range(0, 16, 2)]
-    assert groups_of(topology, "dp") == [(stage + i, stage + i + 4) for stage in (0, 8) for i in range(4)]
-    assert groups_of(topology, "wdp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
-    assert groups_of(topology, "pp") == [(rank, rank + 8) for rank in range(8)]
-    assert groups_of(topology, "stage") == [tuple(range(8)), tuple(range(8, 16))]
-    assert groups_of(topology, "model") == [(2 * i, 2 * i + 1, 2 * i + 8, 2 * i + 9) for i in range(4)]
-    assert groups_of(topology, "control") == groups_of(topology, "all") == [tuple(range(16))]
+    assert topology.partition("sp") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert topology.partition("wp") == [(rank, rank + 1) for rank in range(0, 16, 2)]
+    assert topology.partition("dp") == [(stage + i, stage + i + 4) for stage in (0, 8) for i in range(4)]
+    assert topology.partition("wdp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert topology.partition("pp") == [(rank, rank + 8) for rank in range(8)]
+    assert topology.partition("stage") == [tuple(range(8)), tuple(range(8, 16))]
+    assert topology.partition("model") == [(2 * i, 2 * i + 1, 2 * i + 8, 2 * i + 9) for i in range(4)]
+    assert topology.partition("control") == topology.partition("all") == [tuple(range(16))]
 
 
 @settings(deadline=None, max_examples=40)
@@ -67,54 +62,19 @@ def test_the_groups_of_an_axis_cut_the_world_into_equal_parts(topology: Topology
     }
     assert set(sizes) == set(AXES)
     for axis, size in sizes.items():
-        of_rank = [topology.ranks_of(axis, rank) for rank in range(topology.world)]
-        groups = set(of_rank)
+        groups = topology.partition(axis)
         assert topology.size_of(axis) == size
         assert all(len(ranks) == size and list(ranks) == sorted(ranks) for ranks in groups), axis
         assert Counter(rank for ranks in groups for rank in ranks) == Counter(range(topology.world)), axis
-        for ranks in groups:
-            assert all(of_rank[rank] == ranks for rank in ranks), axis
 
 
-@settings(deadline=None, max_examples=40)
-@given(topologies())
-def test_the_table_has_every_channel_of_every_group_once_and_one_order(topology: Topology) -> None:
-    table = list(topology.groups())
-    assert table == list(Topology(topology.world, topology.pp, topology.sp, topology.wp).groups())
-    assert len(set(table)) == len({entry.label for entry in table}) == len(table)
-    assert table[0] == GroupEntry("control", "main", tuple(range(topology.world)), backend="gloo")
-    expected = {
-        (axis, channel, ranks)
-        for axis in AXES
-        for ranks in groups_of(topology, axis)
-        for channel in CHANNELS.get(axis, ("main",))
-        if len(ranks) > 1 or axis == "control"
-    }
-    assert {(entry.axis, entry.channel, entry.ranks) for entry in table} == expected
-
-
-@pytest.mark.parametrize(
-    ("sizes", "equation"),
-    [
-        ({"world": 0}, "world must be at least 1, but is 0"),
-        ({"world": 4, "wp": -1}, "wp must be at least 1, but is -1"),
-        ({"world": 8, "dp": 3}, "the world size must be pp x dp x sp = 1 x 3 x 1, but is 8"),
-        ({"world": 8, "pp": 3}, "the world size must be a multiple of pp x sp = 3 x 1, but is 8"),
-        ({"world": 8, "pp": 2, "sp": 3}, "the world size must be a multiple of pp x sp = 2 x 3, but is 8"),
-        ({"world": 8, "pp": 2, "sp": 2, "wp": 3}, "the world size must be a multiple of pp x wp = 2 x 3, but is 8"),
-    ],
-)
-def test_an_impossible_layout_names_the_equation(sizes: dict[str, int], equation: str) -> None:
-    """With the numbers put in, before any group is made."""
-    with pytest.raises(ValueError, match=f"^{equation}$"):
-        Topology.from_sizes(**sizes)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "label"), [((0, 1), "wp.gather[0,1]"), ((2, 3, 4), "wp.gather[2-4]"), ((1, 5, 9), "wp.gather[1-9:4]")]
-)
-def test_a_label_is_short(ranks: tuple[int, ...], label: str) -> None:
-    assert GroupEntry("wp", "gather", ranks).label == label
+def test_labels_of_groups_are_short_and_unique() -> None:
+    for ranks, label in (((0, 1), "0,1"), ((2, 3, 4), "2-4"), ((1, 5, 9), "1-9:4")):
+        assert GroupEntry("wp", "gather", ranks).label == f"wp.gather[{label}]"
+    table = list(Topology.from_sizes(16, pp=2, sp=4, wp=2).groups())
+    assert table[0] == GroupEntry("control", "main", tuple(range(16)), backend="gloo")
+    assert len({entry.label for entry in table}) == len(table)
+    assert {entry.channel for entry in table if entry.axis == "pp"} == {"up", "down"}
 
 
 PLAN = small_plan(batch={"global_size": 3, "micro_size": 1}, parallel={"dp": 3})

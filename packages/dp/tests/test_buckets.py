@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sley_core.sizes import ALIGNMENT_BYTES, split_by_size
+from sley_core.api.parts import ALIGNMENT_BYTES, split_by_size
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import assert_equal_replicas, record, running

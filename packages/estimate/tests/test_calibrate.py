@@ -172,5 +172,5 @@ def test_invalid_value_is_refused_with_its_line(tmp_path, old, new, code, line):
 def test_missing_file_has_a_hint(tmp_path):
     with pytest.raises(PlanError) as caught:
         load_machine(tmp_path / "none.toml")
-    assert caught.value.diagnostics[0].code == "machine-missing"
+    assert caught.value.diagnostics[0].code == "machine-unreadable"
     assert "calibrate" in caught.value.diagnostics[0].hint

@@ -23,8 +23,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from sley_core.discovery import install_hint
-from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError
+from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError, install_hint
 from train_cli.console import MessageFormat, Settings, print_fault
 from train_cli.stopping import Terminated
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sley_core.assemble import DTYPES, assemble, build_meta_model
 from sley_core.comm.world import World
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
@@ -26,6 +25,7 @@ from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
 from train_cli.progress import format_bytes, format_parameters
 

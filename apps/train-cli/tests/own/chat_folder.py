@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plugin import CrossEntropyConfig
 from sley_testing.plain import PlainLoop, decay_groups
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

@@ -6,6 +6,8 @@ values ──> parameter registry ──> `Parts` ──> plugins, optimizer, ex
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ import torch
 
 from sley_core.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
 from sley_core.comm.group import Groups
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import POSITIONS, sliced_info
 from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
 from sley_core.data.factory import open_dataset, samples_per_epoch
@@ -46,7 +47,7 @@ from sley_core.optim.build import avoid_compiler_import, frozen_names
 from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan, digest_values
-from sley_core.process import keep_freed_memory
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.run import Run
 from sley_core.run_state.state import TrainingState
@@ -110,7 +111,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             shard_on_meta(stage.layers, shards)
             simulation.fill(stage.layers, weight_dtypes(plan)[1])
         with world.device.in_use():
-            head = head_chunks(plan, model.layers)
+            head = find_head(plan, model.layers)
             if head is None and communicator is not None and shards:
                 head = communicator.head
             parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced, head)
@@ -315,12 +316,12 @@ def build_meta_model(plan: Plan, info: DataInfo) -> Model:
     aliases = {alias: param.name for param in registry for alias in param.aliases}
     for name in frozen_names(registry.names, optimizer, aliases):
         registry[name].parameter.requires_grad_(False)
-    head_chunks(plan, model.layers)  # may raise
+    find_head(plan, model.layers)  # may raise
     set_train_mode(model)
     return model
 
 
-def head_chunks(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
+def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
     """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
     `HeadChunks.find`. The first forward checks that the layer returns the head's output.
     """
@@ -391,3 +392,29 @@ def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[s
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
+
+_MAX_MMAP_THRESHOLD = 32 << 20
+"""The largest threshold that glibc accepts on 64-bit systems. It maps larger blocks in any case."""
+
+_TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+"""The environment variables that tune glibc's malloc."""
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep the freed memory of this process; returns whether this succeeded. Does nothing if the environment tunes
+    malloc, or with another C library.
+
+    By default glibc maps the large blocks of each step again, or returns the top of its heap to the system. This causes
+    thousands of page faults, up to 4 % of a step's time (docs/measurements.md).
+    """
+    if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)) and bool(mallopt(_TRIM_THRESHOLD, -1))  # never trims

@@ -105,11 +105,12 @@ def build_stepper(
     parts.numbers.agree()
     step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
     fields = sliced_info(info, topology.sp).fields
-    is_sliced = topology.sp > 1
-    is_whole = is_sliced and needs_whole_sequences(plan)
-    # Core's own loss is a sum over positions.
-    is_additive = isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits
-    asks = checks and is_sliced
+    additivity = whole = None
+    if topology.sp > 1:
+        if needs_whole_sequences(plan):
+            whole = WholeSequences(fields, parts.groups["sp"])
+        elif checks and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
+            additivity = PositionAdditivity(loss, fields)  # core's own loss is a sum over positions
     caller = LayerCaller(
         device,
         plan.run.seed,
@@ -132,8 +133,8 @@ def build_stepper(
         hooks,
         parts.queue,
         communicator,
-        PositionAdditivity(loss, fields) if asks and not is_additive and not is_whole else None,
-        WholeSequences(fields, parts.groups["sp"]) if is_whole else None,
+        additivity,
+        whole,
         keeps_micro_losses=parts.store.reduction.fixed_order,
         head=parts.head,
     )
@@ -208,7 +209,7 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
         norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
         scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
         events=parts.events,
-        skips=None if plan.run.max_skips is None else Skips(plan.run.max_skips),
+        skips=Skips(plan.run.max_skips) if plan.run.on_nan == "skip" else None,
         traits=traits,
         seed=plan.run.seed,
         averages=averages,
@@ -345,22 +346,13 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     )
 
 
-def build_writer(plan: Plan, component: Component, folder: Path) -> protocols.MetricsWriter:
-    """Returns the writer of one table of `metrics`. Raises PlanError "metrics-writer" if a factory returns another object."""
-    writer = component.build(folder)
-    if not isinstance(writer, protocols.MetricsWriter):
-        message = f"`{component.name}` must return an object with `write(row)` and `close()`, not a {type(writer).__name__}"
-        raise plan.add_places(PlanError("metrics-writer", message, path=(*component.path, "factory")))
-    return writer
-
-
 def build_outputs(
     plan: Plan, world: World, folder: Path | None
 ) -> tuple[Sequence[protocols.MetricsWriter], StepProfiler | None]:
     """Returns the metrics writers, on rank 0 only, and the profiler, which write into the run's `folder` if it has one."""
     if folder is None:
         return (), None
-    writers = [build_writer(plan, component, folder) for component in plan.metrics] if world.rank == 0 else []
+    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
     return writers, None if plan.profile is None else StepProfiler(plan.profile.steps, folder, world.rank, world.device)
 
 

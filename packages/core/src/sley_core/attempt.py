@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import RunError, UsageError, shorten_names
 from sley_core.files import COPIES, WEIGHTS, write_atomically
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.metrics.jsonl import read_rows
-from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
@@ -232,23 +231,16 @@ class RunAttempt:
         """
         assert self.folder is not None, "a run without a folder has no steps"
         attempt = self.latest
+        saved_step = -1 if attempt is None else attempt.saved
         last_step = max((int(row["step"]) for row in read_rows(self.folder)), default=0)
         work = [f"rows up to step {last_step}"] if last_step else []
         if attempt is not None and not (self.folder / METRICS).exists():
             work = [f"an attempt without rows in {METRICS}"]
         work += ["final weights"] if (self.folder / WEIGHTS).is_dir() else []
-        saved_step = -1 if attempt is None else attempt.saved
-        if work or saved_step >= 0:
+        if work or saved_step >= 0 or (foreign_names and attempt is None):
             foreign = f", only checkpoints of other attempts: {shorten_names(foreign_names)}" if foreign_names else ""
             newest = f"its newest checkpoint was from step {saved_step}" if saved_step >= 0 else "it saved no checkpoint"
+            done = " and ".join(work) or "no rows"
+            message = f"{self.folder} has {done}, but {location} has no checkpoint of this run{foreign}; {newest}"
             hint = "restore the checkpoints, pass one with `--resume PATH`, or use `--overwrite` to start again"
-            if saved_step < 0:
-                hint = "use `--overwrite` to start again; add `[checkpoint]` to the plan to save checkpoints during a run"
-            done = f"{self.folder} has {' and '.join(work) or 'an attempt without rows'}"
-            message = f"{done}, but {location} has no checkpoint of this run{foreign}; {newest}"
-            raise UsageError(NEVER_ANEW, message, hint=hint)
-        if foreign_names and attempt is None:
-            names = shorten_names(foreign_names)
-            message = f"{location} has checkpoints ({names}), but {self.folder} does not show that this run wrote them"
-            hint = "use `--resume PATH` to resume from one of them, or remove `--resume` to start at the first step"
             raise UsageError(NEVER_ANEW, message, hint=hint)

@@ -1,16 +1,17 @@
-"""The errors that a user can cause or must act on. Each has a code, a message, a place and a hint.
+"""The errors that a user can cause or must act on, and the words of their messages and hints.
 
-A `SleyError` carries one or more `Diagnostic`s and the exit code of the command. A bug of Sley itself is an `AssertionError`,
-never a `SleyError`.
+A `SleyError` carries one or more `Diagnostic`s, each with a code, a message, a place and a hint, and the exit code of the
+command. A bug of Sley itself is an `AssertionError`, never a `SleyError`.
 """
 
 from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 KeyPath = tuple[str | int, ...]
@@ -178,3 +179,62 @@ def is_installed(file: str) -> bool:
     """Returns whether `file` belongs to Python or to an installed package that is not editable."""
     path = Path(file)
     return not LIBRARIES.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _STDLIB)
+
+
+def install_hint(package: str, extra: str = "") -> str:
+    """Returns the hint that tells how to install `sley-PACKAGE` from a clone, since package indexes do not have it."""
+    folder = f'"packages/{package}[{extra}]"' if extra else f"packages/{package}"
+    name = f"{package}[{extra}]" if extra else package
+    return f"install sley-{name}; in a clone of Sley's repository, run `pip install -e {folder}`"
+
+
+SYNONYMS = {
+    "gpu": "cuda",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "learning_rate": "lr",
+    "batch_size": "global_size",
+    "max_steps": "steps",
+}
+"""Names from other frameworks, with Sley's names, for pairs that differ too much in spelling."""
+
+
+FOREIGN_KEY_HINTS = {
+    **dict.fromkeys(
+        ("resume", "resume_from", "checkpoint", "checkpointing", "save_every"),
+        "use `[checkpoint]` to save a run, and `train-cli run PLAN --resume auto` to continue it",
+    ),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "max_epochs", "num_train_epochs"),
+        "set `run.steps`; the run prints the corresponding number of epochs",
+    ),
+    "extends": "a plan is one file; change its values by `--set`",
+}
+"""Hints for keys of other frameworks that have no counterpart in a plan."""
+
+
+def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
+    """Returns a hint for the unknown name `wrong`: an explanation for a key of another framework, "did you mean ...?" if a
+    choice is close, or `otherwise`.
+    """
+    choices = list(choices)
+    if (explanation := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in choices:
+        return explanation
+    synonym = SYNONYMS.get(wrong.lower())
+    matches = [synonym] if synonym in choices else get_close_matches(wrong, choices, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else otherwise
+
+
+def make_printable(text: str) -> str:
+    """Replaces each character that is not printable by `?`; the length does not change."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def shorten_names(names: Sequence[str], max_names: int = 4) -> str:
+    """Returns the first `max_names` names and the number of remaining names as text."""
+    suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return f"{', '.join(names[:max_names])}{suffix}"

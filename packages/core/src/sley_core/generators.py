@@ -150,12 +150,12 @@ def module_generators(module: nn.Module, name: str) -> list[Any]:
 
     name: the name of the module, for errors. Raises PlanError "model-random" for a generator that cannot be seeded.
     """
-    generators: dict[int, Any] = {}
     visited: set[int] = set()
-    for path, part in module.named_modules(prefix=name):
-        for generator in _attribute_generators(part, ("_parameters", "_buffers", "_modules"), visited):
-            generators.setdefault(id(generator), _check_seedable(generator, f"the module {path!r}", "model"))
-    return list(generators.values())
+    return [
+        _check_seedable(generator, f"the module {path!r}", "model")
+        for path, part in module.named_modules(prefix=name)
+        for generator in _attribute_generators(part, ("_parameters", "_buffers", "_modules"), visited)
+    ]
 
 
 def function_generators(function: Any) -> list[Any]:
@@ -167,7 +167,7 @@ def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the generators of an optimizer, as `module_generators` does. Raises PlanError "model-random"."""
     owner = f"the optimizer {type(optimizer).__name__}"
     generators = _attribute_generators(optimizer, ("state", "param_groups"), set())
-    return list({id(generator): _check_seedable(generator, owner, "optimizer") for generator in generators}.values())
+    return [_check_seedable(generator, owner, "optimizer") for generator in generators]
 
 
 def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[int]) -> Iterator[Any]:

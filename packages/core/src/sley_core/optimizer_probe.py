@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Shape = tuple[int, ...]
-Cut = Callable[[Shape], list[tuple[int, Shape]]]
-"""Returns the number of elements and the shape of each part of a parameter with this shape."""
 
 NUM_STEPS = 7
 """Rectified optimizers change no weight in their first five steps."""
@@ -67,13 +64,13 @@ class ToyParameters(NamedTuple):
 
 
 class Trial:
-    """An optimizer over two small parameters, or over their parts from `cut`."""
+    """An optimizer over two small parameters. is_split: whether each parameter is split into two parts."""
 
-    def __init__(self, build: Build, toys: ToyParameters, cut: Cut = lambda shape: [(prod(shape), shape)]) -> None:
+    def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:
         self._generator = torch.Generator().manual_seed(5)
         self._toys = toys
         self._shapes = [tuple(3 + dim for dim in range(ndim)) for ndim in toys.ndims]
-        self._cut = cut
+        self._is_split = is_split
         self._parameters = [[nn.Parameter(part) for part in self._draw_parts(shape)] for shape in self._shapes]
         self.parameters = [part for parts in self._parameters for part in parts]
         groups = [{**options, "params": parts} for options, parts in zip(toys.options, self._parameters, strict=True)]
@@ -122,8 +119,10 @@ class Trial:
     def _draw_parts(self, shape: Shape) -> list[Tensor]:
         flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
         flat = flat.to(self._toys.device, self._toys.dtype)
-        sizes, shapes = zip(*self._cut(shape), strict=True)
-        return [part.clone().view(shape) for part, shape in zip(torch.split(flat, list(sizes)), shapes, strict=True)]
+        if not self._is_split or not shape:
+            return [flat.view(shape)]
+        ranges = (ElementRange(0, 2), ElementRange(2, len(flat)))  # in the middle of a row, as in a flat buffer
+        return [flat[part.first : part.last].clone().view(part.stepped_shape(shape)) for part in ranges]
 
 
 class _SteppedParameter(NamedTuple):
@@ -214,8 +213,8 @@ def try_optimizer(
             return traits, faults
         try:
             is_separable = is_same(Trial(build, toys).run(one_by_one=True))
-            cuts = (_split_rows, _split_flat) if scope == "elementwise" and is_separable else ()
-            is_elementwise = all(is_same(Trial(build, toys, cut).run()) for cut in cuts)
+            is_checked = scope == "elementwise" and is_separable
+            is_elementwise = not is_checked or is_same(Trial(build, toys, is_split=True).run())
         except Exception as error:
             reason = "" if isinstance(error, RunError) else f": {format_cause(error)}"
             message = f"cannot step its parameters one by one, or parts of them{reason}"
@@ -250,18 +249,3 @@ def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
 
 def _encode_and_decode(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))
-
-
-def _split_rows(shape: Shape) -> list[tuple[int, Shape]]:
-    width = prod(shape[1:])
-    return [(rows * width, (rows, *shape[1:])) for rows in (1, shape[0] - 1)] if shape else [(1, shape)]
-
-
-def _split_flat(shape: Shape) -> list[tuple[int, Shape]]:
-    """Splits in the middle of a row, as the ranges of a flat buffer do."""
-    bounds = [0, 2, prod(shape)]
-    return (
-        [(end - start, ElementRange(start, end).stepped_shape(shape)) for start, end in pairwise(bounds)]
-        if shape
-        else [(1, shape)]
-    )

@@ -1,25 +1,96 @@
-"""The plugin `core`, with core's own records."""
+"""The plugin `core`: core's own records, their tables except those of optimizers and data, and the tables' checks. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from sley_core import config, records
+from pydantic import Field, PositiveInt
+
+from sley_core import records
 from sley_core.hookspecs import hookimpl
 from sley_core.optim.config import AdamWConfig, ConstantConfig, CosineConfig, LinearConfig, SGDConfig, WarmupStableDecayConfig
 from sley_core.optim.learning_rate import check_learning_rate
+from sley_core.table import Fraction, Table
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 
+class EachConfig(Table):
+    """`core.each`: one all-reduce per parameter, the default. Other reducers are tested against it."""
+
+
+class GradientNormsConfig(Table):
+    """`core.gradient_norms`: adds the norm of each parameter's gradient to every metrics row, as `gradient_norm/NAME`."""
+
+
+class KeepConfig(Table):
+    """`core.keep`: every layer saves the tensors that its backward needs."""
+
+
+class RecomputeConfig(Table):
+    """`core.recompute`: layers save only their inputs and are recomputed in the backward."""
+
+    fraction: Fraction = 1.0
+    """The share of the blocks (all layers except the first and the last) that is recomputed, starting at the first block. The
+    number of blocks is rounded to the nearest integer, halves up.
+    """
+
+
+class CrossEntropyConfig(Table):
+    """Cross-entropy over the last dim of the model's output, summed over all labels that are not ignored."""
+
+    labels: str = "labels"
+    """The batch field with the class of every position. For next-token prediction, the dataset must shift the labels."""
+
+    copying: bool = False
+    """Whether labels may equal the tokens at the same positions. If false, the run rejects the first batch if it has such
+    labels, because they were not shifted.
+    """
+
+    ignore_index: int = -100
+    """The label of positions without a target. This label and every negative label add neither loss nor weight."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the target that is spread evenly over all classes."""
+
+    chunk_tokens: PositiveInt | Literal["auto"] | None = None
+    """The number of tokens whose logits are in memory at once. The last layer's linear and the loss are computed chunk by
+    chunk. "auto" limits the logits of a chunk to 128 MiB. By default, all logits are computed at once.
+    """
+
+
+def check_chunks(plan: Plan) -> Iterable[records.Problem]:
+    """Yields a problem if `[loss] chunk_tokens` is set for a loss that needs all logits."""
+    config, record = plan.loss.config, plan.loss.record
+    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
+        return
+    if not (isinstance(record, records.LossRecord) and record.split_logits):
+        message = f"the loss `{plan.loss.name}` needs all logits"
+        yield records.Problem(("loss", "chunk_tokens"), message, "remove it, or use `core.cross_entropy`", "head-loss")
+
+
+class JsonlConfig(Table):
+    """Writes one JSON object per optimizer step into `metrics.jsonl` in the run's folder."""
+
+
+def check_metrics(plan: Plan) -> Iterable[records.Problem]:
+    """Yields a problem for each repetition of `core.jsonl`."""
+    indices = [index for index, writer in enumerate(plan.metrics) if isinstance(writer.config, JsonlConfig)]
+    for index in indices[1:]:
+        name = plan.metrics[index].name
+        yield records.Problem(("metrics", index), f"`{name}` is listed twice", "remove one of them", "metrics-twice")
+
+
 @hookimpl
 def sley_records() -> list[records.Record]:
-    loss = "sley_core.losses.cross_entropy:CrossEntropy"
-    rates, activations = "sley_core.optim.learning_rate", "sley_core.engine.call"
+    rates, activations, handlers = "sley_core.optim.learning_rate", "sley_core.engine.call", "sley_core.engine.handlers"
+    cross_entropy = "sley_core.losses.cross_entropy:CrossEntropy"
     return [
-        records.LossRecord(name="cross_entropy", config=config.CrossEntropyConfig, build=loss, split_logits=True),
+        records.LossRecord(name="cross_entropy", config=CrossEntropyConfig, build=cross_entropy, split_logits=True),
         records.OptimizerRecord(name="adamw", config=AdamWConfig, build="sley_core.optim.build:adamw"),
         records.OptimizerRecord(name="sgd", config=SGDConfig, build="sley_core.optim.build:sgd"),
         records.LRScheduleRecord(name="constant", config=ConstantConfig, build=f"{rates}:constant"),
@@ -28,23 +99,16 @@ def sley_records() -> list[records.Record]:
         records.LRScheduleRecord(
             name="warmup_stable_decay", config=WarmupStableDecayConfig, build=f"{rates}:warmup_stable_decay"
         ),
-        records.ActivationPolicyRecord(name="keep", config=config.KeepConfig, build=f"{activations}:build_keep"),
-        records.ActivationPolicyRecord(name="recompute", config=config.RecomputeConfig, build=f"{activations}:build_recompute"),
-        records.MetricsWriterRecord(name="jsonl", config=config.JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter"),
-    ]
-
-
-@hookimpl
-def sley_gradient_handlers() -> list[records.GradientHandlerRecord]:
-    home = "sley_core.engine"
-    return [
+        records.ActivationPolicyRecord(name="keep", config=KeepConfig, build=f"{activations}:build_keep"),
+        records.ActivationPolicyRecord(name="recompute", config=RecomputeConfig, build=f"{activations}:build_recompute"),
+        records.MetricsWriterRecord(name="jsonl", config=JsonlConfig, build="sley_core.metrics.jsonl:JsonlWriter"),
         records.GradientHandlerRecord(
-            name="each", config=config.EachConfig, build=f"{home}.handlers:Each", role="reducer", fixed_order=True
+            name="each", config=EachConfig, build=f"{handlers}:Each", role="reducer", fixed_order=True
         ),
         records.GradientHandlerRecord(
             name="gradient_norms",
-            config=config.GradientNormsConfig,
-            build=f"{home}.handlers:GradientNorms",
+            config=GradientNormsConfig,
+            build=f"{handlers}:GradientNorms",
             role="observer",
             accepts_shards=True,
         ),
@@ -53,4 +117,4 @@ def sley_gradient_handlers() -> list[records.GradientHandlerRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterable[records.Problem]:
-    return [*check_learning_rate(plan), *config.check_chunks(plan), *config.check_metrics(plan)]
+    return [*check_learning_rate(plan), *check_chunks(plan), *check_metrics(plan)]

@@ -7,11 +7,16 @@ does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from sley_core.errors import KeyPath, PlanError, SleyError, format_cause, suggestion
 from sley_core.table import Table
 
 Role = Literal["reducer", "tie", "transform", "observer"]
@@ -331,10 +336,6 @@ class TransportRecord:
     connect: str
     scratch: str | None = None
 
-    def load(self, target: str) -> Any:
-        """Imports and returns the object that `target`, one of this record's strings, names."""
-        return import_object(target)
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -344,3 +345,56 @@ class Problem:
     message: str
     hint: str | None = None
     code: str = "plan-invalid"
+
+
+def call_factory(
+    name: str, path: KeyPath, folder: Path | None, options: Mapping[str, Any], run_arguments: Mapping[str, Any]
+) -> Any:
+    """Imports the callable `name`, calls it and returns the result.
+
+    path: the path of the table, for errors. folder: a folder that is added to `sys.path`. run_arguments: arguments of the run,
+    which are passed if the signature has them, unless `options` has them too. Raises PlanError "factory-import", and
+    "factory-failed" if the call raises.
+    """
+    function = import_factory(name, path, folder)
+    try:
+        parameters = set(inspect.signature(function).parameters)
+    except ValueError:
+        parameters = set()  # some C callables have no readable signature
+    arguments = {key: run_arguments[key] for key in run_arguments.keys() & parameters}
+    try:
+        return function(**arguments | deepcopy(dict(options)))  # a factory may run again, and may change a list in its options
+    except SleyError:
+        raise
+    except (Exception, SystemExit) as error:
+        hint = f"install the package with `{error.name}`" if isinstance(error, ModuleNotFoundError) and error.name else None
+        message = f"`{name}` failed: {format_cause(error)}"
+        raise PlanError("factory-failed", message, path=(*path, "factory"), hint=hint) from error
+
+
+def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
+    """Imports and returns the callable `"package.module:attribute"`. Adds `folder` to `sys.path`.
+
+    Raises PlanError "factory-import".
+    """
+    if folder and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module_name, _, attribute = name.partition(":")
+    key = (*path, "factory")
+    try:
+        target: Any = import_module(module_name)
+    except (Exception, SystemExit) as error:
+        searched = f" or put the module into `{folder}`" if folder else ""
+        hint = f"install the package{searched}" if isinstance(error, ModuleNotFoundError) else None
+        raise PlanError("factory-import", f"cannot import `{name}`: {format_cause(error)}", path=key, hint=hint) from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            source = getattr(target, "__file__", None) or f"`{module_name}`"
+            hint = suggestion(part, (name for name in vars(target) if not name.startswith("_")))
+            raise PlanError("factory-import", f"cannot import `{name}`: {source} has no `{part}`", path=key, hint=hint)
+        target = getattr(target, part)
+    if not callable(target):
+        message = f"`{name}` is a {type(target).__name__}, which cannot be called"
+        raise PlanError("factory-import", message, path=key)
+    function: Callable[..., Any] = target
+    return function

@@ -135,14 +135,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         self._finish_pending()
         if batch is None and self.held_out is None:
-            hint = "add [evaluation] with `every = 100`, or pass a batch"
-            message = "the plan has no [evaluation] table"
-            if self.plan.evaluation is not None:
-                message, hint = (
-                    "[evaluation] has `held_out = false`, so there is no held-out loss",
-                    "use `run.evaluate_sets()` to evaluate its sets",
-                )
-            raise UsageError("no-evaluation", message, hint=hint)
+            hint = "add [evaluation] with `every = 100` and without `held_out = false`, or pass a batch"
+            raise UsageError("no-evaluation", "the plan has no held-out samples to evaluate", hint=hint)
         self._require_memory("an evaluation", TO_EVALUATE)
         return self._mean_loss(batch)
 

@@ -1,4 +1,4 @@
-"""The types of the plan's tables and fields.
+"""The types of the plan's tables and fields, and their descriptions for messages and the plan reference.
 
 Every table is strict (a bool is not an integer, and "5" is not a number), frozen, and rejects unknown keys.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
+import annotated_types as limits
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -27,31 +29,13 @@ from pydantic import (
     model_serializer,
 )
 
+from sley_core.errors import make_printable
+
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component
+    from sley_core.records import Record
 
 T = TypeVar("T")
-
-RecordKind = Literal[
-    "models",
-    "adapters",
-    "datasets",
-    "losses",
-    "optimizers",
-    "lr_schedules",
-    "averaging_rules",
-    "partitioners",
-    "schedules",
-    "stage_links",
-    "gradient_handlers",
-    "scheduler_hooks",
-    "weight_communicators",
-    "sequence_attentions",
-    "activation_policies",
-    "offload_managers",
-    "checkpointers",
-    "metrics_writers",
-]
 
 
 class Table(BaseModel):
@@ -154,12 +138,12 @@ class PartTable(Table):
     """One table of an array such as `[[data.sources]]`, which names a record by `use` or code by `factory`. The table has the
     keys of this model and those of the record or factory.
 
-    kind: the type of the records. shared: the keys of the enclosing table that are passed to each record with these keys.
+    record_type: the class of the records. shared: the keys of the enclosing table that are passed to each record that has them.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    kind: ClassVar[RecordKind]
+    record_type: ClassVar[type[Record]]
     shared: ClassVar[tuple[str, ...]] = ()
 
     use: Annotated[str, ValueDescription('the name of a record, "plugin.record"')] | None = None
@@ -182,3 +166,85 @@ class PartTable(Table):
         config: Table = self.component.config
         record_keys = config.model_dump(exclude_none=True, exclude=set(self.shared), context=info.context)
         return {**write(self), **record_keys}
+
+
+TYPE_DESCRIPTIONS = {bool: "true or false", str: "a string", Path: "a path", Any: "any value"}
+MAX_SHOWN_LENGTH = 40
+
+
+def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Describes the values that a field with this type and this pydantic metadata accepts."""
+    for item in reversed(metadata):
+        if isinstance(item, ValueDescription):
+            return item.text
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *extra = get_args(annotation)
+        # pydantic keeps `Field(ge=1)` inside Annotated as a FieldInfo with nested metadata.
+        return describe_type(inner, [part for item in (*extra, *metadata) for part in getattr(item, "metadata", [item])])
+    if origin in (Union, types.UnionType):
+        # A plan cannot contain None; it omits the key instead.
+        return _join_choices([describe_type(arm, metadata) for arm in get_args(annotation) if arm is not type(None)])
+    if origin is Literal:
+        return _join_choices([f'"{value}"' if isinstance(value, str) else str(value).lower() for value in get_args(annotation)])
+    if origin is tuple:
+        return _describe_array(get_args(annotation), metadata)
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
+        return "a table"
+    if annotation in (int, float):
+        # Of integers, above 0 is at least 1.
+        if annotation is int:
+            metadata = [limits.Ge(item.gt + 1) if isinstance(item, limits.Gt) else item for item in metadata]  # type: ignore[operator]
+        return ("an integer" if annotation is int else "a number") + _describe_range(metadata)
+    if annotation is str and any(isinstance(item, limits.MinLen) for item in metadata):
+        return "a string that is not empty"
+    return TYPE_DESCRIPTIONS.get(annotation, "a value")
+
+
+def describe_value(value: Any) -> str:
+    """Describes a plan's value for messages; shortens long strings."""
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, str):
+        line = make_printable(value)
+        return f'the string "{line if len(line) <= MAX_SHOWN_LENGTH else line[: MAX_SHOWN_LENGTH - 3] + "..."}"'
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return f"an array of {len(value)}" if value else "an empty array"
+    return "a date or time"
+
+
+def _describe_range(metadata: Iterable[Any]) -> str:
+    low = high = None
+    for item in metadata:
+        match item:
+            case limits.Ge(ge=bound):
+                low = f"at least {bound}"
+            case limits.Gt(gt=bound):
+                low = f"above {bound}"
+            case limits.Le(le=bound):
+                high = f"at most {bound}"
+            case limits.Lt(lt=bound):
+                high = f"below {bound}"
+    bounds = " and ".join(text for text in (low, high) if text)
+    return (" " if bounds.startswith(("above", "below")) else " of ") + bounds if bounds else ""
+
+
+def _describe_array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:
+    low = max((item.min_length for item in metadata if isinstance(item, limits.MinLen)), default=0)
+    high = min((item.max_length for item in metadata if isinstance(item, limits.MaxLen)), default=None)
+    if args[-1] is not Ellipsis:
+        low = high = len(args)
+    if low and low == high:
+        size = f" of {low}"
+    else:
+        size = f" of at least {low}" if low else f" of at most {high}" if high is not None else ""
+    return f"an array{size}, each {describe_type(args[0])}"
+
+
+def _join_choices(choices: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(choices))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"

@@ -17,9 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
-AXES = ("control", "all", "stage", "pp", "dp", "sp", "wdp", "wp", "model")
-"""The axes of core's process groups, in the order in which all ranks create the groups."""
+SHARED_COORDINATES: dict[str, tuple[str, ...]] = {
+    "control": (),
+    "all": (),
+    "stage": ("stage",),
+    "pp": ("dp", "sp"),
+    "dp": ("stage", "sp"),
+    "sp": ("stage", "dp"),
+    "wdp": ("stage", "wp"),
+    "wp": ("stage", "wdp"),
+    "model": ("wdp",),
+}
+"""The coordinates that all ranks of a group have in common, for each axis of core's process groups. All ranks create the groups
+in the order of this table.
+"""
+
+AXES = tuple(SHARED_COORDINATES)
+
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -79,9 +95,6 @@ class Topology:
     @classmethod
     def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
         """Returns the topology of `world` ranks. Raises ValueError for sizes that do not divide."""
-        for name, size in (("world", world), ("pp", pp), ("sp", sp), ("wp", wp), ("dp", dp)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, but is {size}")
         if dp is not None and world != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world}")
         if world % (pp * sp):
@@ -108,34 +121,10 @@ class Topology:
         stage, index = divmod(rank, self.ranks_per_stage)
         return Coordinates(rank, stage, dp=index // self.sp, sp=index % self.sp, wdp=index // self.wp, wp=index % self.wp)
 
-    def ranks_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Returns the global ranks, ascending, of the group of `axis` that contains `rank`."""
-        coordinates = self.coordinates(rank)
-        size = self.ranks_per_stage
-        first = coordinates.stage * size
-        match axis:
-            case "control" | "all":
-                return tuple(range(self.world))
-            case "stage":
-                return tuple(range(first, first + size))
-            case "pp":
-                return tuple(range(rank - first, self.world, size))
-            case "dp":
-                return tuple(range(first + coordinates.sp, first + size, self.sp))
-            case "sp":
-                return tuple(range(first + coordinates.dp * self.sp, first + (coordinates.dp + 1) * self.sp))
-            case "wdp":
-                return tuple(range(first + coordinates.wp, first + size, self.wp))
-            case "wp":
-                return tuple(range(first + coordinates.wdp * self.wp, first + (coordinates.wdp + 1) * self.wp))
-            case "model":
-                shards = range(coordinates.wdp * self.wp, (coordinates.wdp + 1) * self.wp)
-                return tuple(stage * size + index for stage in range(self.pp) for index in shards)
-        raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-
     def size_of(self, axis: str) -> int:
         """Returns the number of ranks in each group of `axis`."""
-        return len(self.ranks_of(axis, 0))
+        sizes = {"stage": self.pp, "dp": self.dp, "sp": self.sp, "wdp": self.wdp, "wp": self.wp}
+        return self.world // prod(sizes[name] for name in SHARED_COORDINATES[axis])
 
     def groups(self) -> Iterator[GroupEntry]:
         """Yields the communicators of all groups, in the order in which every rank creates them.
@@ -150,15 +139,14 @@ class Topology:
                 for channel in CHANNELS.get(axis, (DEFAULT_CHANNEL,)):
                     yield GroupEntry(axis, channel, ranks, backend)
 
-    def partition(self, axis: str, stage: int | None = None) -> Iterator[tuple[int, ...]]:
-        """Yields the ranks of every group of `axis`, ordered by the first rank. stage: selects the groups of one stage."""
+    def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
+        """Returns the ranks of every group of `axis`, ordered by the first rank. stage: selects the groups of one stage."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for coordinates in map(self.coordinates, range(self.world)):
+            shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])
+            groups.setdefault(shared, []).append(coordinates.rank)
         size = self.ranks_per_stage
-        visited: set[int] = set()
-        for rank in range(self.world) if stage is None else range(stage * size, (stage + 1) * size):
-            if rank not in visited:
-                ranks = self.ranks_of(axis, rank)
-                visited.update(ranks)
-                yield ranks
+        return [tuple(ranks) for ranks in groups.values() if stage is None or stage in {rank // size for rank in ranks}]
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:

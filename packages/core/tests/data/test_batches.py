@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import SequenceSlicer, check_tokens, count_microbatches, narrow_batch, sliced_info
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import PlanError, RunError
 from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plugin import CrossEntropyConfig
 
 FIELDS = {
     "tokens": Field("int64", 0, 1),

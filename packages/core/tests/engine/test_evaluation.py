@@ -71,7 +71,7 @@ def test_fields_that_no_layer_reads_may_be_left_out_and_no_others(alone, small):
                 run.predict(wrong)
         with pytest.raises(RunError, match="a batch must have the declared fields"):
             run.evaluate(tokens)
-        with pytest.raises(UsageError, match=r"no \[evaluation\] table"):
+        with pytest.raises(UsageError, match="no held-out samples"):
             run.evaluate()
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.config import RecomputeConfig
 from sley_core.engine.call import Recompute, build_recompute
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import RunError
+from sley_core.plugin import RecomputeConfig
 
 MICRO = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 

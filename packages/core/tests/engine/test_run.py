@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sley_core.actions.action import sequential
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.config import JsonlConfig
 from sley_core.engine.parts import StepNumbers
 from sley_core.errors import PluginError, RunError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import JsonlConfig
 from sley_core.records import MetricsWriterRecord
 from sley_testing.plans import loader_of
 from sley_testing.runs import running

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from sley_core.engine.totals import LARGEST, LossScale
 from sley_core.errors import RunError
 from sley_core.optim.shared import skips_on_device, step_if
-from sley_core.plan.check import check_plan
-from sley_core.plan.load import plan_from_dict
 from sley_core.plan.tables import LossScaleTable
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import assert_equal_replicas, record, running, weights
@@ -239,17 +237,6 @@ def test_a_step_that_is_read_while_the_next_one_runs_does_not_count_for_its_lear
     assert [row[-1] for row in rows] == [0, 1, 1, 0, 0, 0]
     assert rows[1][1] == rows[2][1] == rows[3][1], "what was skipped does not count"
     assert_same_bits(after, other)
-
-
-def test_a_limit_where_nothing_is_skipped_is_refused(own, small):
-    tables = small()
-    tables["run"]["max_skips"] = 3
-    (problem,) = check_plan(plan_from_dict(tables, own), 1)
-    assert problem.code == "skips-unused"
-    tables["run"]["on_nan"] = "skip"
-    assert check_plan(plan_from_dict(tables, own), 1) == []
-    del tables["run"]["max_skips"]
-    assert plan_from_dict(tables, own).run.max_skips == 10
 
 
 def test_after_a_loss_that_is_no_number_a_program_can_go_on(own, small, ranks):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.engine import replicas
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
+from sley_core.plugin import CrossEntropyConfig
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.runs import gradients, record, running, weights
 

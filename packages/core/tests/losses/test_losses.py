@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import ChunkedCrossEntropy, CrossEntropy
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import SplitLogits
 
 CLASSES = 11

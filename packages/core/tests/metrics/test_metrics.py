@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.config import JsonlConfig, check_metrics
 from sley_core.data.dataset import BOUNDARY_FIELDS, IGNORE_INDEX, DataInfo, Field
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.errors import RunError
@@ -22,6 +21,7 @@ from sley_core.metrics.throughput import Meter, ModelFlops, device_peak_flops, m
 from sley_core.model.build import build_on_meta
 from sley_core.model.layers import Layer
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import JsonlConfig, check_metrics
 from sley_testing.plans import small_plan
 
 ROW: dict[str, float | int] = {"step": 1, "loss": 5.5, "tokens": 4096, "lr": 3e-4}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sley_core import discovery, records
+from sley_core import records
 from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError
 from sley_core.hookspecs import hookimpl
 from sley_core.plan.loader import Loader
@@ -72,15 +72,15 @@ def test_a_good_plugin_loads_beside_broken_neighbours(install: Install, tmp_path
     loader = Loader()
     plugin = loader.load("zeta")
     assert (plugin.dist, plugin.version) == ("sley-zeta", "1.0")
-    assert loader.record("gradient_handlers", "zeta.topk").name == "topk"
+    assert loader.record(records.GradientHandlerRecord, "zeta.topk").name == "topk"
     assert {"core", "alpha", "beta", "zeta"} <= set(loader.names())
     assert not {"fake_sley_alpha", "fake_sley_beta", "fake_sley_zeta_live"} & sys.modules.keys()
     with pytest.raises(PlanError) as caught:
-        loader.record("gradient_handlers", "zeta.topq")
+        loader.record(records.GradientHandlerRecord, "zeta.topq")
     assert caught.value.exit_code == EXIT_PLAN_INVALID
     assert [(found.code, found.hint) for found in caught.value.diagnostics] == [("unknown-record", "did you mean `zeta.topk`?")]
     with pytest.raises(PluginError, match=r"plugin `zeta` \(sley-zeta 1.0\): cannot import `fake_sley_zeta_live:TopK`"):
-        plugin.load_builder(loader.record("gradient_handlers", "zeta.topk"))
+        plugin.load_builder(loader.record(records.GradientHandlerRecord, "zeta.topk"))
 
 
 def test_a_missing_plugin_of_ours_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,6 @@ def test_two_distributions_of_one_name(install: Install) -> None:
 def test_a_plugin_is_imported_if_it_fits_this_core(
     install: Install, requires: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "core_version", lambda: "0.1.0")
     monkeypatch.setattr("sley_core.plan.loader.core_version", lambda: "0.1.0")
     install("zeta", "" if fits else "raise RuntimeError('imported although it cannot work')", requires=requires)
     if fits:

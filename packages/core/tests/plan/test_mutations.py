@@ -55,7 +55,7 @@ LLAMA, LR, STEPS = 'use = "models.llama"', "lr = 3e-3", "steps = 20"
         ("plan = 1", 'metrics = ["core.jsonl"]', "wrong-type 1:12"),
         ("plan = 1", "evaluation = []", "wrong-type 1:14"),
         ("plan = 1", "stepz = 20", "unknown-key 1:1"),
-        ("plan = 1", "[modle]", "unknown-table 1:2"),
+        ("plan = 1", "[modle]", "unknown-key 1:2"),
         ("[parallel]", '[link]\nuse = "mine.l"\n[parallel]', "table-without-effect 26:1"),
     ],
 )
@@ -72,7 +72,6 @@ def test_a_mistake_has_its_code_and_place(text: str, loader: Loader, old: str, n
         ("plan = 1", 'extends = "base.toml"', "a plan is one file; change its values by `--set`"),
         (STEPS, 'steps = 20\n[precision]\ncompute = "float32"', "did you mean `fp32`?"),
         (STEPS, 'steps = "20"', "write 20 without quotes"),
-        ("dp = 2", "dp = 2\nhost_memory = false", "did you mean `cross_memory_attach`?"),
         ("[model]", "[model]\ncompile = { dynamik = true }", "did you mean `dynamic`?"),
     ],
 )

@@ -194,7 +194,7 @@ class TokensConfig(DataConfig):
 class SourceTable(PartTable):
     """A mixture source: a dataset of any type, with its own keys."""
 
-    kind: ClassVar = "datasets"
+    record_type: ClassVar = DatasetRecord
     shared: ClassVar = ("sequence",)
 
     name: Annotated[

@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from sley_core.actions.action import in_words
-from sley_core.discovery import install_hint
-from sley_core.errors import PluginError, UsageError
+from sley_core.errors import PluginError, UsageError, install_hint
 from sley_core.files import PLAN, write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import (

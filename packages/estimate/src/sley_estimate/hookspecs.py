@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sley_core.discovery import CORE
 from sley_core.errors import PluginError
 from sley_core.hookspecs import hookspec
+from sley_core.plan.loader import CORE
 
 if TYPE_CHECKING:
     from sley_core.plan.loader import Loader, Plugin
@@ -56,7 +56,7 @@ def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
     hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
     if hook is None:
         return {}
-    names = {f"{plugin.name}.{name}" for records in plugin.records.values() for name in records}
+    names = {f"{plugin.name}.{name}" for name in plugin.records}
     try:
         hints = {name: Hint(**options) for mapping in hook() for name, options in mapping.items()}
     except Exception as error:

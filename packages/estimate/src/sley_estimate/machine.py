@@ -223,21 +223,16 @@ CALIBRATE_HINT = "use `train-cli calibrate --out machine.toml` to write one"
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
-    Raises PlanError with the line of the fault: "machine-missing" and similar codes for a file that cannot be read as TOML, and
+    Raises PlanError with the line of the fault: "machine-unreadable" or "syntax" for a file that cannot be read as TOML, and
     the code of the fault for a key ("missing-key", "unknown-key", "out-of-range", "wrong-type", "wrong-value").
     """
     try:
         document = read_file(path)
     except PlanError as error:
-        problems = []
-        for diagnostic in error.diagnostics:
-            code, message = (
-                diagnostic.code.replace("plan-", "machine-", 1),
-                diagnostic.message.replace("not a plan", "not a machine file"),
-            )
-            hint = CALIBRATE_HINT if code == "machine-missing" else diagnostic.hint
-            problems.append(replace(diagnostic, code=code, message=message, hint=hint))
-        raise PlanError.from_diagnostics(problems) from None
+        raise PlanError.from_diagnostics(
+            replace(diagnostic, code=diagnostic.code.replace("plan-", "machine-", 1), hint=CALIBRATE_HINT)
+            for diagnostic in error.diagnostics
+        ) from None
     return _validate_machine(document)
 
 

@@ -20,24 +20,23 @@ from typing import Literal
 
 import pytest
 
+from sley_core import records
 from sley_core.errors import SleyError
 from sley_core.plan.loader import Loader
-from sley_core.records import GradientHandlerRecord, Record
-from sley_core.table import RecordKind
 from sley_testing.plans import Tables
 
-CONTRACTS: dict[RecordKind, tuple[str, str, str]] = {
-    "gradient_handlers": ("contract", "GradientHandlerContract", "handler"),
-    "scheduler_hooks": ("hook_contract", "SchedulerHookContract", "hook"),
-    "lr_schedules": ("optimizer_contract", "LRScheduleContract", "learning_rate"),
-    "offload_managers": ("offload_contract", "OffloadManagerContract", "offload"),
-    "schedules": ("schedule_contract", "ScheduleContract", "pipeline"),
-    "stage_links": ("link_contract", "StageLinkContract", "link"),
-    "weight_communicators": ("weight_contract", "WeightCommunicatorContract", "weights"),
-    "sequence_attentions": ("attention_contract", "SequenceAttentionContract", "sequence"),
-    "checkpointers": ("checkpointer_contract", "CheckpointerContract", "checkpoint"),
+CONTRACTS: dict[type[records.Record], tuple[str, str, str]] = {
+    records.GradientHandlerRecord: ("contract", "GradientHandlerContract", "handler"),
+    records.SchedulerHookRecord: ("hook_contract", "SchedulerHookContract", "hook"),
+    records.LRScheduleRecord: ("optimizer_contract", "LRScheduleContract", "learning_rate"),
+    records.OffloadManagerRecord: ("offload_contract", "OffloadManagerContract", "offload"),
+    records.ScheduleRecord: ("schedule_contract", "ScheduleContract", "pipeline"),
+    records.StageLinkRecord: ("link_contract", "StageLinkContract", "link"),
+    records.WeightCommunicatorRecord: ("weight_contract", "WeightCommunicatorContract", "weights"),
+    records.SequenceAttentionRecord: ("attention_contract", "SequenceAttentionContract", "sequence"),
+    records.CheckpointerRecord: ("checkpointer_contract", "CheckpointerContract", "checkpoint"),
 }
-"""By kind of record: the module of the contract, its class, and the attribute that takes the record's table."""
+"""By class of record: the module of the contract, its class, and the attribute that takes the record's table."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +60,32 @@ def certify(distribution: str) -> Iterator[Verdict]:
     Takes seconds for each contract; starts processes. Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
-    records: list[tuple[str, RecordKind, Record]] = []
+    checked: list[tuple[str, records.Record]] = []
     has_failed = False
     for name in [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]:
         record_name = ""
         try:
             plugin = loader.load(name)
-            for record_kind, named in plugin.records.items():
-                for record_name, record in named.items():  # noqa: B007  # the name is for the error
-                    plugin.load_builder(record)
-                    records.append((name, record_kind, record))
+            for record_name, record in plugin.records.items():  # noqa: B007  # the name is for the error
+                plugin.load_builder(record)
+                checked.append((name, record))
         except SleyError as error:
             has_failed = True
             yield Verdict(name, record_name, "failed", f"does not load: {error}")
-    for name, record_kind, record in records if not has_failed else ():
-        if reason := _skip_reason(record_kind, record):
+    for name, record in checked if not has_failed else ():
+        if reason := _skip_reason(record):
             yield Verdict(name, record.name, "skipped", reason)
         else:
-            report = _run_contract(record_kind, {"use": f"{name}.{record.name}"})
+            report = _run_contract(type(record), {"use": f"{name}.{record.name}"})
             reason = "\n".join(report.failures or report.unchecked_tests)
             yield Verdict(name, record.name, "failed" if report.failures else "passed", reason)
 
 
-def _skip_reason(record_kind: RecordKind, record: Record) -> str:
+def _skip_reason(record: records.Record) -> str:
     """Returns why the record cannot be checked without its author, or ""."""
-    if record_kind not in CONTRACTS:
+    if type(record) not in CONTRACTS:
         return "its contract needs inputs of the author: inherit it in a test (docs/testing-plugins.md)"
-    if isinstance(record, GradientHandlerRecord) and record.role == "tie":
+    if isinstance(record, records.GradientHandlerRecord) and record.role == "tie":
         return "a tie handler needs a schedule: inherit `schedule_contract.TieContract` in a test"
     required_keys = [key for key, info in record.config.model_fields.items() if info.is_required()]
     if required_keys:
@@ -95,13 +93,13 @@ def _skip_reason(record_kind: RecordKind, record: Record) -> str:
     return ""
 
 
-def _run_contract(record_kind: RecordKind, table: Tables) -> _ReportCollector:
-    """Runs the contract of `record_kind` on the record of `table` by pytest, and returns the failures."""
-    module, contract, attribute = CONTRACTS[record_kind]
+def _run_contract(record_type: type[records.Record], table: Tables) -> _ReportCollector:
+    """Runs the contract of `record_type` on the record of `table` by pytest, and returns the failures."""
+    module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
     collector = _ReportCollector()
     with TemporaryDirectory() as folder:
-        name = f"test_{record_kind}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
+        name = f"test_{module}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
         file = Path(folder, f"{name}.py")
         file.write_text(text, "utf-8")
         options = ("-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", folder)

@@ -32,6 +32,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
 from sley_core.protocols import StageLink
+from sley_core.records import StageLinkRecord
 from sley_core.topology import Topology
 from sley_testing.contract import tables
 from sley_testing.ranks import Ranks
@@ -134,7 +135,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
     time limit of a collective.
     """
     loader = Loader()
-    record = loader.record("stage_links", table["use"])
+    record = loader.record(StageLinkRecord, table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
     plan = plan_from_dict(tables([], 1))  # provides the other tables

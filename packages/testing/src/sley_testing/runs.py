@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from sley_core.actions.action import Action, Kind, Placement
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.config import CrossEntropyConfig
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.engine.step_batch import GivenBatch
@@ -31,6 +30,7 @@ from sley_core.loop import Row
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.memory.inventory import Part
 from sley_core.plan.load import plan_from_dict
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import Counts
 from sley_core.run import Run
 from sley_testing.collectives import Collective, collectives

@@ -148,7 +148,7 @@ def load_text_ids(plan: Plan | None, tokenizer: Path | None) -> TextIds:
     installed.
     """
     if plan is None or tokenizer is not None:
-        record: Any = (Loader() if plan is None else plan.loader).record("datasets", "data.text")
+        record: Any = (Loader() if plan is None else plan.loader).record(DatasetRecord, "data.text")
     else:
         record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.text_ids is None:

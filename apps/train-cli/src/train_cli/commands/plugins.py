@@ -17,12 +17,11 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from sley_core.discovery import CORE, find_plugins
-from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError
+from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, UsageError, suggestion
 from sley_core.plan.document import to_plain_data
-from sley_core.plan.kinds import COMPONENTS, kind_name
-from sley_core.plan.loader import FIRST_PARTY, Loader, Plugin
-from sley_core.words import describe_type, suggestion
+from sley_core.plan.kinds import COMPONENTS, type_name
+from sley_core.plan.loader import CORE, FIRST_PARTY, Loader, Plugin, find_plugins
+from sley_core.table import describe_type
 from train_cli import templates
 from train_cli.console import FormatOption, OutputFormat, print_line
 from train_cli.main import import_optional
@@ -87,45 +86,43 @@ def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
         "error": None,
     }
     try:
-        records = loader.load(name).records
+        records = loader.load(name).records.values()
     except PluginError as error:
         entry["error"] = error.diagnostics[0].message
     else:
-        entry["records"] = {
-            record_kind: [f"{name}.{record}" for record in named] for record_kind, named in records.items() if named
-        }
+        for record in records:
+            entry["records"].setdefault(type_name(type(record)), []).append(f"{name}.{record.name}")
     return entry
 
 
 def _entries_text(entries: list[dict[str, Any]]) -> str:
     lines = []
-    width = max((len(kind_name(record_kind)) + 1 for entry in entries for record_kind in entry["records"]), default=0)
+    width = max((len(record_type) + 1 for entry in entries for record_type in entry["records"]), default=0)
     for entry in entries:
         lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
         if entry["error"]:
             lines.append(f"  broken: {entry['error']}")
-        for record_kind, names in entry["records"].items():
-            lines.append(f"  {kind_name(record_kind) + ':':{width}} {', '.join(names)}")
+        for record_type, names in entry["records"].items():
+            lines.append(f"  {record_type + ':':{width}} {', '.join(names)}")
     return "\n".join(lines)
 
 
 def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Yields a JSON description of each record of the plugin. record_name: the name of the records, or "" for all. Raises
+    """Yields a JSON description of each record of the plugin. record_name: the name of a record, or "" for all. Raises
     PlanError "unknown-record" if there is none.
     """
-    records = [(record_kind, record) for record_kind, named in plugin.records.items() for record in named.values()]
-    chosen = [(record_kind, record) for record_kind, record in records if record_name in ("", record.name)]
-    if not chosen:
-        names = list(dict.fromkeys(f"{plugin.name}.{record.name}" for _, record in records))
+    records = [record for record in plugin.records.values() if record_name in ("", record.name)]
+    if not records:
+        names = [f"{plugin.name}.{name}" for name in plugin.records]
         listed = f"use one of {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
-    headers = {spec.kind: spec.header for spec in COMPONENTS}
-    for record_kind, record in chosen:
+    headers = {spec.record_type: spec.header for spec in COMPONENTS}
+    for record in records:
         yield {
             "name": f"{plugin.name}.{record.name}",
-            "kind": kind_name(record_kind),
-            "table": headers.get(record_kind),
+            "kind": type_name(type(record)),
+            "table": headers.get(type(record)),
             "summary": " ".join((record.config.__doc__ or "").split()),
             "options": [_option_entry(key, info) for key, info in record.config.model_fields.items()],
         }

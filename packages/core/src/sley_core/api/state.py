@@ -1,17 +1,10 @@
 """The state of a run and its attempts, for checkpointers."""
 
-from sley_core.attempt import Attempt as Attempt
-from sley_core.attempt import Lineage as Lineage
-from sley_core.run_state.pieces import WEIGHTS as WEIGHTS
-from sley_core.run_state.pieces import CheckpointReader as CheckpointReader
-from sley_core.run_state.pieces import Rectangle as Rectangle
-from sley_core.run_state.pieces import SavedRun as SavedRun
-from sley_core.run_state.pieces import TensorPiece as TensorPiece
-from sley_core.run_state.pieces import WholeTensors as WholeTensors
-from sley_core.run_state.state import TrainingState as TrainingState
-from sley_core.weight_files.write import BY_NAME as BY_NAME
-from sley_core.weight_files.write import DTYPES as DTYPES
-from sley_core.weight_files.write import Spec as Spec
-from sley_core.weight_files.write import build_header as build_header
-from sley_core.weight_files.write import bytes_of as bytes_of
-from sley_core.words import shorten_names as shorten_names
+from sley_core.attempt import Attempt, Lineage
+from sley_core.errors import shorten_names
+from sley_core.run_state.pieces import WEIGHTS, CheckpointReader, Rectangle, SavedRun, TensorPiece, WholeTensors
+from sley_core.run_state.state import TrainingState
+from sley_core.weight_files.write import BY_NAME, DTYPES, Spec, build_header, bytes_of
+
+__all__ = ["BY_NAME", "DTYPES", "WEIGHTS", "Attempt", "CheckpointReader", "Lineage", "Rectangle", "SavedRun", "Spec"]
+__all__ += ["TensorPiece", "TrainingState", "WholeTensors", "build_header", "bytes_of", "shorten_names"]

@@ -1,10 +1,7 @@
-"""Shards, split backwards and heads whose loss is computed in chunks, for weight communicators."""
+"""Shards, split backwards, and the last linear with its loss, for weight communicators."""
 
-from sley_core.engine.direct import GradientUse as GradientUse
-from sley_core.engine.direct import no_view as no_view
-from sley_core.engine.shards import StandIn as StandIn
-from sley_core.losses.chunked_head import HeadChunks as HeadChunks
-from sley_core.losses.chunked_head import HeadLoss as HeadLoss
-from sley_core.losses.chunked_head import LazyLogits as LazyLogits
-from sley_core.losses.chunked_head import LogitsHead as LogitsHead
-from sley_core.losses.chunked_head import autocast_input as autocast_input
+from sley_core.engine.direct import GradientUse, no_view
+from sley_core.engine.shards import StandIn
+from sley_core.losses.chunked_head import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
+
+__all__ = ["GradientUse", "HeadChunks", "HeadLoss", "LazyLogits", "LogitsHead", "StandIn", "autocast_input", "no_view"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from sley_core.comm.progress import Members, begin_turn, run_guarded
 from sley_core.comm.transport import ExchangeLog, GroupWork, Headers, Mark, Transport, Work, copy_shard, gather_values
 from sley_core.errors import PluginError
-from sley_core.records import TransportRecord
+from sley_core.records import TransportRecord, import_object
 
 
 class ChannelTransport(Transport):
@@ -240,7 +240,7 @@ def connect_transports(
     of each wait.
     """
     for record in records:
-        connect = partial(record.load(record.connect), members, channels, timeout_s)
+        connect = partial(import_object(record.connect), members, channels, timeout_s)
         transports: dict[str, Transport] = run_guarded(connect, begin_turn("opening", members, record.name))
         if transports:
             return transports

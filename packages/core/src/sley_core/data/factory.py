@@ -28,7 +28,7 @@ from sley_core.data.dataset import (
     is_stream,
 )
 from sley_core.errors import PlanError, format_cause
-from sley_core.factory import import_factory
+from sley_core.records import import_factory
 from sley_core.table import Table
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ from sley_core.protocols import ActivationPolicy, SchedulerHook, SequenceCommuni
 if TYPE_CHECKING:
     from sley_core.actions.action import Action
     from sley_core.comm.device import Device
-    from sley_core.config import KeepConfig, RecomputeConfig
     from sley_core.engine.replicas import WriteWatch
     from sley_core.plan.tables import CompileConfig
+    from sley_core.plugin import KeepConfig, RecomputeConfig
 
 
 class Keep(ActivationPolicy):

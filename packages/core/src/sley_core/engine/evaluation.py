@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.data.batches import sliced_info
 from sley_core.data.dataset import SOURCE, AnyDataset, Batch, DataContext, DataInfo, Dataset, is_stream
 from sley_core.data.factory import open_dataset
@@ -23,9 +22,10 @@ from sley_core.engine.agreement import agree
 from sley_core.engine.boundary import tensors_in
 from sley_core.engine.step_batch import BatchSplitter, StepBatch, WholeSequences
 from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.factory import call_factory
 from sley_core.model.tensors import version_of
 from sley_core.plan.tables import BEST_MODES, BestTable, metric_of
+from sley_core.plugin import CrossEntropyConfig
+from sley_core.records import call_factory
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group

@@ -17,9 +17,9 @@ from sley_core.protocols import GradientHandler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sley_core.config import EachConfig, GradientNormsConfig
     from sley_core.engine.parts import Parts, StepState
     from sley_core.engine.registry import Param
+    from sley_core.plugin import EachConfig, GradientNormsConfig
 
 
 class Each(GradientHandler):

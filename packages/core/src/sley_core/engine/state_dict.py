@@ -36,7 +36,6 @@ from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
 from sley_core.errors import RunError, SleyError, format_cause
 from sley_core.json_text import decode_value, encode_value
 from sley_core.model.tensors import checksum
-from sley_core.sizes import split_by_size
 from sley_core.weight_files.write import (
     LocalProbeFolder,
     Spec,
@@ -49,6 +48,7 @@ from sley_core.weight_files.write import (
     file_names,
     probe,
     scratch_folder,
+    split_by_size,
 )
 
 if TYPE_CHECKING:

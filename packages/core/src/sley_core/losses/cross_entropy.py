@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sley_core.config import CrossEntropyConfig
 from sley_core.errors import PlanError, RunError
 from sley_core.model.tensors import device_kind, uniform_items
+from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import Loss, SplitLogits
 
 if TYPE_CHECKING:

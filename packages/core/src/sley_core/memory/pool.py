@@ -18,13 +18,19 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sley_core.sizes import ALIGNMENT_BYTES, round_up
+ALIGNMENT_BYTES = 256
+"""The alignment of views in a buffer, the same as that of the CUDA allocator. It allows vector loads and NCCL's fast copies."""
 
 MAX_LINEAR_UNITS = 8
 """Up to this many alignments, every multiple of the alignment is a block size."""
 
 BLOCKS_PER_DOUBLING = 8
 """The number of block sizes from one power of two to the next."""
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple
 
 
 def block_bytes(num_bytes: int) -> int:

@@ -25,11 +25,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sley_core.errors import PlanError, PluginError, SleyError, format_cause
+from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
 from sley_core.generators import function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
 from sley_core.model.tensors import check_held
-from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo

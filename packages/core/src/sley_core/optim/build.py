@@ -18,9 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from sley_core.errors import Diagnostic, PlanError, format_cause
-from sley_core.factory import import_factory
 from sley_core.optim.config import AdamWConfig, FactoryOptimizerConfig, GroupConfig, OptimizerConfig, SGDConfig
-from sley_core.records import ParameterRole
+from sley_core.records import ParameterRole, import_factory
 
 Groups = Sequence[dict[str, Any]]
 """The parameter groups from `parameter_groups`."""

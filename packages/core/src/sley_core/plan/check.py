@@ -9,14 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sley_core import records
-from sley_core.discovery import install_hint
-from sley_core.errors import Diagnostic, KeyPath, PlanError
+from sley_core.errors import Diagnostic, KeyPath, PlanError, install_hint, suggestion
 from sley_core.optim.config import FactoryOptimizerConfig, scope_of
 from sley_core.plan.document import sort_by_place
 from sley_core.plan.kinds import CHECKPOINTER
 from sley_core.plan.tables import BEST_MODES, BatchTable, ModelConfig, metric_of, row_name
 from sley_core.topology import Topology
-from sley_core.words import suggestion
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component, Plan
@@ -31,7 +29,7 @@ def check_plan(plan: Plan, world: int) -> list[Diagnostic]:
 
     The plugins' hooks `sley_check_plan` are called only if the layout fits the world. Raises PluginError if a hook fails.
     """
-    checks = (check_offload, check_canonical, _check_precision, _check_steps, _check_parts, _check_keep_best)
+    checks = (check_offload, check_canonical, _check_precision, _check_profile, _check_parts, _check_keep_best)
     problems = [problem for check in checks for problem in check(plan)]
     diagnostics: list[Diagnostic] = []
     try:
@@ -296,19 +294,12 @@ def _check_precision(plan: Plan) -> Iterator[records.Problem]:
         yield records.Problem((*path, "min_scale"), message, f"use min_scale = {scale.init_scale} or less", "loss-scale-range")
 
 
-def _check_steps(plan: Plan) -> Iterator[records.Problem]:
-    """Yields the conflicts of [run] with itself and with [profile]. Codes: "skips-unused", "beyond-the-run"."""
-    run = plan.run
-    if run.on_nan == "stop" and run.max_skips is not None:
-        message = '`max_skips` limits skipped steps, but `on_nan = "stop"` skips no step'
-        yield records.Problem(("run", "max_skips"), message, 'remove it, or set on_nan = "skip"', "skips-unused")
+def _check_profile(plan: Plan) -> Iterator[records.Problem]:
+    """Yields "beyond-the-run" if [profile] names steps that the run does not have."""
     first, last = plan.profile.steps if plan.profile else (1, 1)
-    if first > last:
-        message = f"the first step to record, {first}, is after the last, {last}"
-        yield records.Problem(("profile", "steps"), message, f"use [{last}, {first}]", "beyond-the-run")
-    elif last > run.steps:
-        message = f"the run has {run.steps} steps, so steps {first} to {last} cannot be recorded"
-        yield records.Problem(("profile", "steps"), message, f"use steps up to {run.steps}", "beyond-the-run")
+    if not first <= last <= plan.run.steps:
+        message = f"the run has {plan.run.steps} steps, so steps {first} to {last} cannot be recorded"
+        yield records.Problem(("profile", "steps"), message, f"use steps up to {plan.run.steps}", "beyond-the-run")
 
 
 def check_data(data: Component, model: Component, *, evaluates: bool) -> Iterator[records.Problem]:

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import tomli  # unlike tomllib before Python 3.14, its errors have a line and a column
 
-from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, format_path
-from sley_core.table import Table
-from sley_core.words import describe_value, is_utf8, make_printable
+from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, format_path, make_printable
+from sley_core.table import Table, describe_value
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,24 @@ class Override:
 
     @property
     def place(self) -> Place:
-        return Place(f"--set #{self.number}", column=1, length=len(self.text))
+        return Place(f"{OVERRIDE}{self.number}", column=1, length=len(self.text))
+
+
+OVERRIDE = "--set #"
+
+
+class KeySpan(NamedTuple):
+    """The places of a key and its value in the text. Table headers and array items have two equal places."""
+
+    key: Place
+    value: Place
 
 
 @dataclass(frozen=True)
 class Document:
     """A plan's tables with the places of their keys.
 
-    file: the file name for messages. lines, spans: the text and the positions of its keys; empty for tables that a program
-    built.
+    file: the file name for messages. lines, spans: the text and the places of its keys; empty for tables that a program built.
     """
 
     file: str
@@ -55,7 +63,7 @@ class Document:
             return override.place
         if not self.lines:
             return Place(self.file)
-        return Place(self.file, *self.spans[path].key) if path in self.spans else None
+        return self.spans[path].key if path in self.spans else None
 
     def diagnostic(
         self, code: str, message: str, path: KeyPath, hint: str | None = None, at: Literal["key", "value"] = "value"
@@ -73,7 +81,7 @@ class Document:
                 return override.place, make_printable(override.text)
             if prefix in self.spans:
                 key_span = self.spans[prefix]
-                place = Place(self.file, *(key_span.key if at == "key" and length == len(path) else key_span.value))
+                place = key_span.key if at == "key" and length == len(path) else key_span.value
                 return place, printable_line(self.lines[place.line - 1])
         return Place(self.file), None
 
@@ -89,16 +97,13 @@ class Document:
         return None
 
 
-_OVERRIDE = re.compile(r"--set #([0-9]+)")
-
-
 def sort_by_place(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """Returns the diagnostics without duplicates: first those in files, from top to bottom, then those of each `--set`."""
 
-    def sort_key(diagnostic: Diagnostic) -> tuple[bool, int, str, int, int]:
+    def sort_key(diagnostic: Diagnostic) -> tuple[bool, int, Place]:
         place = diagnostic.place or Place("")
-        override = _OVERRIDE.fullmatch(place.file)
-        return (bool(override), int(override[1]) if override else 0, place.file, place.line, place.column)
+        is_override = place.file.startswith(OVERRIDE)
+        return is_override, len(place.file) if is_override else 0, place  # `--set #2` comes before `--set #10`
 
     return sorted(dict.fromkeys(diagnostics), key=sort_key)
 
@@ -128,38 +133,21 @@ def to_plain_data(value: Any) -> Any:
 
 
 def _has_path(tables: Any, path: KeyPath) -> bool:
-    for part in path:
-        if isinstance(tables, dict) and part in tables:
-            tables = tables[str(part)]
-        elif isinstance(tables, list) and isinstance(part, int) and part < len(tables):
+    try:
+        for part in path:
             tables = tables[part]
-        else:
-            return False
+    except (KeyError, IndexError, TypeError):
+        return False
     return True
 
 
-class TextSpan(NamedTuple):
-    """A range of characters in one line; line and column start at 1."""
+def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:
+    """Returns the places of every key, table and array item in the valid TOML `text` of `file`, with line ends "\\n".
 
-    line: int
-    column: int
-    length: int
-
-
-class KeySpan(NamedTuple):
-    """The positions of a key and its value in the text. Table headers and array items have two equal positions."""
-
-    key: TextSpan
-    value: TextSpan
-
-
-def index_keys(text: str) -> dict[KeyPath, KeySpan]:
-    """Returns the positions of every key, table and array item in the valid TOML `text`, with line ends "\\n".
-
-    An implicit table (`a` in `[a.b]`) has the position of its name in the first such header or key. tomli does not report
+    An implicit table (`a` in `[a.b]`) has the place of its name in the first such header or key. tomli does not report
     positions. It has validated the text, so the scanner only distinguishes keys, headers and values.
     """
-    scanner = _Scanner(text)
+    scanner = _Scanner(text, file)
     table: KeyPath = ()
     while scanner.skip(_GAP):
         if text[scanner.offset] == "[":
@@ -182,10 +170,10 @@ _STRING = re.compile(
 
 
 class _Scanner:
-    """Scans a TOML text and collects the positions of its keys in `spans`. offset: the index of the next character."""
+    """Scans a TOML text and collects the places of its keys in `spans`. offset: the index of the next character."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, file: str) -> None:
+        self.text, self.file = text, file
         self.offset = 0
         self.line_starts = [0] + [match.end() for match in re.finditer("\n", text)]
         self.spans: dict[KeyPath, KeySpan] = {}
@@ -216,7 +204,7 @@ class _Scanner:
         return path
 
     def scan_pair(self, table: KeyPath) -> None:
-        """Scans `key = value` in the table at `table` and records the positions."""
+        """Scans `key = value` in the table at `table` and records the places."""
         path = table
         parts = self.scan_key()
         for name, span in parts:
@@ -226,7 +214,7 @@ class _Scanner:
         self.skip(_BLANK)
         self.spans[path] = KeySpan(parts[-1][1], self.scan_value(path))
 
-    def scan_key(self) -> list[tuple[str, TextSpan]]:
+    def scan_key(self) -> list[tuple[str, Place]]:
         """Scans a dotted key and returns its parts."""
         parts = []
         while True:
@@ -242,7 +230,7 @@ class _Scanner:
                 return parts
             self.offset += 1
 
-    def scan_value(self, path: KeyPath) -> TextSpan:
+    def scan_value(self, path: KeyPath) -> Place:
         """Scans the value at `path`, including its items and keys, and returns its position."""
         start = self.offset
         first = self.text[start]
@@ -270,12 +258,12 @@ class _Scanner:
             self.offset = match.end()
         return self.offset < len(self.text)
 
-    def line_span(self, start: int, end: int) -> TextSpan:
+    def line_span(self, start: int, end: int) -> Place:
         """Returns the span of the characters from `start` to `end`, limited to the first line."""
         line = bisect_right(self.line_starts, start)
         newline = self.text.find("\n", start, end)
         stop = end if newline < 0 else newline
-        return TextSpan(line, start - self.line_starts[line - 1] + 1, max(1, stop - start))
+        return Place(self.file, line, start - self.line_starts[line - 1] + 1, max(1, stop - start))
 
 
 def printable_line(line: str) -> str:
@@ -284,55 +272,30 @@ def printable_line(line: str) -> str:
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """Returns the document of the plan at `path`.
-
-    Raises PlanError "plan-missing", "plan-is-folder", "plan-unreadable", "plan-not-utf8", "syntax" or "set-invalid".
-    """
-    name = str(path)
-    place = Place(name)
+    """Returns the document of the plan at `path`. Raises PlanError "plan-unreadable", "syntax" or "set-invalid"."""
     try:
-        with Path(path).open("rb") as file:
-            content = file.read()
-    except FileNotFoundError:
-        hint = "use a path relative to the current folder"
-        raise PlanError("plan-missing", f"the file `{name}` does not exist", place=place, hint=hint) from None
-    except IsADirectoryError:
-        raise PlanError("plan-is-folder", f"`{name}` is a folder, not a plan", place=place) from None
+        text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise PlanError("plan-unreadable", f"cannot read `{name}`: {reason}", place=place) from None
-    folder = Path(path).absolute().parent
-    if not is_utf8(str(folder)):
-        message = f"the name of the folder `{make_printable(str(folder))}` is not UTF-8"
-        raise PlanError("plan-unreadable", message, place=place)
-    return read_text(_decode(content, name), name, folder, overrides)
+        raise PlanError("plan-unreadable", f"cannot read `{path}`: {reason}", place=Place(str(path))) from None
+    return read_text(text, str(path), Path(path).absolute().parent, overrides)
 
 
 def read_text(text: str, file: str, folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
     """Returns the document of a plan's text; `file` is its name in messages. Raises the same errors as `read_file`."""
-    return _apply_overrides(_parse(text, file, folder), overrides)
-
-
-def _parse(text: str, file: str, folder: Path | None) -> Document:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     try:
-        tables, spans = tomli.loads(text), index_keys(text)
-    except tomli.TOMLDecodeError as error:
-        # The position may be after the end of the document.
-        line = min(error.lineno, len(lines))
-        column = min(error.colno, len(lines[line - 1]) + 1)
-        problem = Diagnostic(
-            "syntax",
-            f"this is not TOML: {_lower_first(error.msg)}",
-            place=Place(file, line, column),
-            source_line=printable_line(lines[line - 1]),
-        )
-        raise PlanError.from_diagnostics([problem]) from None
-    except (RecursionError, ValueError) as error:
-        # Python rejects deep nesting, numbers with thousands of digits, and invalid dates.
-        raise PlanError("syntax", f"this is not TOML: {_lower_first(str(error))}", place=Place(file)) from None
-    return Document(file, folder and folder.absolute(), tables, lines, spans)
+        tables, spans = tomli.loads(text), index_keys(text, file)
+    except (RecursionError, ValueError) as error:  # Python rejects deep nesting, long numbers and invalid dates
+        place, source_line, reason = Place(file), None, str(error)
+        if isinstance(error, tomli.TOMLDecodeError):
+            line = min(error.lineno, len(lines))  # the position may be after the end of the document
+            place = Place(file, line, min(error.colno, len(lines[line - 1]) + 1))
+            source_line, reason = printable_line(lines[line - 1]), error.msg
+        message = f"this is not TOML: {reason[:1].lower()}{reason[1:]}"
+        raise PlanError.from_diagnostics([Diagnostic("syntax", message, place=place, source_line=source_line)]) from None
+    return _apply_overrides(Document(file, folder and folder.absolute(), tables, lines, spans), overrides)
 
 
 def read_tables(tables: Mapping[str, Any], folder: Path | None = None, overrides: Sequence[str] = ()) -> Document:
@@ -348,11 +311,9 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
         try:
             path = apply_override(document.tables, text)
         except PlanError as error:
-            place = Override(number, text, ()).place
+            place, line = Override(number, text, ()).place, make_printable(text)
             problems += [
-                Diagnostic(
-                    problem.code, make_printable(problem.message), problem.path, place, make_printable(text), problem.hint
-                )
+                replace(problem, message=make_printable(problem.message), place=place, source_line=line)
                 for problem in error.diagnostics
             ]
         else:
@@ -362,23 +323,7 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
     return replace(document, overrides=tuple(overrides))
 
 
-def _decode(content: bytes, name: str) -> str:
-    """Decodes the content of a plan. Raises PlanError "plan-not-utf8" with line and column."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        lines = content[: error.start].decode().split("\n")
-        message = f"`{name}` is not UTF-8: invalid byte 0x{content[error.start]:02x}"
-        place = Place(name, len(lines), len(lines[-1]) + 1)
-        raise PlanError("plan-not-utf8", message, place=place, hint="save the file as UTF-8") from None
-
-
-def _lower_first(message: str) -> str:
-    """Returns tomli's message without its position, beginning with a lower-case letter."""
-    message = re.sub(r" \(at .*\)$", "", message)
-    return message[:1].lower() + message[1:]
-
-
+_KEY = re.compile(r"[\w-]+")
 _BARE_WORD = re.compile(r"[^\s\"'\[\]{}=,#](?:[^\"'\[\]{}=,#\n]*[^\s\"'\[\]{}=,#])?")
 _QUOTE_HINT = "write VALUE as TOML and protect the quotes of a string from the shell: --set 'run.name=\"first try\"'"
 
@@ -389,58 +334,32 @@ def apply_override(tables: dict[str, Any], text: str) -> KeyPath:
     A number is an index of an array; the index after the last item appends an item. Raises PlanError "set-invalid", without a
     place.
     """
-    if not is_utf8(text):
-        raise PlanError("set-invalid", f"`{make_printable(text)}` is not UTF-8")
-    match = re.match(r"((?:[^=\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*')*)(=?)", text)
-    assert match, text
-    name, equals, value_text = match[1].strip(), match[2], text[match.end() :].strip()
-    if not equals:
-        raise PlanError("set-invalid", f"`{text}` must have the form key.path=VALUE", hint=_QUOTE_HINT)
-    parts = _parse_key(name)
+    name, _, value_text = (part.strip() for part in text.partition("="))
+    parts = name.split(".")
+    if "=" not in text or not all(map(_KEY.fullmatch, parts)):
+        message = f"`{text}` must have the form key.path=VALUE, such as gradient_handlers.0.bucket_mb=50"
+        raise PlanError("set-invalid", message, hint=_QUOTE_HINT)
     value = _parse_value(value_text)
     container: Any = tables
     path: KeyPath = ()
     for part, next_part in zip(parts, (*parts[1:], None), strict=True):
-        key = _resolve_key(container, part, path)
+        key: str | int = part
+        if isinstance(container, list):
+            if not part.isdecimal() or int(part) > len(container):
+                indices = f"0 to {len(container)}" if container else "0"
+                raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {indices}")
+            key = int(part)
+            container += [{}] if key == len(container) else []
+        elif not isinstance(container, dict):
+            raise PlanError("set-invalid", f"`{format_path(path)}` is {describe_value(container)}, which has no keys")
         path = (*path, key)
         if next_part is None:
             container[key] = value
-            break
-        if isinstance(container, dict):
-            container.setdefault(key, [] if next_part == "0" else {})
-        container = container[key]
-        if not isinstance(container, dict | list):
-            raise PlanError("set-invalid", f"`{format_path(path)}` is {describe_value(container)}, which has no keys")
+        else:
+            if isinstance(container, dict):
+                container.setdefault(key, [] if next_part == "0" else {})
+            container = container[key]
     return path
-
-
-def _resolve_key(container: Any, part: str, path: KeyPath) -> str | int:
-    """Converts `part` to a key of the table `container`, or to an index of the array. Appends an empty item for the index after
-    the last item.
-    """
-    if isinstance(container, dict):
-        return part
-    if not part.isdecimal() or int(part) > len(container):
-        indices = f"0 to {len(container)}" if container else "0"
-        raise PlanError("set-invalid", f"`{format_path(path)}` is an array: `{part}` must be a number, {indices}")
-    if int(part) == len(container):
-        container.append({})
-    return int(part)
-
-
-def _parse_key(name: str) -> list[str]:
-    """Returns the parts of a dotted TOML key. Raises PlanError "set-invalid"."""
-    try:
-        nested: Any = tomli.loads(f"{name} = 0") if "\n" not in name else {}
-    except (tomli.TOMLDecodeError, RecursionError):
-        nested = {}
-    parts = []
-    while isinstance(nested, dict) and len(nested) == 1:
-        ((part, nested),) = nested.items()
-        parts.append(part)
-    if nested != 0 or not parts:
-        raise PlanError("set-invalid", f"`{name}` is not a key path such as `gradient_handlers.0.bucket_mb`")
-    return parts
 
 
 def _parse_value(text: str) -> Any:
@@ -449,7 +368,7 @@ def _parse_value(text: str) -> Any:
         parsed = tomli.loads(f"value = {text}")
         if parsed.keys() == {"value"}:
             return parsed["value"]
-    except (tomli.TOMLDecodeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         if _BARE_WORD.fullmatch(text):
             return text
     raise PlanError("set-invalid", f"{describe_value(text)} is neither a TOML value nor a bare word", hint=_QUOTE_HINT)

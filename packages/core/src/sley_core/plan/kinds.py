@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,40 +10,22 @@ from sley_core import records
 from sley_core.data.dataset import DataConfig, FactoryDataConfig
 from sley_core.optim.config import FactoryOptimizerConfig, OptimizerConfig
 from sley_core.plan.tables import CheckpointConfig, FactoryTable, ModelConfig, SequenceConfig
-from sley_core.table import RecordKind, Table
+from sley_core.table import Table
 
-RECORDS: dict[RecordKind, type[records.Record]] = {
-    "models": records.ModelRecord,
-    "adapters": records.AdaptersRecord,
-    "datasets": records.DatasetRecord,
-    "losses": records.LossRecord,
-    "optimizers": records.OptimizerRecord,
-    "lr_schedules": records.LRScheduleRecord,
-    "averaging_rules": records.AveragingRecord,
-    "partitioners": records.PartitionerRecord,
-    "schedules": records.ScheduleRecord,
-    "stage_links": records.StageLinkRecord,
-    "gradient_handlers": records.GradientHandlerRecord,
-    "scheduler_hooks": records.SchedulerHookRecord,
-    "weight_communicators": records.WeightCommunicatorRecord,
-    "sequence_attentions": records.SequenceAttentionRecord,
-    "activation_policies": records.ActivationPolicyRecord,
-    "offload_managers": records.OffloadManagerRecord,
-    "checkpointers": records.CheckpointerRecord,
-    "metrics_writers": records.MetricsWriterRecord,
+BASES: dict[type[records.Record], type[Table]] = {
+    records.ModelRecord: ModelConfig,
+    records.DatasetRecord: DataConfig,
+    records.OptimizerRecord: OptimizerConfig,
+    records.SequenceAttentionRecord: SequenceConfig,
+    records.CheckpointerRecord: CheckpointConfig,
 }
-"""The record class of each kind."""
+"""The required base class of a record's config, by the record's class; the default is `Table`."""
 
-BASES: dict[RecordKind, type[Table]] = {
-    "models": ModelConfig,
-    "datasets": DataConfig,
-    "optimizers": OptimizerConfig,
-    "sequence_attentions": SequenceConfig,
-    "checkpointers": CheckpointConfig,
+TYPE_NAMES: dict[type[records.Record], str] = {
+    records.AdaptersRecord: "adapter",
+    records.AveragingRecord: "averaging rule",
+    records.LRScheduleRecord: "learning-rate schedule",
 }
-"""The required base class of a record's config, by kind; the default is `Table`."""
-
-KIND_NAMES: dict[RecordKind, str] = {"lr_schedules": "learning-rate schedule", "losses": "loss"}
 
 
 CHECKPOINTER = "checkpoint.any_layout"
@@ -91,7 +74,7 @@ class ComponentTable:
     """
 
     key: str
-    kind: RecordKind
+    record_type: type[records.Record]
     summary: str
     default: str | None = None
     factory: type[Table] | None = None
@@ -108,25 +91,25 @@ class ComponentTable:
 
 
 COMPONENTS = (
-    ComponentTable("model", "models", "The layers to train.", factory=ModelFactory, factory_argument="data"),
+    ComponentTable("model", records.ModelRecord, "The layers to train.", factory=ModelFactory, factory_argument="data"),
     ComponentTable(
         "adapters",
-        "adapters",
+        records.AdaptersRecord,
         "Small trainable parts that are added to the frozen layers of the model; by default the whole model is trained.",
         required_table="adapters",
     ),
-    ComponentTable("data", "datasets", "The samples to train on.", factory=DataFactory, factory_argument="context"),
-    ComponentTable("loss", "losses", "The loss to minimise.", default="core.cross_entropy", factory=LossFactory),
+    ComponentTable("data", records.DatasetRecord, "The samples to train on.", factory=DataFactory, factory_argument="context"),
+    ComponentTable("loss", records.LossRecord, "The loss to minimise.", default="core.cross_entropy", factory=LossFactory),
     ComponentTable(
         "optimizer",
-        "optimizers",
+        records.OptimizerRecord,
         "The optimizer, which updates the weights in each step.",
         factory=FactoryOptimizerConfig,
         build="sley_core.optim.build:build_from_factory",
     ),
     ComponentTable(
         "learning_rate",
-        "lr_schedules",
+        records.LRScheduleRecord,
         "The learning rate of each step.",
         default="core.constant",
         factory=RateFactory,
@@ -134,66 +117,71 @@ COMPONENTS = (
     ),
     ComponentTable(
         "averaging",
-        "averaging_rules",
+        records.AveragingRecord,
         "Averages of the weights over steps, for evaluations, saved weights and exports; by default none.",
         required_table="averaging",
     ),
     ComponentTable(
-        "activations", "activation_policies", "The tensors that a layer saves for its backward.", default="core.keep"
+        "activations", records.ActivationPolicyRecord, "The tensors that a layer saves for its backward.", default="core.keep"
     ),
     ComponentTable(
         "pipeline",
-        "schedules",
+        records.ScheduleRecord,
         "The order of each pipeline stage's actions; needed if `parallel.pp` is above 1.",
         required_table="pipeline",
     ),
     ComponentTable(
         "partition",
-        "partitioners",
+        records.PartitionerRecord,
         "How the layers are divided into pipeline stages.",
         required_table="pipeline",
         schedule_default="pp.balanced",
     ),
     ComponentTable(
         "link",
-        "stage_links",
+        records.StageLinkRecord,
         "How outputs and their gradients are sent between pipeline stages.",
         required_table="pipeline",
         schedule_default="pp.link",
     ),
     ComponentTable(
         "weights",
-        "weight_communicators",
+        records.WeightCommunicatorRecord,
         "How weights are sharded and gathered; needed if `parallel.wp` is above 1.",
         required_table="weights",
     ),
     ComponentTable(
         "sequence",
-        "sequence_attentions",
+        records.SequenceAttentionRecord,
         "How attention works on slices of sequences; needed if `parallel.sp` is above 1.",
         required_table="sequence",
     ),
     ComponentTable(
         "gradient_handlers",
-        "gradient_handlers",
+        records.GradientHandlerRecord,
         "What is done with accumulated gradients, in the order of the list on every rank. By default, `core.each` if several "
         "ranks may hold the same weight, and in a pipeline also the schedule's handler for weights that stages share.",
         is_list=True,
     ),
-    ComponentTable("scheduler_hooks", "scheduler_hooks", "Hooks that observe every action; by default none.", is_list=True),
     ComponentTable(
-        "offload", "offload_managers", "Which parts of the run's memory are offloaded, and when; by default none.", is_list=True
+        "scheduler_hooks", records.SchedulerHookRecord, "Hooks that observe every action; by default none.", is_list=True
+    ),
+    ComponentTable(
+        "offload",
+        records.OffloadManagerRecord,
+        "Which parts of the run's memory are offloaded, and when; by default none.",
+        is_list=True,
     ),
     ComponentTable(
         "checkpoint",
-        "checkpointers",
+        records.CheckpointerRecord,
         "How and when a run saves checkpoints; by default only when a program asks for it.",
         default=CHECKPOINTER,
         required_table="checkpoint",
     ),
     ComponentTable(
         "metrics",
-        "metrics_writers",
+        records.MetricsWriterRecord,
         "Where the metrics of each step are written; by default `core.jsonl`. A list replaces the default.",
         is_list=True,
         factory=WriterFactory,
@@ -202,12 +190,7 @@ COMPONENTS = (
 )
 
 
-def kind_name(kind: RecordKind) -> str:
-    """Returns the singular of a kind for messages, such as "gradient handler"."""
-    return KIND_NAMES.get(kind, kind.replace("_", " ").removesuffix("s").replace("policie", "policy"))
-
-
-def kind_with_article(kind: RecordKind) -> str:
-    """Returns the singular of a kind with its article, such as "an optimizer"."""
-    name = kind_name(kind)
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+def type_name(record_type: type[records.Record]) -> str:
+    """Returns the name of a class of records for messages, such as "gradient handler"."""
+    words = re.findall("[A-Z][a-z]+", record_type.__name__.removesuffix("Record"))
+    return TYPE_NAMES.get(record_type, " ".join(words).lower())

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from sley_core.discovery import CORE
-from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path
+from sley_core.errors import Diagnostic, KeyPath, PlanError, PluginError, SleyError, format_path, suggestion
 from sley_core.plan.document import Document, read_file, read_tables, read_text, sort_by_place, to_plain_data
-from sley_core.plan.kinds import COMPONENTS, ComponentTable, kind_with_article
-from sley_core.plan.loader import Loader, Plugin
+from sley_core.plan.kinds import COMPONENTS, ComponentTable
+from sley_core.plan.loader import CORE, Loader, Plugin
 from sley_core.plan.plan import Component, EvaluationSet, Plan
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, TABLES, EvaluationTable, ParallelTable, SetTable
-from sley_core.records import ScheduleRecord
-from sley_core.table import PartTable, RecordKind, Table, escape_path, expand_path
-from sley_core.words import describe_type, describe_value, find_field, suggestion
+from sley_core.records import DatasetRecord, ModelRecord, Record, ScheduleRecord
+from sley_core.table import PartTable, Table, describe_type, describe_value, escape_path, expand_path
 
 
 def load_plan(path: str | Path, overrides: Sequence[str] = (), *, loader: Loader | None = None) -> Plan:
@@ -74,8 +73,8 @@ def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """The name of a set, `[evaluation.sets.NAME]`."""
 
-SLEY_RECORDS: dict[RecordKind, str] = {"datasets": "data.text", "models": "models.llama"}
-"""Suggested records of other Sley packages, for the kinds of which core has no record."""
+SLEY_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
+"""Suggested records of other Sley packages, for the classes of which core has no record."""
 
 DATA = next(table for table in COMPONENTS if table.key == "data")
 
@@ -140,7 +139,7 @@ class _Resolver:
                 self._add_problem("missing-table", message, (spec.key,), self._suggest_record(spec))
             return None
         component = self._resolve_component(spec, self.tables.get(spec.key, {}), (spec.key,), default)
-        if spec.kind == "schedules":
+        if spec.key == "pipeline":
             self.schedule = component
         return component
 
@@ -180,42 +179,22 @@ class _Resolver:
             if keys is None or data is None:
                 continue
             if keys.split == "all":
-                data = self._remove_held_out(name, data)
+                try:
+                    data = replace(data, config=data.config.include_held_out())
+                except ValueError as error:
+                    hint = 'set split = "held_out" to evaluate on the held-out samples'
+                    self._add_problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", path, hint)
             sets[name] = EvaluationSet(data, keys)
         return sets
 
-    def _remove_held_out(self, name: str, data: Component) -> Component:
-        """Returns the data of the set `name` without a held-out split; records a problem if the table asks for one."""
-        config, hint = data.config, 'set split = "held_out" to evaluate on the held-out samples, or remove the key'
-        try:
-            whole = config.include_held_out()
-        except ValueError as error:
-            self._add_problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", data.path, hint)
-            return data
-        for key in sorted(config.model_fields_set):
-            if getattr(config, key) != getattr(whole, key):
-                message = f"`{key}` holds out samples, but the set `{name}` is evaluated on all samples"
-                self._add_problem("set-held-out", message, (*data.path, key), hint, at="key")
-        return replace(data, config=whole)
-
     def check_top_level(self) -> None:
-        """Records problems of the plan's format and of unknown tables and keys."""
+        """Records problems of the plan's format and of unknown tables."""
         version = self.tables.get("plan", FORMAT)
         if version != FORMAT or isinstance(version, bool):
             message = f"the format `plan` must be {FORMAT}, not {describe_value(version)}"
             self._add_problem("plan-format", message, ("plan",))
-        for key, value in self.tables.items():
-            if key in TOP_LEVEL:
-                continue
-            if isinstance(value, dict | list):
-                names = [name for name in TOP_LEVEL if name not in ("plan", "source_folder")]
-                hint = suggestion(key, names, f"its tables are {', '.join(names)}")
-                self._add_problem("unknown-table", f"`{key}` is not a table of a plan", (key,), hint, at="key")
-                continue
-            # Prefer the only table that contains the key, or whose model has it, to a similar spelling.
-            owners = [name for name, table in self.tables.items() if isinstance(table, dict) and key in table]
-            if len(owners) != 1:
-                owners = [name for name, model in {**TABLES, **OPTIONAL_TABLES}.items() if key in model.model_fields]
+        for key in [key for key in self.tables if key not in TOP_LEVEL]:
+            owners = [name for name, model in TABLES.items() if key in model.model_fields]
             hint = f"did you mean `{owners[0]}.{key}`?" if len(owners) == 1 else None
             self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", hint))
 
@@ -234,24 +213,21 @@ class _Resolver:
         if not isinstance(table, dict):
             self._add_problem("wrong-type", f"`{spec.key}` must be a table, not {describe_value(table)}", path)
             return None
-        if "use" in table and "factory" in table and spec.factory:
-            message = f"{spec.header} has both `use` and `factory`"
-            self._add_problem("use-and-factory", message, (*path, "factory"), "remove one of them", at="key")
-            return None
-        if "factory" in table and spec.factory:
+        if "factory" in table:
+            if "use" in table:
+                message, hint = f"{spec.header} has both `use` and `factory`", "remove one of them"
+                self._add_problem("use-and-factory", message, (*path, "factory"), hint, at="key")
+                return None
+            if spec.factory is None:
+                message = f"{spec.header} does not support `factory`"
+                hint = "set `use`, or write a plugin with a record of your own (docs/write-a-plugin.md)"
+                self._add_problem("no-factory", message, (*path, "factory"), hint, at="key")
+                return None
             config = self._validate(spec.factory, {**_select_shared(shared, spec.factory), **table}, path, spec.header)
-            name = str(table["factory"])
-            return Component(spec, name, None, config, path, self.document) if config else None
-        if "factory" in table and "use" not in table:
-            component_type = kind_with_article(spec.kind)
-            message = f"{spec.header} does not support `factory`: {component_type} must come from a plugin"
-            hint = f"set `use`, or install your own plugin with {component_type} (docs/write-a-plugin.md)"
-            records = f"; {text}" if (text := self._suggest_record(spec)) else ""
-            self._add_problem("no-factory", message, (*path, "factory"), f"{hint}{records}", at="key")
-            return None
+            return Component(spec, str(table["factory"]), None, config, path, self.document) if config else None
         if "use" not in table:
             if default is None:
-                message = f"{spec.header} needs `use`, the name of {kind_with_article(spec.kind)}"
+                message = f"{spec.header} needs `use`, the name of a record"
                 self._add_problem("missing-key", message, (*path, "use"), self._suggest_record(spec))
                 return None
             table = {"use": default, **table}
@@ -276,7 +252,7 @@ class _Resolver:
         if plugin is None:
             return None
         try:
-            record = self.loader.record(spec.kind, name)
+            record = self.loader.record(spec.record_type, name)
         except SleyError as error:
             self._add_error(error, use_path, prefix)
             return None
@@ -303,7 +279,7 @@ class _Resolver:
             return tables, []  # the validation of the enclosing table reports this
         model_tables = [{key: value for key, value in table.items() if key in model.model_fields} for table in tables]
         shared = {key: enclosing[key] for key in model.shared if key in enclosing}
-        inner = replace(spec, key=format_path(path), kind=model.kind, is_list=True)
+        inner = replace(spec, key=format_path(path), record_type=model.record_type, is_list=True)
         components = []
         for number, table in enumerate(tables):
             record_table = {key: value for key, value in table.items() if key == "use" or key not in model.model_fields}
@@ -313,9 +289,9 @@ class _Resolver:
     def _suggest_record(self, spec: ComponentTable) -> str | None:
         """Returns a hint with core's records for a table, or with a record of another Sley package; None if there is none."""
         core = self.plugins.get(CORE)
-        if core and core.records[spec.kind]:
-            return "core has " + ", ".join(f'"{CORE}.{name}"' for name in core.records[spec.kind])
-        record = SLEY_RECORDS.get(spec.kind)
+        if core and (names := core.records_of(spec.record_type)):
+            return "core has " + ", ".join(f'"{name}"' for name in names)
+        record = SLEY_RECORDS.get(spec.record_type)
         return f'sley-{record.partition(".")[0]} has "{record}"' if record else None
 
     def _load_plugin(self, name: str, path: KeyPath, prefix: str = "") -> Plugin | None:
@@ -371,10 +347,8 @@ def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict
 
 def _part_table_fields(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
     """Yields the name and item type of each field that is an array of `PartTable`s."""
-    for key, info in model.model_fields.items():
-        for item in get_args(info.annotation):
-            if isinstance(item, type) and issubclass(item, PartTable):
-                yield key, item
+    for key, field in model.model_fields.items():
+        yield from ((key, table) for table in _table_types(field.annotation) if issubclass(table, PartTable))
 
 
 RANGE_ERRORS = ("greater_than", "less_than", "multiple_of", "finite_number", "too_", "string_too_")
@@ -428,30 +402,25 @@ def _diagnostic(
     """Returns one diagnostic for all pydantic errors at `key_path` within the table at `table_path`."""
     types = {fault["type"] for fault in errors}
     path = (*table_path, *key_path)
-    enclosing = find_field(model, key_path[:-1])
-    members = (enclosing[0], *get_args(enclosing[0])) if enclosing else ()  # of a union, the table
-    fields: Mapping[str, Any] = next((member.model_fields for member in members if hasattr(member, "model_fields")), {})
     if "extra_forbidden" in types:
-        return unknown_key_diagnostic(
-            str(key_path[-1]), fields, path, document, owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"
-        )
-    is_missing = "missing" in types
-    if is_missing and not isinstance(key_path[-1], int):
-        message = f"{owner} needs `{format_path(key_path)}`, {_describe_field(model, key_path)}"
-        hint = fields[key_path[-1]].description if key_path[-1] in fields else None
-        return document.diagnostic("missing-key", message, path, hint, at="key")
-    if is_missing:  # an item of an array
+        enclosing = owner if len(key_path) == 1 else f"`{format_path(path[:-1])}`"
+        return unknown_key_diagnostic(str(key_path[-1]), _sibling_fields(model, key_path), path, document, enclosing)
+    if is_short := "missing" in types and isinstance(key_path[-1], int):  # an array lacks an item
         path, key_path = path[:-1], key_path[:-1]
-    elif custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
+    field = _sibling_fields(model, key_path).get(str(key_path[-1])) if key_path else None
+    expected = describe_type(field.annotation, field.metadata) if field else errors[0]["msg"].removeprefix("Input should be ")
+    if "missing" in types and not is_short:
+        hint = field.description if field else None
+        return document.diagnostic("missing-key", f"{owner} needs `{format_path(key_path)}`, {expected}", path, hint, at="key")
+    if custom_errors := [fault for fault in errors if fault["type"] in CUSTOM_ERRORS]:
         text = str(custom_errors[0].get("ctx", {}).get("error") or custom_errors[0]["msg"])
         label = f"`{format_path(path)}`" if key_path else owner
         return document.diagnostic("wrong-value", f"{label}: {text.rstrip('.')}", path)
     value: Any = table
     for part in key_path:
         value = value[part]
-    expected = _describe_field(model, key_path)
     code, hint = "wrong-type", None
-    if is_missing or any(error_type.startswith(RANGE_ERRORS) for error_type in types):
+    if is_short or any(error_type.startswith(RANGE_ERRORS) for error_type in types):
         code = "out-of-range"
     elif types & VALUE_ERRORS and isinstance(value, str):
         code, hint = "wrong-value", suggestion(value, expected.split('"')[1::2])
@@ -462,9 +431,21 @@ def _diagnostic(
     return document.diagnostic(code, f"`{format_path(path)}` must be {expected}, not {describe_value(value)}", path, hint)
 
 
-def _describe_field(model: type[Table], path: KeyPath) -> str:
-    field = find_field(model, path)
-    return describe_type(*field) if field else "something else"
+def _sibling_fields(model: type[Table], path: KeyPath) -> dict[str, FieldInfo]:
+    """Returns the fields of the table types in which the last part of `path` can be a key."""
+    models = [model]
+    for part in path[:-1]:
+        fields = [outer.model_fields[str(part)] for outer in models if part in outer.model_fields]
+        models = [inner for field in fields for inner in _table_types(field.annotation)] or models
+    return {key: field for table in models for key, field in table.model_fields.items()}
+
+
+def _table_types(annotation: Any) -> Iterator[type[Table]]:
+    """Yields the table types in the type of a field."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _table_types(argument)
 
 
 def _key_path(location: tuple[str | int, ...], error_type: str, table: Any) -> KeyPath:

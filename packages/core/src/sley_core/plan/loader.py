@@ -1,4 +1,4 @@
-"""Imports and checks the plugins that a plan names.
+"""Finds, imports and checks the plugins that a plan names.
 
 Discovery reads only metadata, so a broken plugin does no harm if no plan names it. pluggy validates a plugin's hooks. Hooks are
 called in the plan's order of plugins, not in pluggy's.
@@ -7,54 +7,122 @@ called in the plan's order of plugins, not in pluggy's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
-from typing import Any
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, version
+from typing import Any, TypeVar
 
 import pluggy
 
 from sley_core import hookspecs
-from sley_core.discovery import (
-    CORE,
-    CORE_DIST,
-    GROUP,
-    UPDATE_CORE,
-    PluginSource,
-    core_version,
-    find_plugins,
-    install_hint,
-    unmet_requirement,
-)
-from sley_core.errors import PlanError, PluginError, format_cause
-from sley_core.plan.kinds import BASES, RECORDS, kind_name
+from sley_core.errors import PlanError, PluginError, format_cause, install_hint, suggestion
+from sley_core.plan.kinds import BASES, type_name
 from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
-from sley_core.table import RecordKind, Table
-from sley_core.words import suggestion
+from sley_core.table import Table
 
+GROUP = "sley.plugins"
+CORE = "core"
+CORE_DIST = "sley-core"
 FIRST_PARTY = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
 """The plugins of Sley's own distributions `sley-<name>`."""
 
-BUILT_IN = EntryPoint(CORE, "sley_core.plugin", GROUP)
-"""The entry point of core's plugin, used if core is not installed as a distribution."""
+UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
+"""The hint that tells how to update core."""
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
-class Plugin:
-    """An imported and checked plugin."""
+class PluginSource:
+    """Holds a plugin's metadata. import_module: imports the plugin's module. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
     version: str
-    records: Mapping[RecordKind, Mapping[str, Record]]
-    hooks: Any = field(compare=False, repr=False)
-
-    @property
-    def label(self) -> str:
-        return f"plugin `{self.name}` ({self.dist} {self.version})"
+    import_module: Callable[[], Any] = field(compare=False, repr=False)
+    requires: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.dist} {self.version}"
+
+    @property
+    def label(self) -> str:
+        return f"plugin `{self.name}` ({self})"
+
+
+def find_plugins() -> Mapping[str, list[PluginSource]]:
+    """Returns all plugins on `sys.path` by name. As in an import, the first copy of a distribution wins.
+
+    The result for a `sys.path` is cached, since a search takes 20 ms.
+    """
+    return _find_plugins(tuple(sys.path))
+
+
+@cache
+def _find_plugins(folders: tuple[str, ...]) -> Mapping[str, list[PluginSource]]:
+    plugins_by_name: dict[str, list[PluginSource]] = {}
+    dists: set[str] = set()
+    for dist in distributions(path=list(folders)):
+        try:
+            points = dist.entry_points.select(group=GROUP)
+            name = _canonical_name(dist.name) if points else ""
+        except (KeyError, OSError, TypeError, ValueError):
+            continue  # an unreadable plugin is reported as missing if a plan names it
+        if not points or name in dists:
+            continue
+        dists.add(name)
+        for point in points:
+            source = PluginSource(point.name, dist.name, dist.version, point.load, tuple(dist.requires or ()))
+            plugins_by_name.setdefault(point.name, []).append(source)
+    return plugins_by_name
+
+
+def _canonical_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def core_version() -> str:
+    """Returns the installed version of core, or "0" if core is not installed as a distribution."""
+    try:
+        return version(CORE_DIST)
+    except PackageNotFoundError:
+        return "0"
+
+
+def unmet_requirement(plugin: PluginSource) -> str | None:
+    """Returns the plugin's requirement on core if the installed core does not meet it, else None."""
+    if not plugin.requires or core_version() == "0":
+        return None
+    # This import takes 15 ms, and only third-party plugins need it.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for line in plugin.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        has_core = _canonical_name(requirement.name) == CORE_DIST
+        is_active = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if has_core and is_active and not requirement.specifier.contains(core_version(), prereleases=True):
+            return f"{CORE_DIST}{requirement.specifier}"
+    return None
+
+
+@dataclass(frozen=True)
+class Plugin(PluginSource):
+    """An imported and checked plugin. records: the records of all types, by name."""
+
+    records: Mapping[str, Record] = field(default_factory=dict)
+    hooks: Any = field(default=None, compare=False, repr=False)
+
+    def records_of(self, record_type: type[AnyRecord]) -> dict[str, AnyRecord]:
+        """Returns the records of the class `record_type` by their full names, such as "dp.bucketed"."""
+        records = self.records.items()
+        return {f"{self.name}.{name}": record for name, record in records if isinstance(record, record_type)}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """Calls `hook` and returns its result in a list, which is empty if the result is None; consumes generators.
@@ -88,21 +156,21 @@ class Loader:
 
     def __init__(self, plugins: Mapping[str, Any] | None = None) -> None:
         self._plugins = plugins
-        self._sources: Mapping[str, list[PluginSource]] | None = None
         self._loaded: dict[str, Plugin] = {}
 
     def names(self) -> list[str]:
         """Returns the names of all available plugins, core first, then sorted. Imports nothing."""
-        plugins = self._plugins if self._plugins is not None else self._installed()
+        plugins: Mapping[str, Any] = find_plugins() if self._plugins is None else self._plugins
         return [CORE, *sorted(set(plugins) - {CORE})]
 
     def sources(self, name: str) -> list[PluginSource]:
         """Returns the distributions that provide the plugin `name`. Imports nothing."""
-        if self._plugins is not None and name in self._plugins:
-            return [PluginSource(name, "given", "0", module=self._plugins[name])]
         if name == CORE:
-            return self._installed().get(CORE) or [PluginSource(CORE, CORE_DIST, core_version(), BUILT_IN)]
-        return [] if self._plugins is not None else self._installed().get(name, [])
+            return [PluginSource(CORE, CORE_DIST, core_version(), EntryPoint(CORE, "sley_core.plugin", GROUP).load)]
+        plugins = self._plugins
+        if plugins is None:
+            return find_plugins().get(name, [])
+        return [PluginSource(name, "given", "0", lambda: plugins[name])] if name in plugins else []
 
     def load(self, name: str) -> Plugin:
         """Returns the plugin `name`, which the first call imports and checks.
@@ -116,7 +184,7 @@ class Loader:
             if not sources:
                 raise self._missing_error(name)
             if len(sources) > 1:
-                dists = " and ".join(f"{source.dist} {source.version}" for source in sources)
+                dists = " and ".join(map(str, sources))
                 hint = f"uninstall one of them: `pip uninstall {sources[-1].dist}`"
                 raise PluginError("plugin-ambiguous", f"plugin `{name}` is provided by {dists}", hint=hint)
             source = sources[0]
@@ -125,38 +193,30 @@ class Loader:
                 message = f"{source.label} needs {needed}, but sley-core {core_version()} is installed"
                 hint = f"{UPDATE_CORE}, or install a version of {source.dist} that supports this core"
                 raise PluginError("plugin-incompatible", message, hint=hint)
-            hooks = load_hooks(import_plugin(source), source)
-            self._loaded[name] = Plugin(name, source.dist, source.version, collect_records(hooks, source), hooks)
+            hooks = load_hooks(source)
+            self._loaded[name] = Plugin(**vars(source), records=collect_records(hooks, source), hooks=hooks)
         return self._loaded[name]
 
-    def record(self, kind: RecordKind, name: str) -> Record:
+    def record(self, record_type: type[AnyRecord], name: str) -> AnyRecord:
         """Returns the record `plugin.record`. Raises PlanError "unknown-record", or the errors of `load`."""
-        plugin_name, _, record_name = name.partition(".")
-        plugin = self.load(plugin_name)
-        records = plugin.records.get(kind, {})
-        if record_name in records:
-            return records[record_name]
-        names = [f"{plugin_name}.{record}" for record in records]
-        hint = f"it has {', '.join(f'`{record}`' for record in names)}" if names else None
-        message = f"{plugin.label} has no {kind_name(kind)} `{record_name}`"
-        raise PlanError("unknown-record", message, hint=suggestion(name, names, hint))
-
-    def _installed(self) -> Mapping[str, list[PluginSource]]:
-        if self._sources is None:
-            self._sources = find_plugins()
-        return self._sources
+        plugin = self.load(name.partition(".")[0])
+        records = plugin.records_of(record_type)
+        if name in records:
+            return records[name]
+        hint = f"it has {', '.join(f'`{record}`' for record in records)}" if records else None
+        message = f"{plugin.label} has no {type_name(record_type)} `{name.partition('.')[2]}`"
+        raise PlanError("unknown-record", message, hint=suggestion(name, records, hint))
 
     def _missing_error(self, name: str) -> PluginError:
         """Returns the PluginError for a plugin that is not installed: "plugin-missing" for Sley's own, else
         "plugin-unknown".
         """
         if name in FIRST_PARTY:
-            message = f"plugin `{name}` is not installed"
-            return PluginError("plugin-missing", message, hint=install_hint(name))
+            return PluginError("plugin-missing", f"plugin `{name}` is not installed", hint=install_hint(name))
         installed = ", ".join(f"`{plugin}`" for plugin in self.names())
         hint = f"install its package, usually `sley-{name.replace('_', '-')}`; the installed plugins are {installed}"
-        message = f"there is no plugin `{name}`"
-        return PluginError("plugin-unknown", message, hint=suggestion(name, {*self.names(), *FIRST_PARTY}, hint))
+        choices = {*self.names(), *FIRST_PARTY}
+        return PluginError("plugin-unknown", f"there is no plugin `{name}`", hint=suggestion(name, choices, hint))
 
 
 HOOKS = frozenset(name for name in vars(hookspecs) if name.startswith("sley_"))
@@ -169,25 +229,20 @@ RECORD_HOOKS: dict[str, type[Record]] = {
 """The hooks that return records, with the class of the records."""
 
 
-def import_plugin(source: PluginSource) -> Any:
-    """Imports and returns the plugin's module. Raises PluginError "plugin-import", even if the module exits."""
-    if source.entry_point is None:
-        return source.module
+def load_hooks(source: PluginSource) -> Any:
+    """Imports a plugin, registers its hooks with pluggy and returns their callers.
+
+    Raises PluginError "plugin-import", even if the module exits, and "plugin-hook" for an unmarked or unknown hook, or for an
+    argument that the hook does not have.
+    """
     try:
-        return source.entry_point.load()
+        module = source.import_module()
     except (Exception, SystemExit) as error:
         hint = f"reinstall {source.dist}, or report this to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
             hint = f"install the package with `{error.name}`, or reinstall {source.dist}"
         message = f"{source.label} cannot be imported: {format_cause(error)}"
         raise PluginError("plugin-import", message, hint=hint) from error
-
-
-def load_hooks(module: Any, source: PluginSource) -> Any:
-    """Registers one plugin's hooks with pluggy and returns their callers.
-
-    Raises PluginError "plugin-hook" for an unmarked or unknown hook, or for an argument that the hook does not have.
-    """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for name in dir(module):
@@ -205,38 +260,35 @@ def load_hooks(module: Any, source: PluginSource) -> Any:
     return manager.hook
 
 
-def collect_records(hooks: Any, source: PluginSource) -> Mapping[RecordKind, Mapping[str, Record]]:
-    """Returns the plugin's records by kind and name.
+def collect_records(hooks: Any, source: PluginSource) -> Mapping[str, Record]:
+    """Returns the plugin's records by name.
 
     Raises PluginError "plugin-invalid" if a hook raises or returns anything except valid records of its class.
     """
-    records: dict[RecordKind, dict[str, Record]] = {kind: {} for kind in RECORDS}
-    for hook, types in RECORD_HOOKS.items():
+    records: dict[str, Record] = {}
+    for hook, record_type in RECORD_HOOKS.items():
         try:
             results = [record for hook_records in getattr(hooks, hook)() for record in hook_records]
         except Exception as error:
             raise PluginError("plugin-invalid", f"{source.label} failed in `{hook}`: {format_cause(error)}") from error
         for record in results:
-            kind = next((kind for kind, record_type in RECORDS.items() if isinstance(record, record_type)), None)
-            if kind is None or not isinstance(record, types):
-                fault: str | None = f"returns a {type(record).__name__}, not a {types.__name__}"
-            else:
-                fault = _find_record_fault(record, kind, records[kind])
-            if fault or kind is None:
+            if fault := _find_record_fault(record, record_type, records):
                 hint = f"report this to the authors of {source.dist}"
-                raise PluginError("plugin-invalid", f"{source.label}: `{hook}` {fault}", hint=hint)
-            records[kind][record.name] = record
+                raise PluginError("plugin-invalid", f"{source.label}: `{hook}` returns {fault}", hint=hint)
+            records[record.name] = record
     return records
 
 
-def _find_record_fault(record: Record, kind: RecordKind, previous_names: Iterable[str]) -> str | None:
-    """Describes why a record is invalid; returns None for a valid record."""
+def _find_record_fault(record: Any, record_type: type[Record], records: Mapping[str, Record]) -> str | None:
+    """Describes an invalid record; returns None for a valid one. records: the plugin's other records."""
+    if not isinstance(record, record_type):
+        return f"a {type(record).__name__}, not a {record_type.__name__}"
     if not record.name.isidentifier():
-        return f"returns a record whose name must consist of letters, digits and `_`, but is `{record.name}`"
-    if record.name in previous_names:
-        return f"returns two records with the name `{record.name}`"
-    base = BASES.get(kind, Table)
+        return f"a record whose name must consist of letters, digits and `_`, but is `{record.name}`"
+    if record.name in records:
+        return f"two records with the name `{record.name}`"
+    base = next((base for base_type, base in BASES.items() if isinstance(record, base_type)), Table)
     if not (isinstance(record.config, type) and issubclass(record.config, base)):
-        return f"returns `{record.name}` with a config that is not a subclass of {base.__name__}"
+        return f"`{record.name}` with a config that is not a subclass of {base.__name__}"
     reserved = [key for key in ("use", "factory") if key in record.config.model_fields]
-    return f"returns `{record.name}` with a config that has the reserved key `{reserved[0]}`" if reserved else None
+    return f"`{record.name}` with a config that has the reserved key `{reserved[0]}`" if reserved else None

@@ -16,7 +16,6 @@ import tomli
 import tomli_w
 
 from sley_core.errors import Diagnostic, KeyPath, PlanError, SleyError, format_path
-from sley_core.factory import call_factory, import_factory
 from sley_core.plan.document import Document, add_places, to_plain_data
 from sley_core.plan.kinds import COMPONENTS, ComponentTable
 from sley_core.plan.loader import Loader, Plugin
@@ -34,9 +33,8 @@ from sley_core.plan.tables import (
     RunTable,
     SetTable,
 )
-from sley_core.records import Record
-from sley_core.sizes import round_up
-from sley_core.table import RecordKind, Table, escape_path
+from sley_core.records import Record, call_factory, import_factory
+from sley_core.table import Table, escape_path
 from sley_core.topology import Topology
 
 
@@ -55,10 +53,6 @@ class Component:
     path: KeyPath
     document: Document = field(compare=False, repr=False)
     plugin: Plugin | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def kind(self) -> RecordKind:
-        return self.table.kind
 
     def load(self) -> Any:
         """Imports and returns the code that `build` calls. Raises the same errors as `build`."""
@@ -206,7 +200,7 @@ def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
     """Returns a hint with the closest world sizes that fit the layout, or with a `dp` that fits."""
     if sizes.dp != "auto" and "x wp" in message:
         unit = sizes.wp // gcd(sizes.wp, sizes.sp)
-        return f"use `dp = {round_up(sizes.dp, unit)}`; `wp` shards weights over the dp x sp ranks of a stage"
+        return f"use `dp = {-(-sizes.dp // unit) * unit}`; `wp` shards weights over the dp x sp ranks of a stage"
     if sizes.dp != "auto":
         fixed = sizes.pp * sizes.dp * sizes.sp
         ranks = "1 rank" if fixed == 1 else f"{fixed} ranks"

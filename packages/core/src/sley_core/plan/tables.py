@@ -26,14 +26,6 @@ RunName = Annotated[
 Seed = Annotated[int, Field(ge=0, lt=2**63), ValueDescription("an integer of at least 0")]
 
 
-MAX_SKIPS = 10
-"""The default number of consecutive steps that may be skipped."""
-
-
-def _default_max_skips(values: dict[str, Any]) -> int | None:
-    return MAX_SKIPS if values.get("on_nan") == "skip" else None
-
-
 class RunTable(Table):
     """The name, length, device and output of a run."""
 
@@ -70,8 +62,8 @@ class RunTable(Table):
     they set no time limit. Other signals have the system's effect.
     """
 
-    max_skips: PositiveInt | None = Field(default_factory=_default_max_skips)
-    """The number of consecutive steps that may be skipped before the run ends. Requires `on_nan = "skip"`; by default 10."""
+    max_skips: PositiveInt = 10
+    """The number of consecutive steps that may be skipped before the run ends, if `on_nan` is "skip"."""
 
     final_weights: Literal["working", "full", "none"] = "working"
     """The weights that the run writes into `weights/` at its end: in `precision.compute`, in full precision, or none."""
@@ -320,13 +312,6 @@ class CompileConfig(Table):
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the compiler, instead of a mode."""
-
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
-        """Raises ValueError if the table has a mode and options."""
-        if self.mode is not None and self.options:
-            raise ValueError("torch.compile takes either `mode` or `options`")
-        return self
 
 
 class ModelConfig(Table):

@@ -15,7 +15,7 @@ from sley_core.engine.agreement import Agreement
 from sley_core.engine.evaluation import Best
 from sley_core.engine.state_dict import extra_state, modules_with_extra_state
 from sley_core.engine.update import list_averages
-from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
 from sley_core.files import CHECKPOINTS, PLAN
 from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
 from sley_core.json_text import decode_value, encode_value
@@ -46,7 +46,6 @@ from sley_core.run_state.tensors import (
 )
 from sley_core.weight_files.read import WeightFiles, weight_files_error
 from sley_core.weight_files.write import DTYPES
-from sley_core.words import shorten_names
 
 if TYPE_CHECKING:
     from sley_core.data.feed import Feed
@@ -386,7 +385,7 @@ class NoCheckpointer(Checkpointer):
     def _load_default(self) -> Checkpointer:
         if self._default is None:
             loader = self._state.plan.loader
-            record = loader.record("checkpointers", CHECKPOINTER)
+            record = loader.record(CheckpointerRecord, CHECKPOINTER)
             build: Any = loader.load(CHECKPOINTER.partition(".")[0]).load_builder(record)
             self._default = build(None, self._state)
         return self._default
@@ -400,7 +399,7 @@ def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFile
     if plan is not None and plan.checkpoint is not None:
         record = plan.checkpoint.record
     else:
-        record = loader.record("checkpointers", CHECKPOINTER)
+        record = loader.record(CheckpointerRecord, CHECKPOINTER)
     assert isinstance(record, CheckpointerRecord), record
     if record.files is None:
         return None

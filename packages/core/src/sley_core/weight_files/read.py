@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from sley_core.errors import RunError
-from sley_core.words import shorten_names
+from sley_core.errors import RunError, shorten_names
 
 if TYPE_CHECKING:
     from torch import Tensor

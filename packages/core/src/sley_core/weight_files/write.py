@@ -18,14 +18,13 @@ from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from sley_core.errors import RunError, format_cause
 from sley_core.files import sync_names, write_atomically
-from sley_core.sizes import split_by_size
 from sley_core.weight_files.read import INDEX, SINGLE, TensorReader
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ DTYPES = {
     torch.bool: "BOOL",
 } | {whole: f"I{8 * whole.itemsize}" for whole in (torch.int64, torch.int32, torch.int16, torch.int8)}
 
+Item = TypeVar("Item")
+
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
@@ -69,6 +70,20 @@ class Spec(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * _BYTES[self.dtype]
+
+
+def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
+    """Splits `items`, in their order, into parts with a total size of at most `cap`. A larger item is a part by itself."""
+    parts: list[list[Item]] = []
+    remaining = -1.0
+    for item in items:
+        size = size_of(item)
+        if not parts or size > remaining:
+            parts.append([])
+            remaining = cap
+        parts[-1].append(item)
+        remaining -= size
+    return parts
 
 
 def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

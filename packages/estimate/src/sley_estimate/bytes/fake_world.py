@@ -34,6 +34,7 @@ from sley_core.model.layers import Layer, parameter_like
 from sley_core.model.tensors import referenced_tensors
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
+from sley_core.records import import_object
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.trace import replace_tensors
 from sley_estimate.layers.variants import module_signature
@@ -284,7 +285,7 @@ class StepSimulation(Simulation):
         """
         records = installed_transports() if cross_memory and self._device_type == "cpu" else ()
         load_scratch = records[0].scratch if records else None
-        scratch: Callable[[Tensor], object] = records[0].load(load_scratch) if load_scratch else lambda tensor: None
+        scratch: Callable[[Tensor], object] = import_object(load_scratch) if load_scratch else lambda tensor: None
         is_direct = self._device_type == "cpu" and not records
         return {
             name: FakeTransport(

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sley_core.assemble import keep_freed_memory
 from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import Work
 from sley_core.comm.world import World
 from sley_core.plan.plan import Plan
-from sley_core.process import keep_freed_memory
 from sley_core.topology import GATHER, REDUCE, Topology
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import measure_device, measure_host

@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import ValidationError
 
+from sley_core import records
 from sley_core.errors import PluginError, UsageError
 from sley_core.plan.plan import Component, Plan
-from sley_core.records import GradientHandlerRecord, Record, ScheduleRecord
-from sley_core.table import RecordKind
 from sley_estimate.hookspecs import NO_HINT, plugin_hints, record_hint
 from sley_estimate.layers.variants import replace_tables
 
@@ -37,7 +36,7 @@ class Choice:
 
     name: str
     options: Mapping[str, Any]
-    record: Record | None = field(default=None, compare=False, repr=False)
+    record: records.Record | None = field(default=None, compare=False, repr=False)
     config: Any = field(default=None, compare=False, repr=False)
     copies: bool = field(default=False, compare=False, repr=False)
 
@@ -80,11 +79,10 @@ def list_choices(plan: Plan) -> Choices:
         except PluginError as error:
             skipped.append(f"{name}: {error.diagnostics[0].message}")
 
-    def installed_choices(record_kind: RecordKind) -> list[Choice]:
+    def installed_choices(record_type: type[records.Record]) -> list[Choice]:
         choices = []
         for plugin, hints in plugins:
-            for key, record in plugin.records.get(record_kind, {}).items():
-                name = f"{plugin.name}.{key}"
+            for name, record in plugin.records_of(record_type).items():
                 hint = hints.get(name, NO_HINT)
                 for options in hint.variants:
                     try:
@@ -95,13 +93,13 @@ def list_choices(plan: Plan) -> Choices:
         return choices
 
     def is_reducer(record: object) -> bool:
-        return isinstance(record, GradientHandlerRecord) and record.role == "reducer"
+        return isinstance(record, records.GradientHandlerRecord) and record.role == "reducer"
 
-    def plan_choice_first(component: Component | None, record_kind: RecordKind) -> tuple[Choice, ...]:
+    def plan_choice_first(component: Component | None, record_type: type[records.Record]) -> tuple[Choice, ...]:
         alternatives = [
             choice
-            for choice in installed_choices(record_kind)
-            if record_kind != "gradient_handlers" or is_reducer(choice.record)
+            for choice in installed_choices(record_type)
+            if record_type is not records.GradientHandlerRecord or is_reducer(choice.record)
         ]
         if component is None:
             return tuple(alternatives)
@@ -111,13 +109,14 @@ def list_choices(plan: Plan) -> Choices:
         )
 
     return Choices(
-        plan_choice_first(plan.pipeline, "schedules"),
-        plan_choice_first(plan.activations, "activation_policies"),
+        plan_choice_first(plan.pipeline, records.ScheduleRecord),
+        plan_choice_first(plan.activations, records.ActivationPolicyRecord),
         plan_choice_first(
-            next((choice for choice in plan.gradient_handlers if is_reducer(choice.record)), None), "gradient_handlers"
+            next((choice for choice in plan.gradient_handlers if is_reducer(choice.record)), None),
+            records.GradientHandlerRecord,
         ),
-        plan_choice_first(plan.weights, "weight_communicators"),
-        plan_choice_first(plan.sequence, "sequence_attentions"),
+        plan_choice_first(plan.weights, records.WeightCommunicatorRecord),
+        plan_choice_first(plan.sequence, records.SequenceAttentionRecord),
         tuple(skipped),
     )
 
@@ -165,11 +164,11 @@ class Layout(NamedTuple):
         # The reducer, the schedule's tie handler, and the plan's remaining handlers.
         handlers = [self.reducer.table] if self.reducer else []
         record = schedule.record if schedule else None
-        handlers += [{"use": record.ties}] if isinstance(record, ScheduleRecord) and record.ties else []
+        handlers += [{"use": record.ties}] if isinstance(record, records.ScheduleRecord) and record.ties else []
         handlers += [
             table
             for component, table in zip(plan.gradient_handlers, written.get("gradient_handlers", ()), strict=False)
-            if not (isinstance(component.record, GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
+            if not (isinstance(component.record, records.GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
         ]
         tables: dict[str, Any] = {
             "parallel": {**(written.get("parallel") or {}), **sizes},
