@@ -130,8 +130,8 @@ def read_rows(path: Path) -> list[GPTRow]:
 
 
 @cache
-def works(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerWork, LayerWork, LayerWork]:
-    """Returns the work of embedding, block and head at this shape, each traced once on meta."""
+def works(hidden: int, heads: int, sequence: int, micro_batch: int) -> list[tuple[LayerWork, int]]:
+    """Returns the work of embedding, block and head at this shape, each traced once on meta, with their parameters."""
     shape = micro_batch, sequence
     fields = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "positions", "labels")}
     with torch.device("meta"):
@@ -142,8 +142,8 @@ def works(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[Lay
         layer = Layer(name, module, ("tokens", "positions") if name == "embedding" else ())
         loss = TokenLoss() if name == "head" else None
         work, value = trace_layer(layer, value, fields, policy, loss, torch.float16, torch.float16)
-        found.append(work)
-    return found[0], found[1], found[2]
+        found.append((work, sum(parameter.numel() for parameter in module.parameters())))
+    return found
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,17 @@ def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
     @cache
     def seconds(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerSeconds, ...]:
         found = works(hidden, heads, sequence, micro_batch)
-        return tuple(LayerSeconds.from_operators(work, machine.device) for work in found)
+        return tuple(LayerSeconds.from_operators(work, machine.device) for work, _ in found)
 
     def predict(row: GPTRow) -> float:
         shape = row.hidden, row.heads, row.sequence, row.micro_batch
         embedding, block, head = seconds(*shape)
-        first, middle, last = works(*shape)
+        (_, first), (middle, size), (_, last) = works(*shape)
         parts = [[block] * (row.layers // row.pp) for _ in range(row.pp)]
-        numbers = [middle.num_parameters * len(part) for part in parts]
+        numbers = [size * len(part) for part in parts]
         parts[0], parts[-1] = [embedding, *parts[0]], [*parts[-1], head]
-        numbers[0] += first.num_parameters
-        numbers[-1] += last.num_parameters if row.pp > 1 else 0  # head and embedding are one weight
+        numbers[0] += first
+        numbers[-1] += last if row.pp > 1 else 0  # head and embedding are one weight
         ranks = [range(stage * row.dp, (stage + 1) * row.dp) for stage in range(row.pp)]
         sums = [collective_cost("sum", 2 * number, group, machine.links) for number, group in zip(numbers, ranks, strict=True)]
         between = [

@@ -22,7 +22,7 @@ from sley_core.comm.progress import BEGINNING, BETWEEN, begin_turn
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_doctor.work_recorder import WorkRecorder
+from sley_doctor.work_record import WorkRecorder
 
 CALLS, REPEATS = 2000, 9
 TARGET = 0.005

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from acting_model import doing
 
 from sley_doctor.fault_report import DoctorRecorder, FaultReport, read_reports, write_report
 from sley_doctor.verdict import Verdict, find_verdict
@@ -23,7 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 
 Start = Callable[..., Any]
 Cli = Callable[..., Any]
-Own = Callable[[str], Path]
 
 OWN = Path(__file__).parent / "own"
 LIMIT_S = 10.0
@@ -111,27 +107,6 @@ def test_doctor_names_a_fault(start: Start, cli: Cli, folder: Path, fault: Fault
     assert (attempt["kind"], attempt["ranks"], attempt["attempt"]) == (verdict.kind, [*verdict.ranks], 0)
     assert fault.event != "action" or fault.type == "killed" or verdict.step == 3
     assert fault.type != "stopped" or verdict.exchanges, "the peers wait in an exchange"
-
-
-HANGS_IN_STEP_3 = """
-    from pathlib import Path
-    if self.calls == 5 and rank == 1:
-        Path("hangs").touch()
-        time.sleep(3600)
-"""
-
-
-def test_a_terminated_run_that_hangs_is_reported(start: Start, own_model: Own, cli: Cli, folder: Path) -> None:
-    options = ("--set", "limits.collective_timeout_s=600", "--set", "run.final_weights=none")  # a run that saves has more time
-    program = start("run", own_model(doing(HANGS_IN_STEP_3, TERMINATED_S=1.0)), *options)
-    program.wait_for("step 2/")
-    while not (folder / "hangs").exists():
-        time.sleep(0.05)
-    os.kill(program.process.pid, signal.SIGTERM)
-    assert program.finish(60).code == 143
-    output = cli("doctor", "runs/small").out
-    assert "cause     rank 1 did not reach the others: it was at " in output
-    assert "rank 0 waited for it in the " in output
 
 
 def test_the_next_run_replaces_old_reports(cli: Cli, plan: Path, folder: Path) -> None:

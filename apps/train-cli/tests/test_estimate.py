@@ -31,11 +31,11 @@ def test_stages_have_their_parts_and_are_compared_with_the_memory(cli: Cli, plan
     assert result.code == 0, result.err
     assert result.out.startswith("stage 0 (ranks 0 to 1): ")
     assert "    optimizer states " in result.out
-    assert "on stage 0, which fits in 1.00 GiB " in result.out
+    assert "on stage 0, which fits in 1.0 GiB " in result.out
     assert UNCOMPILED in result.out
     assert sorted(plan.parent.iterdir()) == files
     result = cli("estimate", plan, "--memory", "20000B")
-    assert (result.code, "exceeds 19.53 KiB by " in result.out) == (1, True)
+    assert (result.code, "exceeds 20 KiB by " in result.out) == (1, True)
 
 
 def test_seconds_are_those_of_the_hosts_in_the_options(cli: Cli, plan: Path) -> None:

@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes import stages
-from sley_estimate.bytes.rank import RankBytes, fake_run, rank_bytes
-from sley_estimate.bytes.stages import build_first_draft, can_fork, run_calls, stage_bytes, stage_work_keys
+from sley_estimate.bytes import rank as steps
+from sley_estimate.bytes.rank import (
+    RankBytes,
+    build_first_draft,
+    can_fork,
+    fake_run,
+    rank_bytes,
+    run_calls,
+    stage_bytes,
+    stage_work_keys,
+)
 from sley_estimate.step.estimate import record_stages
 from sley_estimate.step.record import RankRecord
 from sley_testing.live_bytes import RealBytes, real_bytes
@@ -267,7 +275,7 @@ def record_ranks(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
 
 def estimate_in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
     assert can_fork()
-    with patch.object(stages, "_run_forked", wraps=stages._run_forked) as spy:
+    with patch.object(steps, "_run_forked", wraps=steps._run_forked) as spy:
         plan = plan_from_dict(tables, folder)
         estimates = stage_bytes(plan, plan.world_size(), cores=2), record_ranks(tables, folder, 2)
     assert spy.call_count >= 4, "no process was forked"

@@ -16,6 +16,7 @@ from acting_model import FIRST_LINE, doing
 
 from sley_core.metrics.jsonl import read_rows
 from sley_core.weight_files.read import WeightFiles
+from sley_doctor.fault_report import read_reports
 from train_cli import rank
 
 pytestmark = pytest.mark.timeout(180)
@@ -109,6 +110,8 @@ def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_mod
     assert "error[rank-hung]: rank 1 of 3 did not respond: it is stopped" in line
     assert f"rank 2 of 3 did not respond: it was at {folder / 'own.py'}:{FIRST_LINE}" in line
     assert "rank 0 waited for it: " in line
+    (attempt,) = read_reports(folder / "runs" / "small")
+    assert {report.rank: report.kind for report in attempt.ranks}[2] == "stuck"
 
 
 def test_torchrun_names_the_rank_that_failed_first(start: Start, own_model: Own) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 SLOW_S = 0.02
 """Much longer than the wake-up delay of a busy core."""
 PLAN: Tables = {
-    "run": {"name": "measured", "steps": 3, "device": "cpu"},
+    "run": {"name": "measured", "steps": 2, "device": "cpu"},
     "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
     "data": {"factory": "dozing:Samples"},
     "loss": {"factory": "dozing:SumOfSquares"},

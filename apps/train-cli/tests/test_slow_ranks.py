@@ -132,7 +132,7 @@ LAYOUTS = {
 PIPELINES = frozenset({"pp 2", "pp 2 x dp 2"})
 """The layouts with two stages, of two blocks each."""
 
-STEPS = 40
+STEPS = 32
 KINDS = ("data", "forward", "backward", "optimizer")
 
 LOCATIONS = {"data": "data", "forward": "F0", "backward": "B0", "optimizer": "update"}

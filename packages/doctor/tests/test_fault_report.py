@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_or_hangs_is_not_in_the_way(tmp_path: An
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-LIMIT_S = 2.0
+LIMIT_S = 1.0
 
 
 def diverge(folder: Any) -> str:
@@ -133,7 +133,7 @@ def diverge(folder: Any) -> str:
         for name in ("one", "two"):
             groups["all"].all_reduce(torch.ones(2), label=name).wait()
         if rank == 1:
-            time.sleep(LIMIT_S + 1.5)
+            time.sleep(LIMIT_S + 1.0)
             return ""
         groups.progress.step_progress.begin(4)
         groups.progress.step_progress.begin_entry("B0.1")

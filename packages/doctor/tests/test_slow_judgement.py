@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from sley_doctor import work_recorder
 from sley_doctor.slow_ranks import (
     MAX_BLOCKS,
     Cause,
@@ -23,8 +22,7 @@ from sley_doctor.slow_ranks import (
     judge,
     remedy,
 )
-from sley_doctor.work_record import DATA, DEVICE, UPDATE, Spread, Start, Window, WorkRecord, format_line, read_records
-from sley_doctor.work_recorder import WorkFile
+from sley_doctor.work_record import Location, Spread, Start, Window, WorkFile, WorkRecord, format_line, read_records
 from train_cli.run_folder import WORK
 
 
@@ -57,7 +55,7 @@ def records(*works: Mapping[str, float], stages: Sequence[int] = (), num_windows
     ]
 
 
-USUAL = {DATA: 0.0001, "F0": 0.02, "B0": 0.04, UPDATE: 0.005}
+USUAL = {Location.DATA: 0.0001, "F0": 0.02, "B0": 0.04, Location.UPDATE: 0.005}
 
 
 def only(causes: tuple[Cause, ...]) -> Cause:
@@ -65,7 +63,7 @@ def only(causes: tuple[Cause, ...]) -> Cause:
     return cause
 
 
-@pytest.mark.parametrize("location", [DATA, "F0", "B0", UPDATE])
+@pytest.mark.parametrize("location", [Location.DATA, "F0", "B0", Location.UPDATE])
 @pytest.mark.parametrize("slow", [0, 2])
 def test_the_rank_that_works_longer_is_named_with_its_location(location: str, slow: int) -> None:
     works = [{**USUAL, location: USUAL[location] + 0.06 * (rank == slow)} for rank in range(3)]
@@ -129,17 +127,19 @@ def test_a_slow_replica_of_one_stage_is_named_and_not_the_stage_that_waits_for_i
 
 
 def test_a_late_host_is_named_if_other_hosts_wait_for_it() -> None:
-    judgement = judge(records({**USUAL, DEVICE: 0.004}, {**USUAL, DATA: 0.1, DEVICE: 0.004}, device="cuda"))
-    assert (only(judgement.causes).ranks, only(judgement.causes).location) == ((1,), DATA)
+    judgement = judge(
+        records({**USUAL, Location.DEVICE: 0.004}, {**USUAL, Location.DATA: 0.1, Location.DEVICE: 0.004}, device="cuda")
+    )
+    assert (only(judgement.causes).ranks, only(judgement.causes).location) == ((1,), Location.DATA)
     assert "waits 102 ms for other ranks and 4 ms for its device" in next(iter(describe_work(judgement)))
 
 
 def test_a_host_that_waits_for_its_device_is_not_named() -> None:
-    assert not judge(records({"F0": 0.02, DEVICE: 0.02}, {"F0": 0.08, DEVICE: 0.02}, device="cuda")).causes
+    assert not judge(records({"F0": 0.02, Location.DEVICE: 0.02}, {"F0": 0.08, Location.DEVICE: 0.02}, device="cuda")).causes
 
 
 def test_a_wait_of_every_rank_for_data_is_named() -> None:
-    cause = only(judge(records({**USUAL, DATA: 0.1}, {**USUAL, DATA: 0.1})).causes)
+    cause = only(judge(records({**USUAL, Location.DATA: 0.1}, {**USUAL, Location.DATA: 0.1})).causes)
     assert (cause.kind, cause.ranks) == ("data", (0, 1))
     assert describe_cause(cause).startswith("every rank waits for its data, 100 ms in a step of")
 
@@ -168,7 +168,6 @@ def write_record(record: WorkRecord, folder: Path) -> Path:
     file = WorkFile(path, record.start, notes)
     for entry in record.windows:
         file.add(format_line(entry))
-    file.close()
     assert notes == []
     return path
 
@@ -181,14 +180,6 @@ def test_a_partly_written_line_is_skipped(tmp_path: Path) -> None:
     restarted = WorkRecord(replace(record.start, host="there", time=2.0), record.windows[5:])
     write_record(restarted, tmp_path)
     assert read_records(tmp_path) == [restarted]
-
-
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = work_recorder.os.write
-    monkeypatch.setattr(work_recorder.os, "write", lambda file, data: write(file, data[:100]))
-    (record,) = records(USUAL, num_windows=2)
-    write_record(record, tmp_path)
-    assert read_records(tmp_path) == [record]
 
 
 def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:

@@ -13,17 +13,15 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeTransport
-from sley_estimate.bytes.ledger import Ledger, StepPosition
+from sley_estimate.bytes.ledger import Ledger
 from sley_estimate.bytes.rank import rank_bytes
 from sley_testing.live_bytes import real_bytes
 from sley_testing.plans import changed, small_plan
 
-NOWHERE = StepPosition(1, "F0.0", "")
-
 
 @pytest.fixture
 def ledger() -> Ledger:
-    return Ledger(lambda: NOWHERE)
+    return Ledger()
 
 
 def test_aliases_count_once(ledger):
@@ -73,7 +71,7 @@ def test_addresses_do_not_overlap(ledger):
 
 
 def allocations(*, has_cache: bool) -> list[tuple[int, int, int | None]]:
-    ledger = Ledger(lambda: NOWHERE)
+    ledger = Ledger()
     tensors = FakeTensors(ledger, is_cached=has_cache)
     with tensors:
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
@@ -151,41 +149,26 @@ def test_layer_that_reads_values_is_reported(texts, own_layers):
     assert caught.value.diagnostics[0].code == "estimate-layer"
 
 
-def make_transport() -> tuple[FakeTransport, Members, list[int]]:
-    """Returns a transport of two ranks, its members, and a list that receives the elements of its scratch memory."""
+def test_sum_is_computed_once_at_its_wait_or_in_a_later_entry() -> None:
+    """The exchange stays pending until its wait."""
     members, allocated = Members("dp", (0, 1), 0), list[int]()
 
     def scratch(tensor: Tensor) -> None:
         allocated.append(tensor.numel())
 
-    return FakeTransport(members, "reduce", lambda *_: do_nothing, lambda rows: 0, scratch), members, allocated
-
-
-def test_sum_is_computed_once_at_its_wait() -> None:
-    transport, _, allocated = make_transport()
-    works = [
-        transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two"),
-        transport.all_reduce(torch.ones(7), label="one"),
-    ]
-    for work in works:
-        assert not work.is_completed()
+    transport = FakeTransport(members, "reduce", lambda *_: do_nothing, lambda rows: 0, scratch)
+    first = transport.reduce_scatter([torch.ones(4, 3), torch.ones(2)], [], label="two")
+    second = transport.all_reduce(torch.ones(7), label="one")
+    assert not first.is_completed()
+    assert not second.is_completed()
     assert not allocated
-    for work in works[::-1]:
+    second.wait()
+    assert allocated == [4]
+    members.progress.step_progress.begin_entry("B0.1")
+    assert not first.is_completed()
+    assert allocated == [4, 6, 1]
+    for work in (first, second):
         work.wait()
         assert work.is_completed()
         work.wait_sent()
     assert allocated == [4, 6, 1]
-
-
-def test_sum_is_computed_at_test_in_a_later_entry() -> None:
-    """The exchange stays pending until its wait."""
-    transport, members, allocated = make_transport()
-    work = transport.reduce_scatter([torch.ones(4, 3)], [], label="one")
-    assert not work.is_completed()
-    assert not allocated
-    members.progress.step_progress.begin_entry("B0.1")
-    assert not work.is_completed()
-    assert allocated == [6]
-    work.wait()
-    assert work.is_completed()
-    assert allocated == [6]

@@ -73,7 +73,7 @@ def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
     assert tables[1]["output_bytes"] == 2 * 24 * 16 * 8
 
 
-@pytest.mark.parametrize("order", range(5))
+@pytest.mark.parametrize("order", range(3))
 def test_host_optimizer_waits_for_its_copies(order: int) -> None:
     """Gradients arrive before their step, and each bucket returns as it was rounded."""
     device = DrawnDevice(order=order)
@@ -88,9 +88,6 @@ def test_host_optimizer_waits_for_its_copies(order: int) -> None:
         assert parameter.detach().unique().numel() == 1
         assert float(parameter.detach()[0]) < first_values[0]
     assert bench.device_weights.equal(bench.parameters[-1].detach().bfloat16())
-
-
-def test_host_bandwidth_is_plausible() -> None:
     with short_calibration():
         assert 1e6 < measure_host_bandwidth(DrawnDevice()) < 1e13
 

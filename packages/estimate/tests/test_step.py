@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.fake_world import FakeCopies
-from sley_estimate.bytes.ledger import Ledger, StepPosition
-from sley_estimate.bytes.stages import build_first_draft
+from sley_estimate.bytes.fake_world import FakeDevice
+from sley_estimate.bytes.ledger import Ledger
+from sley_estimate.bytes.rank import build_first_draft
 from sley_estimate.calibrate import engine
 from sley_estimate.calibrate.device import measure_host
 from sley_estimate.calibrate.engine import MICRO_BATCH_COUNTS, WEIGHT_COUNTS, measure_engine, solve_engine_table
@@ -41,64 +42,34 @@ from sley_estimate.step.links import (
     slowest_cost,
     slowest_message_cost,
 )
-from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, ProgramSimulator, StepTime
 from sley_estimate.testing import plain_step, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import random_action_lists
 
-LAYER = LayerSeconds(forward=1.0, backward=2.0, input_gradient=1.0, weight_gradient=1.0)
-
-
-def one_f_one_b(stages, micros):
-    lists = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, micros)
-        kinds = "F" * ahead + "FB" * (micros - ahead) + "B" * ahead
-        seen = {"F": 0, "B": 0}
-        actions = []
-        for kind in kinds:
-            actions.append(Action(Kind(kind), 0, seen[kind]))
-            seen[kind] += 1
-        lists.append(actions)
-    return lists
-
-
-def step(stages, micros, messages=None):
-    placement = loop(stages)
-    lists = lower(one_f_one_b(stages, micros), placement, micros)
-    return plain_step(lists, placement, [[LAYER]] * stages, messages or [NOTHING] * (stages - 1))
-
-
-@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 1), (2, 4), (4, 4), (4, 16), (8, 3)])
-def test_the_bubble_of_1f1b_is_that_of_the_formula(stages, micros):
-    found = step(stages, micros)
-    assert found.seconds == pytest.approx(3 * (micros + stages - 1))
-    for stage in range(stages):
-        assert found.timeline.idle_share(stage) == pytest.approx((stages - 1) / (micros + stages - 1))
-
 
 @pytest.mark.parametrize("seed", range(6))
-def test_without_shared_links_it_is_the_simulation_of_actions(seed):
-    """Messages of a pair of stages in one direction, as `simulate` knows them; drawn lists, drawn costs."""
+def test_a_step_without_shared_links_equals_the_simulation_of_actions(seed):
+    """The lists are random. Each pair of stages has one message at a time in one direction, as in `simulate`."""
     rng = random.Random(seed)
     placement, micros = loop(rng.randint(2, 4), rng.randint(1, 2)), rng.randint(1, 6)
     lowered = lower(random_action_lists(placement, micros, rng), placement, micros)
     even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
-    simulated = simulate(lowered, placement, even)
-    parts = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
-    found = plain_step(lowered, placement, parts, [NOTHING] * (placement.num_positions - 1))
-    assert found.timeline.spans == simulated.timeline.spans
+    layers = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
+    step = plain_step(lowered, placement, layers, [NOTHING] * (placement.num_positions - 1))
+    assert step.timeline.spans == simulate(lowered, placement, even).timeline.spans
 
 
 def test_a_message_delays_the_stage_that_needs_it():
-    found = step(2, 1, messages=[Cost(0.25, 0.5)])
-    assert found.seconds == pytest.approx(6 + 2 * 0.75)
-    assert found.exposed_s(0) == {"down": pytest.approx(0.75 + 3.0 + 0.75)}
+    actions = [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]
+    lists = lower([actions, actions], loop(2), 1)
+    step = plain_step(lists, loop(2), [[LayerSeconds(1.0, 2.0)]] * 2, [Cost(0.25, 0.5)])
+    assert step.seconds == pytest.approx(6 + 2 * 0.75)
+    assert step.exposed_s(0) == {"down": pytest.approx(0.75 + 3.0 + 0.75)}
 
 
-def exchange(key, rank, links, work=2.0, latency=0.0):
-    return Exchange(key, f"lane {key}", (rank,), latency, work, links=links)
+def exchange(key, rank, links):
+    return Exchange(key, f"lane {key}", (rank,), 0.0, 2.0, links=links)
 
 
 def run(*programs):
@@ -138,6 +109,7 @@ def test_a_program_that_waits_for_nobody_is_refused_by_name():
         run([Begin(lone), Await("x")], [Compute(1.0)])
 
 
+CPU = torch.device("cpu")
 ENGINE = {"step_s": 1e-6, "parameter_s": 1e-8, "micro_s": 1e-7, "gradient_s": 1e-8}
 NARROW = LayerSeconds(1.0, 2.0, 1.0, 1.0, host_forward=2.0, host_backward=3.0)
 WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
@@ -215,78 +187,65 @@ def test_four_kinds_of_steps_tell_the_four_figures_of_the_engine() -> None:
         for micros in MICRO_BATCH_COUNTS
     }
     assert solve_engine_table(seconds).model_dump() == pytest.approx(ENGINE)
-    assert EngineTable(**ENGINE).seconds(WEIGHT_COUNTS[0], MICRO_BATCH_COUNTS[1]) == pytest.approx(
-        seconds[WEIGHT_COUNTS[0], MICRO_BATCH_COUNTS[1]]
-    )
+    assert all(known.seconds(*counts) == pytest.approx(seconds[counts]) for counts in seconds)
     flat = solve_engine_table(dict.fromkeys(seconds, 1.0))
     assert flat.model_dump() == pytest.approx({"step_s": 1.0, "parameter_s": 0.0, "micro_s": 0.0, "gradient_s": 0.0})
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_the_engine_is_timed_by_runs_of_it(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the figures say what the engine takes there; no machine file of one has them."""
+def test_the_engine_is_timed_by_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are those of a CPU, whose machine files do not have them."""
     monkeypatch.setattr(engine, "NUM_TURNS", 2)
-    plan = plan_from_dict(small_plan(precision={"compute": compute}))
     with World.alone("cpu") as world:
-        found = measure_engine(world.device, plan)
-    assert found.keys() == ENGINE.keys()
-    assert all(0.0 <= value < 1.0 and math.isfinite(value) for value in found.values())
-    many, few = (EngineTable(**found).seconds(count, 1) for count in (1000, 10))
+        table = measure_engine(world.device, plan_from_dict(small_plan(precision={"compute": "bf16"})))
+    assert table.keys() == ENGINE.keys()
+    assert all(0.0 <= value < 1.0 and math.isfinite(value) for value in table.values())
+    many, few = (EngineTable(**table).seconds(count, 1) for count in (1000, 10))
     assert many > 2 * few > 0, "each weight takes its time"
 
 
-class Heard:
+class CopyRecording:
+    """Records the copies and the waits of a fake device."""
+
     def __init__(self):
         self.events = []
+        self.numbers = count()
 
-    def on_copy(self, kind, stream, num_bytes, after):
-        self.events.append((kind, stream, num_bytes, after))
-        return len([word for word in self.events if len(word) == 4]) - 1
+    def on_copy(self, direction, stream, num_bytes, previous):
+        self.events.append((direction, stream, num_bytes, previous))
+        return next(self.numbers)
 
     def on_wait(self, number):
         self.events.append(("awaited", number))
 
 
-@pytest.fixture
-def fake():
-    tensors = FakeTensors(Ledger(lambda: StepPosition(1, "", "")))
+def test_a_copy_that_runs_ahead_is_awaited_with_all_before_it_on_its_stream() -> None:
+    tensors, recording = FakeTensors(Ledger()), CopyRecording()
+    with tensors.patch_torch(), tensors:
+        device = FakeDevice(CPU, tensors=tensors, recording=recording, runs_ahead=True)
+        copy_in_turns(device, torch.empty(4).view(torch.uint8), device.host_memory(16).data)
+    assert recording.events == [
+        ("to_host", 0, 16, None),
+        ("to_host", 0, 16, None),
+        ("to_host", 0, 16, None),
+        ("to_device", 1, 16, 2),
+        *(("awaited", number) for number in range(4)),
+    ]
 
-    def made(*, runs_ahead):
-        copies = FakeCopies(tensors, runs_ahead=runs_ahead)
-        copies.listener = Heard()
-        with tensors:
-            device = torch.empty(4)
-        return copies, device.view(torch.uint8), copies.memory(16).data
 
-    with tensors.patch_torch():
-        yield made
-
-
-def test_a_copy_that_runs_ahead_is_awaited_with_all_before_it_on_its_stream(fake) -> None:
-    copies, device, host = fake(runs_ahead=True)
-    out, into = copies.stream(), copies.stream()
-    out.copy(host, device)
+def copy_in_turns(device: FakeDevice, target: torch.Tensor, host: torch.Tensor) -> None:
+    out, into = device.copy_stream(), device.copy_stream()
+    out.copy(host, target)
     first = out.record()
-    out.copy(host, device)
-    out.copy(host, device)
+    out.copy(host, target)
+    out.copy(host, target)
     into.wait_for(out.record())
-    into.copy(device, host)
+    into.copy(target, host)
     assert not first.is_done()
     out.record().hold_device()
     assert first.is_done()
     first.wait()
     assert not into.record().is_done()
     into.record().wait()
-    assert copies.listener.events == [
-        ("to_host", 0, 16, None),
-        ("to_host", 0, 16, None),
-        ("to_host", 0, 16, None),
-        ("to_device", 1, 16, 2),
-        ("awaited", 0),
-        ("awaited", 1),
-        ("awaited", 2),
-        ("awaited", 3),
-    ]
 
 
 def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
@@ -299,17 +258,6 @@ def test_an_exchange_waits_for_the_one_that_it_comes_after() -> None:
     late = ProgramSimulator([[Begin(out), Await("out"), Begin(into), Await("in")]])
     late.run()
     assert late.ends_s == [5.0]
-
-
-def test_copies_of_a_longer_step_follow_and_are_awaited_as_in_the_one_that_was_recorded() -> None:
-    work = ComputeEvent((Operator("mm", 8),))
-
-    out = BeginEvent("to_host", HOST, "0", 16)
-    back = BeginEvent("to_device", HOST, "1", 16, after=ExchangeReference(out.queue, 1))
-    events = (work, out, back, WaitEvent(ExchangeReference(back.queue, 1)))
-    step = RecordedStep((), [(Action(Kind.FORWARD, 0, micro), events) for micro in range(2)], ())
-    longer = expand_step(step, [Action(Kind.FORWARD, 0, micro) for micro in range(5)])
-    assert longer.events == [*events] * 5
 
 
 def test_a_copy_takes_its_latency_and_its_bytes_at_the_rate_of_its_direction() -> None:
@@ -330,7 +278,7 @@ def test_a_cpu_without_a_table_copies_at_its_bandwidth_and_a_gpu_is_refused() ->
 
 
 def test_copies_are_measured_on_this_machine_and_make_a_table() -> None:
-    table = measure_host(Device(torch.device("cpu")))
+    table = measure_host(Device(CPU))
     assert set(table) == {"to_host", "to_device", "latency_s"}
     assert machine_from_dict(small_machine(device__kind="cpu", host=table)).host is not None
     assert 1e8 < table["to_device"] < 1e12
@@ -386,9 +334,11 @@ def test_swaps_go_to_each_peer_directly() -> None:
 
 
 def test_a_kind_of_exchange_may_have_figures_of_its_own() -> None:
-    own = links(sum={"latency_s": 0.0, "bandwidth": 5e8}, send={"latency_s": 0.5, "bandwidth": 1e9})
+    gather = {"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0}
+    own = links(sum={"latency_s": 0.0, "bandwidth": 5e8}, send={"latency_s": 0.5, "bandwidth": 1e9}, gather=gather)
     assert collective_cost("sum", 4 * MB, range(4), own) == pytest.approx((0.0, 2 * 3 / 4 * 8e-3, 0.0))
-    assert collective_cost("gather", 4 * MB, range(4), own).latency_s == pytest.approx(3e-5)
+    assert collective_cost("gather", 4 * MB, range(4), own).work_s == 0.0
+    assert collective_cost("reduce", 4 * MB, range(4), own) == pytest.approx((3e-5, 3e-3, 0.0))
     assert message_cost(MB, 0, 1, own).latency_s == 0.5
 
 
@@ -406,12 +356,6 @@ def test_what_does_not_overlap_is_work_of_who_waits(cost) -> None:
     whole, half, none = (cost(links(overlap=overlap)) for overlap in (1.0, 0.5, 0.0))
     assert half == pytest.approx((whole.latency_s / 2, whole.work_s / 2, sum(whole) / 2))
     assert none == pytest.approx((0.0, 0.0, sum(whole)))
-
-
-def test_a_kind_overlaps_as_its_own_figures_say() -> None:
-    own = links(gather={"latency_s": 0.0, "bandwidth": 1e9, "overlap": 0.0})
-    assert collective_cost("gather", 4 * MB, range(4), own).work_s == 0.0
-    assert collective_cost("reduce", 4 * MB, range(4), own).member_work_s == 0.0
 
 
 def test_a_link_that_the_file_does_not_have_is_told() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,17 +18,9 @@ from sley_core.actions.action import in_words
 from sley_core.errors import PluginError, UsageError, install_hint
 from sley_core.files import PLAN, write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
-from sley_doctor.slow_ranks import (
-    Judgement,
-    describe_cause,
-    describe_last_steps,
-    describe_no_cause,
-    describe_work,
-    judge,
-    remedy,
-)
+from sley_doctor.slow_ranks import Judgement, describe_cause, describe_no_cause, describe_work, judge, remedy
 from sley_doctor.verdict import describe_report, describe_state, find_run_state, find_verdict
-from sley_doctor.work_record import WorkRecord, read_records
+from sley_doctor.work_record import read_records
 from train_cli.console import FormatOption, OutputFormat, print_line
 from train_cli.run_folder import FAULTS
 
@@ -69,7 +61,7 @@ def doctor(
     paragraphs = ["\n".join(_attempt_lines(run, reports, len(attempts) > 1)) for reports in attempts]
     if not attempts:
         paragraphs.append(f"no rank has reported a failure in `{run}`: {describe_state(state, time.time())}")
-    paragraphs.append("\n".join(_slow_lines(judgement, records)))
+    paragraphs.append("\n".join(_slow_lines(judgement)))
     typer.echo("\n\n".join(paragraphs))
 
 
@@ -96,7 +88,7 @@ def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> It
     yield f"stacks of all threads: {run / FAULTS / str(reports.attempt)}"
 
 
-def _slow_lines(judgement: Judgement, records: Sequence[WorkRecord]) -> Iterator[str]:
+def _slow_lines(judgement: Judgement) -> Iterator[str]:
     """Yields the causes of slow steps, then a line about the work and the waits of each rank."""
     for cause in judgement.causes:
         yield f"{'slow':<10}{describe_cause(cause)}"
@@ -104,7 +96,7 @@ def _slow_lines(judgement: Judgement, records: Sequence[WorkRecord]) -> Iterator
         yield f"{'remedy':<10}{remedy(cause)}"
     if not judgement.causes:
         yield f"{'slow':<10}{describe_no_cause(judgement)}"
-    if lines := [*describe_work(judgement)] or [*describe_last_steps(records)]:
+    if lines := [*describe_work(judgement)]:
         yield "work and waits of ranks"
         yield from (f"  {line}" for line in lines)
 

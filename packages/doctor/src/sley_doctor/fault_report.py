@@ -27,6 +27,7 @@ from pydantic import TypeAdapter
 
 from sley_core.files import write_atomically
 from sley_core.json_text import to_json
+from sley_doctor.work_record import record_work
 from train_cli.run_folder import FAULTS, RunRecorder
 
 if TYPE_CHECKING:
@@ -122,15 +123,15 @@ class AttemptReports:
     unreadable: tuple[str, ...] = ()
 
 
-def attempt_number(environ: Mapping[str, str]) -> int:
+def attempt_number() -> int:
     """Returns the number of restarts by torchrun before this attempt; 0 without torchrun."""
-    count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
     """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError."""
-    path = run_folder / FAULTS / str(attempt_number(os.environ)) / f"rank-{report.rank}.json"
+    path = run_folder / FAULTS / str(attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
 
@@ -179,8 +180,6 @@ class DoctorRecorder(RunRecorder):
     """
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        from sley_doctor.work_recorder import record_work  # imports torch, which a launcher does not need
-
         return record_work(parts, feed, folder, notes)
 
     def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
@@ -193,7 +192,7 @@ class DoctorRecorder(RunRecorder):
     def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        path = folder / FAULTS / str(attempt_number(os.environ)) / LAUNCHER
+        path = folder / FAULTS / str(attempt_number()) / LAUNCHER
         _write_json(path, asdict(LaunchReport(world, codes, silent, first)))
 
     def delete_reports(self, folder: Path) -> None:

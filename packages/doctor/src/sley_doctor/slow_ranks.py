@@ -15,21 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sley_doctor.work_record import (
-    BEGINNING,
-    BETWEEN,
-    DATA,
-    DEVICE,
-    EVALUATION,
-    MESSAGES,
-    REDUCTION,
-    UPDATE,
-    ZERO_SPREAD,
-    Spread,
-    Start,
-    Window,
-    WorkRecord,
-)
+from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
 MIN_SHARE = 0.25  # share of a step that a cause must cost
 MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
@@ -180,7 +166,9 @@ MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
 MAX_FAR_RATIO = 3.0
 """The same for ranks of other stages, which have other layers and neighbours."""
 
-_COMMON_LOCATIONS = frozenset({DATA, BETWEEN, EVALUATION})  # locations where all ranks do comparable work
+_COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
+"""The locations where all ranks do comparable work."""
+
 _CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
 
 
@@ -203,7 +191,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
     """
     own = block.ranks[rank]
     others = [work for number, work in block.ranks.items() if number != rank]
-    excesses = (_find_excess(own, others, location) for location in own.window.work if location != DEVICE)
+    excesses = (_find_excess(own, others, location) for location in own.window.work if location != Location.DEVICE)
     return sorted((excess for excess in excesses if excess is not None), key=lambda excess: -excess.seconds)
 
 
@@ -214,13 +202,13 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
     if location in _COMMON_LOCATIONS or peers:
         comparable = others if location in _COMMON_LOCATIONS else peers
         times = [work.window.work.get(location, ZERO_SPREAD) for work in comparable]
-    elif location[0] in _CHUNK_PREFIXES or location in (UPDATE, MESSAGES):
+    elif location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES):
         ratio = MAX_FAR_RATIO
         # A rank that steps more elements than another needs proportionally longer for its update.
         times = []
         for work in others:
             if location in work.window.work:
-                factor = max(1.0, own.start.trained / max(1, work.start.trained)) if location == UPDATE else 1.0
+                factor = max(1.0, own.start.trained / max(1, work.start.trained)) if location == Location.UPDATE else 1.0
                 times.append(Spread(*(value * factor for value in work.window.work[location])))
     else:
         return None
@@ -260,15 +248,15 @@ def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
         block
         for block in blocks
         if all(
-            work.window.work.get(DATA, ZERO_SPREAD).median >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
+            work.window.data_s >= MIN_SHARE * block.step_s and not block.has_idle_host(rank)
             for rank, work in block.ranks.items()
         )
     ]
     if not _covers_most(slow_blocks, blocks):
         return []
-    seconds = median(min(work.window.work[DATA].median for work in block.ranks.values()) for block in slow_blocks)
-    step_s = median(block.step_s for block in slow_blocks)
-    return [Cause("data", tuple(slow_blocks[0].ranks), DATA, seconds, 0.0, step_s, slow_blocks[0].first, slow_blocks[-1].last)]
+    seconds = median(min(work.window.data_s for work in block.ranks.values()) for block in slow_blocks)
+    step_s, first, last = median(block.step_s for block in slow_blocks), slow_blocks[0].first, slow_blocks[-1].last
+    return [Cause("data", tuple(slow_blocks[0].ranks), Location.DATA, seconds, 0.0, step_s, first, last)]
 
 
 def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
@@ -287,23 +275,23 @@ _ACTIONS = {
     "W": "backward for weights",
     "C": "start of the gradients' reduction",
 }
-_LOCATIONS = {
-    DATA: "wait for data",
-    BEGINNING: "beginning of the step",
-    MESSAGES: "start of messages to other stages",
-    REDUCTION: "end of the gradients' reduction",
-    UPDATE: "update (norm, clip, optimizer)",
-    DEVICE: "wait for the device",
-    BETWEEN: "time between steps (metrics, checkpoints, listeners)",
-    EVALUATION: "evaluation",
+_LOCATIONS: dict[str, str] = {
+    Location.DATA: "wait for data",
+    Location.BEGINNING: "beginning of the step",
+    Location.MESSAGES: "start of messages to other stages",
+    Location.REDUCTION: "end of the gradients' reduction",
+    Location.UPDATE: "update (norm, clip, optimizer)",
+    Location.DEVICE: "wait for the device",
+    Location.BETWEEN: "time between steps (metrics, checkpoints, listeners)",
+    Location.EVALUATION: "evaluation",
 }
-_REMEDIES = {
+_REMEDIES: dict[str, str] = {
     "F": "check the machine of that rank (other processes, clock, temperature), and the share of the layers in its stage",
-    DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
-    UPDATE: "check the optimizer and its hooks on that rank",
-    BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
-    EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
-    MESSAGES: "check the network between these stages",
+    Location.DATA: "check the storage of its data and the dataset's `__getitem__`: one thread reads one batch ahead",
+    Location.UPDATE: "check the optimizer and its hooks on that rank",
+    Location.BETWEEN: "write metrics, evaluate and save less often, or make the step listeners faster",
+    Location.EVALUATION: "evaluate less often, or on fewer batches (`[evaluation]`)",
+    Location.MESSAGES: "check the network between these stages",
 }
 
 
@@ -341,26 +329,18 @@ def describe_no_cause(judgement: Judgement) -> str:
     return message + (caveat if is_cuda else "")
 
 
-def describe_last_steps(records: Sequence[WorkRecord]) -> Iterator[str]:
-    """Yields a line for each rank with windows: its last recorded step and its work in that window."""
-    for record in records:
-        if record.windows:
-            window = record.windows[-1]
-            work = ", ".join(_longest_locations([(location, spent.median) for location, spent in window.work.items()]))
-            yield f"rank {record.start.rank} (stage {record.start.stage}): recorded up to step {window.last}: {work}"
-
-
 def describe_work(judgement: Judgement) -> Iterator[str]:
     """Yields a line for each rank: the medians of its work and its waits in a step."""
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
         windows = [block.ranks[rank].window for block in blocks]
-        spent = [
-            (location, median(window.work[location].median for window in windows if location in window.work))
+        spent = {
+            location: median(window.work[location].median for window in windows if location in window.work)
             for location in windows[-1].work
-            if location != DEVICE
-        ]
-        longest = ", ".join(_longest_locations(spent))
+            if location != Location.DEVICE
+        }
+        longest = sorted((name for name in spent if spent[name] >= MIN_SHOWN_S), key=lambda name: -spent[name])[:3]
+        parts = ", ".join(f"{location} {_format_seconds(spent[location])}" for location in longest)
         work = _format_seconds(median(window.working_s for window in windows))
         waits = [
             (median(window.waits.median for window in windows), "other ranks"),
@@ -369,14 +349,8 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
         waited = " and ".join(f"{_format_seconds(s)} for {target}" for s, target in waits if s >= MIN_SHOWN_S)
         yield (
             f"rank {rank} (stage {blocks[0].ranks[rank].start.stage}): works {work} of a step"
-            f"{f' ({longest})' if longest else ''}, waits {waited or 'for no rank'}"
+            f"{f' ({parts})' if parts else ''}, waits {waited or 'for no rank'}"
         )
-
-
-def _longest_locations(spent: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """Yields the three locations with the longest times, each with its time."""
-    longest = sorted((item for item in spent if item[1] >= MIN_SHOWN_S), key=lambda item: -item[1])[:3]
-    yield from (f"{location} {_format_seconds(seconds)}" for location, seconds in longest)
 
 
 def _format_seconds(seconds: float) -> str:

@@ -1,9 +1,14 @@
 """The record of each rank's work and waits: one file of JSON lines per rank in the run's folder `work`. `train-cli doctor` and
-`train-cli report` find slow ranks in it. Imports no torch.
+`train-cli report` find slow ranks in it. Imports no torch unless a run is recorded.
 
 rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
 
-All ranks have windows of the same steps.
+    entered F0.0 ──> waited ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
+    samples ──> after a while a window
+
+Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
+one of the clock. Nothing is computed from samples until a window ends. A window has a twentieth of the steps so far, at least 8
+and at most 256 steps, so that all ranks have windows of the same steps, and a million steps have about 4,000 windows.
 
 Times are measured on the host: on CUDA they are the time to launch an action's kernels, not to run them.
 """
@@ -11,32 +16,48 @@ Times are measured on the host: on CUDA they are the time to launch an action's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import TypeAdapter
 
+from sley_core.actions.action import Action, Transfer
 from sley_core.json_text import to_json
 from train_cli.run_folder import WORK
 
+if TYPE_CHECKING:
+    from sley_core.comm.progress import Turn
+    from sley_core.data.feed import Feed
+    from sley_core.engine.parts import Parts
+
 FORMAT = 2  # version of these files; other versions are not read
 
-DATA, BEGINNING, MESSAGES, REDUCTION, UPDATE, DEVICE, BETWEEN, EVALUATION = (
-    "data",
-    "beginning",
-    "messages",
-    "reduction",
-    "update",
-    "device",
-    "between",
-    "evaluation",
-)
-"""Locations of work that are no actions: the wait for the feed; the beginning of a step; starting sends and receives; the
-end of the gradients' reduction; norm, clip and optimizer; the wait until the device has finished a step, which on CUDA
-includes waits for other ranks; the time between two steps (rows, checkpoints, listeners); evaluations."""
+
+class Location(StrEnum):
+    """The locations of work that are no actions.
+
+    DATA: the wait for the feed. MESSAGES: starting sends and receives. REDUCTION: the end of the gradients' reduction. UPDATE:
+    norm, clip and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes waits for other
+    ranks. BETWEEN: the time between two steps (rows, checkpoints, listeners).
+    """
+
+    DATA = "data"
+    BEGINNING = "beginning"
+    MESSAGES = "messages"
+    REDUCTION = "reduction"
+    UPDATE = "update"
+    DEVICE = "device"
+    BETWEEN = "between"
+    EVALUATION = "evaluation"
 
 
 class Spread(NamedTuple):
@@ -69,12 +90,17 @@ class Window:
     @property
     def working_s(self) -> float:
         """Returns the seconds of work per step."""
-        return sum(spread.median for location, spread in self.work.items() if location != DEVICE)
+        return sum(spread.median for location, spread in self.work.items() if location != Location.DEVICE)
+
+    @property
+    def data_s(self) -> float:
+        """Returns the seconds per step in which the rank waits for its data."""
+        return self.work.get(Location.DATA, ZERO_SPREAD).median
 
     @property
     def device_s(self) -> float:
         """Returns the seconds per step in which the host waits for its device, whose kernels may wait for other ranks."""
-        return self.work.get(DEVICE, ZERO_SPREAD).median
+        return self.work.get(Location.DEVICE, ZERO_SPREAD).median
 
 
 @dataclass(frozen=True)
@@ -156,3 +182,167 @@ def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
                 yield windows.validate_python(content)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
+
+
+WINDOW_SHARE = 1 / 20  # the steps of a window: their share of the steps so far, and limits
+MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # quartiles of fewer steps mean little
+
+
+@contextmanager
+def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
+    """Records the steps of a run in its folder `folder` while the context is active. Ranks do not wait for each other.
+
+    feed: the sample feed that a step waits for. notes: the run's notes. A file that cannot be written ends the
+    recording and adds a note.
+    """
+    start = Start(
+        parts.world.rank,
+        parts.world.size,
+        parts.groups["pp"].coord,
+        socket.gethostname(),
+        os.getpid(),
+        parts.world.device.type,
+        time.time(),
+        sum(entry.numel for entry in parts.registry.trainable),
+    )
+    recorder = WorkRecorder(parts, feed, WorkFile(folder / WORK / f"rank-{parts.world.rank}.jsonl", start, notes).add)
+    recorder.attach()
+    try:
+        yield
+    except BaseException:
+        recorder.unhook()  # without another write, since a file system that hangs may have caused the error
+        raise
+    recorder.detach()
+
+
+MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
+
+
+class WorkRecorder:
+    """Measures the work and the waits of a run. feed: the sample feed that a step waits for. add: writes a line
+    to the file.
+    """
+
+    def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
+        self._progress = parts.groups.progress
+        self._feed = feed
+        self._add = add
+        from sley_core.comm import progress as entries
+
+        self._beginning = entries.BEGINNING
+        # By entry, as far as it is known. Any other string belongs to an evaluation.
+        self._locations: dict[object, str] = {
+            entries.BEGINNING: Location.BEGINNING,
+            entries.REDUCTION: Location.REDUCTION,
+            entries.UPDATE: Location.UPDATE,
+            entries.DEVICE: Location.DEVICE,
+            entries.BETWEEN: Location.BETWEEN,
+        }
+        self._location: str = Location.BETWEEN
+        self._entry_start = self._step_start = time.perf_counter()
+        self._step = self._last = self._num_steps = self._num_window_steps = 0
+        # The current step: its seconds of work by location, and the seconds in which the host waits for other ranks.
+        self._spent, self._wait_s = defaultdict[str, float](float), 0.0
+        self._samples: list[tuple[float, float, Mapping[str, float]]] = []  # seconds, waits and work of the window's steps
+
+    def attach(self) -> None:
+        """Sets the callbacks on the run's progress."""
+        self._progress.step_progress.follow = self.on_entry
+        self._progress.follow_wait = self.on_wait
+
+    def detach(self) -> None:
+        """Removes the callbacks, and writes the last window."""
+        self.on_entry(self._beginning)
+        self.unhook()
+        self._write()
+
+    def unhook(self) -> None:
+        """Removes the callbacks without writing the last window."""
+        self._progress.step_progress.follow = self._progress.follow_wait = None
+
+    def on_entry(self, entry: object) -> None:
+        """Records the end of the previous entry and the start of `entry`."""
+        time_s = time.perf_counter()
+        self._spent[self._location] += time_s - self._entry_start
+        self._entry_start = time_s
+        previous_location = self._location
+        try:
+            self._location = self._locations[entry]
+        except KeyError:
+            self._location = self._locations[entry] = _entry_location(entry)
+        if self._location == Location.BEGINNING:
+            self._end_step(time_s, was_taken=previous_location in (Location.BETWEEN, Location.EVALUATION))
+
+    def on_wait(self, turn: Turn, since: float) -> None:
+        """Records the end of a wait in an exchange that began at time `since`."""
+        seconds = time.perf_counter() - since
+        self._entry_start += seconds
+        self._wait_s += seconds
+
+    def _end_step(self, time_s: float, *, was_taken: bool) -> None:
+        """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
+        if was_taken and self._step:
+            data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[Location.BETWEEN])
+            self._spent[Location.BETWEEN] -= data_s
+            self._spent[Location.DATA] += data_s
+            if len(self._samples) < MAX_STEPS:
+                self._samples.append((time_s - self._step_start, self._wait_s, self._spent))
+            self._last = self._step
+            self._num_steps += 1
+            self._num_window_steps += 1
+            if self._num_window_steps >= min(max(self._num_steps * WINDOW_SHARE, MIN_WINDOW_STEPS), MAX_WINDOW_STEPS):
+                self._write()
+        self._spent, self._wait_s = defaultdict(float), 0.0
+        self._step = self._progress.step_progress.step
+        self._step_start = time_s
+
+    def _write(self) -> None:
+        """Writes the samples so far as a window; does nothing without samples."""
+        if not self._samples:
+            return
+        seconds, waits, works = zip(*self._samples, strict=True)
+        locations = dict.fromkeys(location for work in works for location in work)
+        work = {location: compute_quartiles(work.get(location, 0.0) for work in works) for location in locations}
+        first = self._last - self._num_window_steps + 1
+        window = Window(first, self._last, time.time(), compute_quartiles(seconds), work, compute_quartiles(waits))
+        self._add(format_line(window))
+        self._samples, self._num_window_steps = [], 0
+
+
+def _entry_location(entry: object) -> str:
+    """Returns the location of an action list entry: the type and chunk of an action, messages, or an evaluation."""
+    if isinstance(entry, Action):
+        return f"{entry.kind.value}{entry.chunk}"
+    return Location.MESSAGES if isinstance(entry, Transfer) else Location.EVALUATION
+
+
+def compute_quartiles(values: Iterable[float]) -> Spread:
+    """Returns the quartiles of one or more `values`, without interpolation."""
+    ordered = sorted(values)
+    return Spread(*(round(ordered[round((len(ordered) - 1) * share)], 7) for share in (0.25, 0.5, 0.75)))
+
+
+class WorkFile:
+    """Appends lines to a file until a write fails; the reason is then added to `notes`.
+
+    The file is created with the first line: a run that fails earlier leaves a folder that the next run may use.
+    """
+
+    def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
+        self._path, self._notes = path, notes
+        self._head = "\n" + format_line(start)  # also ends a line that an earlier start may have written in part
+        self._is_over = False
+
+    def add(self, text: str) -> None:
+        """Appends the line `text`."""
+        if self._is_over:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self._head + text)
+            self._head = ""
+        except Exception as error:  # any error: a failure to record must not end the run
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self._notes.append(f"slow ranks are not recorded: cannot write `{self._path}`: {reason}")
+            self._is_over = True

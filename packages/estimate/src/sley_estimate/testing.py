@@ -20,8 +20,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import layer_works
-from sley_estimate.layers.variants import layer_keys
+from sley_estimate.layers.trace import layer_keys, layer_works
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import message_exchange
 from sley_estimate.step.links import Cost

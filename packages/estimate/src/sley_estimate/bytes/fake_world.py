@@ -2,17 +2,18 @@
 
 Tensors on the device have shapes, dtypes and storages. Exchanges and copies are complete when they start and do not change
 their results. The real transport's functions allocate the scratch memory of an exchange. The announcements of other stages
-follow from their layers, which run on meta. A `StepListener` receives all events.
+follow from their layers, which run on meta. A `Recording` receives all exchanges and copies.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import count
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -36,11 +37,9 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import import_object
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.layers.trace import replace_tensors
-from sley_estimate.layers.variants import module_signature
+from sley_estimate.layers.trace import module_signature, replace_tensors
+from sley_estimate.step.record import CopyDirection, Recording
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
-
-CopyDirection = Literal["to_host", "to_device"]
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {
     **dict.fromkeys(("sum", "max", "min"), "sum"),
@@ -49,61 +48,12 @@ _COLLECTIVES: Mapping[Exchange, Collective] = {
 }
 
 
-class StepListener:
-    """Receives the exchanges, copies and waits of a fake run. This class records nothing."""
-
-    def __init__(self) -> None:
-        self._copies = 0
-
-    def on_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
-        """Handles the start of an exchange of `num_bytes`. Returns a function that the caller runs when the rank waits for the
-        exchange.
-        """
-        return do_nothing
-
-    def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
-        """Handles a copy on stream number `stream`, after copy number `previous`. Returns its number. Numbers ascend."""
-        self._copies += 1
-        return self._copies
-
-    def on_wait(self, number: int) -> None:
-        """Handles a wait of the device or the host for copy `number`."""
-
-
-class FakeCopies:
-    """Holds the copy streams and the host memory of a fake device. runs_ahead: whether copies overlap with other work, as on
-    CUDA. Otherwise each copy is complete when `copy` returns.
-    """
-
-    def __init__(self, tensors: FakeTensors, *, runs_ahead: bool) -> None:
-        self.runs_ahead = runs_ahead
-        self.listener = StepListener()
-        self.tensors = tensors
-        self.num_streams = 0
-        self._host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def stream(self) -> FakeStream:
-        self.num_streams += 1
-        return FakeStream(self, self.num_streams - 1)
-
-    def memory(self, num_bytes: int) -> FakeHostMemory:
-        """Returns host memory, which never counts as device memory."""
-        memory = FakeHostMemory(self.tensors.empty_uncounted(num_bytes, torch.uint8))
-        storage = memory.data.untyped_storage()
-        key = storage._cdata
-        self._host_storages[key] = weakref.ref(storage, lambda _: self._host_storages.pop(key, None))
-        return memory
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._host_storages
-
-
 class FakeStream(CopyStream):
     """A copy stream. pending: the numbers of copies without a wait so far."""
 
-    def __init__(self, copies: FakeCopies, number: int) -> None:
+    def __init__(self, device: FakeDevice, number: int) -> None:
         self.pending: deque[int] = deque()
-        self._copies = copies
+        self._device = device
         self._number = number
         self._previous_copy: int | None = None
 
@@ -112,12 +62,12 @@ class FakeStream(CopyStream):
         self._previous_copy = event.last
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with patch.object(self._copies.tensors, "listener", None):  # a copy is not an operator of the device
+        with patch.object(self._device.tensors, "listener", None):  # a copy is not an operator of the device
             super().copy(target, source)
-        direction: CopyDirection = "to_host" if self._copies.is_on_host(target) else "to_device"
+        direction: CopyDirection = "to_host" if self._device.is_on_host(target) else "to_device"
         previous, self._previous_copy = self._previous_copy, None
-        self.pending.append(self._copies.listener.on_copy(direction, self._number, source.nbytes, previous))
-        if not self._copies.runs_ahead:
+        self.pending.append(self._device.recording.on_copy(direction, self._number, source.nbytes, previous))
+        if not self._device.runs_ahead:
             self.wait_until(self.pending[-1])
 
     def record(self) -> CopyEvent:
@@ -126,7 +76,7 @@ class FakeStream(CopyStream):
     def wait_until(self, number: int) -> None:
         """Waits for copy `number` and all earlier copies on this stream."""
         while self.pending and self.pending[0] <= number:
-            self._copies.listener.on_wait(self.pending.popleft())
+            self._device.recording.on_wait(self.pending.popleft())
 
 
 class FakeEvent(CopyEvent):
@@ -158,10 +108,15 @@ class FakeHostMemory(HostMemory):
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """A fake stand-in for `torch_device`. tensors: the mode that makes its tensors."""
+    """A fake stand-in for `torch_device`. tensors: the mode that makes its tensors. recording: receives its copies. runs_ahead:
+    whether copies overlap with other work, as on CUDA. Otherwise each copy is complete when `copy` returns.
+    """
 
     tensors: FakeTensors = field(kw_only=True)
-    copies: FakeCopies = field(kw_only=True)
+    recording: Recording = field(kw_only=True)
+    runs_ahead: bool = field(kw_only=True)
+    _stream_numbers: Iterator[int] = field(default_factory=count, init=False, compare=False)
+    _host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict, init=False, compare=False)
 
     def in_use(self) -> AbstractContextManager[object]:
         return self.tensors
@@ -176,7 +131,7 @@ class FakeDevice(Device):
         if isinstance(tensor, FakeTensor):
             return tensor
         if self.torch_device == tensor.device:
-            return self.tensors.keep_values(tensor, counts=self.copies.runs_ahead)
+            return self.tensors.keep_values(tensor, counts=self.runs_ahead)
         with self.tensors:
             return torch.empty_like(tensor, device=self.torch_device)
 
@@ -188,11 +143,19 @@ class FakeDevice(Device):
     def bytes_of(self, memory: Tensor) -> memoryview:
         return memoryview(bytearray(memory.numel()))
 
-    def copy_stream(self) -> CopyStream:
-        return self.copies.stream()
+    def copy_stream(self) -> FakeStream:
+        return FakeStream(self, next(self._stream_numbers))
 
-    def host_memory(self, num_bytes: int) -> HostMemory:
-        return self.copies.memory(num_bytes)
+    def host_memory(self, num_bytes: int) -> FakeHostMemory:
+        """Returns host memory, which never counts as device memory."""
+        memory = FakeHostMemory(self.tensors.empty_uncounted(num_bytes, torch.uint8))
+        storage = memory.data.untyped_storage()
+        key = storage._cdata
+        self._host_storages[key] = weakref.ref(storage, lambda _: self._host_storages.pop(key, None))
+        return memory
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._host_storages
 
 
 class FakeWork(Work):
@@ -268,12 +231,12 @@ class FakeTransport(Transport):
 
 
 class StepSimulation(Simulation):
-    """Lets a rank run steps on fake tensors. device_type: "cpu" or "cuda". gloo allocates memory in addition to the exchanged
-    tensors; NCCL does not.
+    """Lets a rank run steps on fake tensors. recording: receives the exchanges. device_type: "cpu" or "cuda". gloo allocates
+    memory in addition to the exchanged tensors; NCCL does not.
     """
 
-    def __init__(self, tensors: FakeTensors, device_type: str) -> None:
-        self.listener = StepListener()
+    def __init__(self, tensors: FakeTensors, recording: Recording, device_type: str) -> None:
+        self._recording = recording
         self._device_type = device_type
         self._tensors = tensors
 
@@ -291,7 +254,7 @@ class StepSimulation(Simulation):
             name: FakeTransport(
                 members,
                 name,
-                self._report_exchange,
+                self._recording.on_exchange,
                 MessageTransport(members, name, channel).num_scratch_rows if is_direct else lambda num_rows: 0,
                 scratch,
             )
@@ -304,7 +267,7 @@ class StepSimulation(Simulation):
         """Reports collectives. Messages are already in the action lists."""
         if kind not in _COLLECTIVES:
             return do_nothing
-        return self._report_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
+        return self._recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
 
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
@@ -318,9 +281,6 @@ class StepSimulation(Simulation):
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
         with self._tensors:
             allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
-
-    def _report_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
-        return self.listener.on_exchange(collective, axis, channel, num_bytes)
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:

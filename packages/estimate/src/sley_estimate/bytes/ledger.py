@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,6 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
 from torch._prims_common import elementwise_dtypes
 
 from sley_core.comm.device import storage_id
-from sley_core.run import Run
 
 ADDRESS_FACTOR = 1 << 44
 """The distance of addresses per unit of a storage's identifier, larger than any storage."""
@@ -26,32 +27,11 @@ class StepPosition(NamedTuple):
     """
 
     step: int
-    entry: str
+    entry: Any
     layer: str
 
 
-class StepProgress:
-    """Returns the current position of a run when called. Before `follow` it returns step 0, "the start of the run"."""
-
-    def __init__(self) -> None:
-        self._run: Run | None = None
-        self._position_key: object = None
-        self._position = StepPosition(0, "the start of the run", "")
-
-    def follow(self, run: Run) -> None:
-        self._run = run
-
-    def __call__(self) -> StepPosition:
-        if self._run is None:
-            return self._position
-        progress = self._run.groups.progress.step_progress
-        position_key = progress.step, progress.pending, progress.layer
-        if position_key != self._position_key:  # one text per position
-            self._position_key, self._position = (
-                position_key,
-                StepPosition(progress.step, str(progress.pending), progress.layer),
-            )
-        return self._position
+START = StepPosition(0, "the start of the run", "")
 
 
 @dataclass(eq=False)
@@ -74,7 +54,7 @@ class Ledger:
     current_bytes: the bytes of live allocations. num_events: the number of allocations and frees.
     """
 
-    def __init__(self, locate: Callable[[], StepPosition]) -> None:
+    def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
         self.locate = locate
         self.allocations: list[Allocation] = []
         self.current_bytes = 0
@@ -183,10 +163,7 @@ class Ledger:
         oldest first. The step is 0 if there was no memory.
         """
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
-        position = next(
-            (allocation.position for allocation in self.allocations if allocation.allocated_at == event),
-            StepPosition(0, "", ""),
-        )
+        position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
         alive = [
             allocation
             for allocation in self.allocations
@@ -196,15 +173,8 @@ class Ledger:
 
     def curve(self, step: int) -> list[tuple[str, int]]:
         """Returns (entry, peak bytes during it) for each entry of a step that allocated or freed memory, in order."""
-        curve: list[tuple[str, int]] = []
-        for _, total, position in self._totals():
-            if position.step != step:
-                continue
-            if curve and curve[-1][0] == position.entry:
-                curve[-1] = position.entry, max(curve[-1][1], total)
-            else:
-                curve.append((position.entry, total))
-        return curve
+        positions = ((total, position.entry) for _, total, position in self._totals() if position.step == step)
+        return [(str(entry), max(total for total, _ in group)) for entry, group in groupby(positions, key=itemgetter(1))]
 
     def _totals(self) -> Iterator[tuple[int, int, StepPosition]]:
         """Yields (event, bytes after it, position) in order."""

@@ -1,16 +1,27 @@
-"""Estimates the memory of one rank of a run, step by step, by running its own steps on tensors without values.
+"""Estimates the memory and the work of ranks of a run, step by step, by running their own steps on tensors without values.
+
+plan ──draft──> stages ──fork──> the first rank of a stage
 
 fake world ──> assemble ──> first step ──> second ──> third: the curve, and the recording
                             creates states, learns orders
+
+All ranks of a stage need equal memory, and stages with equal work have one recorded step.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,23 +31,28 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from sley_core.actions.action import Action, Kind, Step
 from sley_core.actions.simulate import Costs, Peaks, compute_peaks
-from sley_core.assemble import Draft, assemble
+from sley_core.assemble import Draft, assemble, build_draft, weight_dtypes
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
 from sley_core.engine.stage import Lists
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.memory.inventory import PARTS
+from sley_core.model.layers import Layer
 from sley_core.model.tensors import assume_device_type, estimate_bytes
-from sley_core.plan.plan import Plan
+from sley_core.plan.check import check_plan
+from sley_core.plan.plan import Plan, iterate_values
 from sley_core.run import Run
+from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.fake_world import FakeCopies, FakeDevice, StepSimulation
-from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition, StepProgress
+from sley_estimate.bytes.fake_world import FakeDevice, StepSimulation, meta_outputs
+from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition
 from sley_estimate.layers.operators import imitate_cuda
-from sley_estimate.step.record import Recording
+from sley_estimate.layers.trace import layer_keys
+from sley_estimate.step.record import RankRecord, Recording
 from train_cli.main import disable_gc
-from train_cli.meta_model import micro_batch
+from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
 """The first step creates the optimizer states. The first two have as few microbatches as the schedule allows. The first step is
@@ -72,29 +88,32 @@ class RankBytes:
     curve: Sequence[tuple[str, int]]
 
 
-def rank_bytes(plan: Plan, rank: int, size: int, draft: Draft | None = None, recording: Recording | None = None) -> RankBytes:
-    """Returns the bytes of rank `rank` of `size` from steps in a fake world. Needs no devices and no peers.
+def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
+    """Returns the bytes of rank `rank` of `size`. Raises the errors of `run_rank`."""
+    return run_rank(plan, rank, size)[0]
 
-    draft: the plan's model and stages, which the run consumes. recording: records the last step. Raises PlanError for each
-    failed check of the plan, and RunError `estimate-layer` for a layer that needs values.
+
+def run_rank(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
+    """Returns the bytes of rank `rank` of `size` from steps in a fake world, and the last step. Needs no devices and no peers.
+
+    draft: the plan's model and stages, which the run consumes. Raises PlanError for each failed check of the plan, and RunError
+    `estimate-layer` for a layer that needs values.
     """
-    result, is_exact = _run_steps(plan, rank, size, draft, recording, is_first_full=False)
-    if result.position.step == 1 and not is_exact:
-        result, _ = _run_steps(plan, rank, size, None, recording, is_first_full=True)
-    return result
+    memory, record, is_exact = _run_steps(plan, rank, size, draft, is_first_full=False)
+    if memory.position.step == 1 and not is_exact:
+        memory, record, _ = _run_steps(plan, rank, size, None, is_first_full=True)
+    return memory, record
 
 
 def _run_steps(
-    plan: Plan, rank: int, size: int, draft: Draft | None, recording: Recording | None, *, is_first_full: bool
-) -> tuple[RankBytes, bool]:
-    """Runs `STEPS` steps. Returns the bytes, and whether the first step had as many microbatches as the last.
+    plan: Plan, rank: int, size: int, draft: Draft | None, *, is_first_full: bool
+) -> tuple[RankBytes, RankRecord, bool]:
+    """Runs `STEPS` steps. Returns the bytes, the last step, and whether the first step had as many microbatches as the last.
 
     is_first_full: runs the first step with as many microbatches. Otherwise it has few, and pools count from its start, so that
     the peak is not underestimated.
     """
-    with fake_run(plan, rank, size, draft) as (run, ledger, tensors):
-        if recording is not None:
-            recording.follow(run, tensors)
+    with fake_run(plan, rank, size, draft) as (run, ledger, recording):
         num_plan_micro_batches = plan.num_micros(run.topology)
         has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of microbatches
         num_last = (
@@ -108,19 +127,18 @@ def _run_steps(
         is_cuda = plan.run.device == "cuda"
         # Master weights and states of a host optimizer are on the host, except on a CPU, which is its own host.
         on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.device is not None else frozenset[str]()
-        kernels = imitate_cuda(recording.record_kernel if recording else None) if is_cuda else nullcontext()
+        kernels = imitate_cuda(recording.record_kernel) if is_cuda else nullcontext()
         starts = []
         with estimate_bytes(lambda: ledger.current_bytes), kernels:
             for num_micro_batches in (num_first, *[num_min] * (STEPS - 2), num_last):
                 starts.append(ledger.num_events)
-                if recording is not None and len(starts) == STEPS:
-                    recording.begin()
+                if len(starts) == STEPS:
+                    recording.begin(run)
                 # New tensors over the same memory, since layers cache results by tensor.
                 take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micro_batches)])
                 _set_owners(run, ledger, on_host)
                 gc.collect(0)  # reference cycles count until the end of the step
-            if recording is not None:
-                recording.end()
+            record = recording.end(run)
             # A long run has full pools at the start of a step; first steps with few microbatches do not fill them.
             ledger.backdate(["pools"], starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * num_plan_micro_batches * sum(value.nbytes for value in batch.values())
@@ -128,37 +146,38 @@ def _run_steps(
         alive = Counter({"batch": batch_bytes} if batch_bytes else {})
         for allocation in allocations:
             alive[allocation.owner or classify_allocation(allocation)] += allocation.num_bytes
-        result = RankBytes(
+        memory = RankBytes(
             rank=rank,
             stage=run.topology.coordinates(rank).stage,
             states={part: 0 if part in on_host else num_bytes for part, num_bytes in run.memory.bytes.items()},
             batch=batch_bytes,
             peak=peak + batch_bytes,
-            position=position,
+            position=position._replace(entry=str(position.entry)),
             alive=dict(alive.most_common()),
             curve=[(entry, num_bytes + batch_bytes) for entry, num_bytes in ledger.curve(position.step or STEPS)],
         )
-        return result, num_first == num_last
+        return memory, record, num_first == num_last
 
 
 @contextmanager
-def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, FakeTensors]]:
-    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the mode that makes its tensors.
+def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
+    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the recording of its steps.
 
     Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
     plan = replace(plan, checkpoint=None, evaluation=evaluation)  # steps without values save nothing
-    progress = StepProgress()
-    ledger = Ledger(progress)
+    ledger = Ledger()
     is_cuda = plan.run.device == "cuda"
     tensors = FakeTensors(ledger, has_scratch=not is_cuda)
-    device = FakeDevice(torch.device("cpu"), tensors=tensors, copies=FakeCopies(tensors, runs_ahead=is_cuda))
+    recording = Recording(tensors)
+    device = FakeDevice(torch.device("cpu"), tensors=tensors, recording=recording, runs_ahead=is_cuda)
     device_type = assume_device_type("cuda") if is_cuda else nullcontext()
-    world = World.fake(rank, size, device, StepSimulation(tensors, "cuda" if is_cuda else "cpu"))
+    world = World.fake(rank, size, device, StepSimulation(tensors, recording, "cuda" if is_cuda else "cpu"))
     with disable_gc(), tensors.patch_torch(), device_type, world as joined, assemble(plan, joined, draft=draft) as run:
-        progress.follow(run)
-        yield run, ledger, tensors
+        progress = run.groups.progress.step_progress
+        ledger.locate = lambda: StepPosition(progress.step, progress.pending, progress.layer)
+        yield run, ledger, recording
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
@@ -231,3 +250,187 @@ def _peaks(lists: Lists, num_micro_batches: int) -> Peaks:
         boundary_bytes=(11,) * (positions - 1),
     )
     return compute_peaks(lists.training(num_micro_batches), lists.stage, lists.placement, costs)
+
+
+T = TypeVar("T")
+
+MAX_UNFORKED_STAGES = 2  # up to this number, stages run in this process, since a fork does not pay off
+
+
+class StageTooLargeError(Exception):
+    """Raised for a stage that needs more bytes than allowed. num_bytes: the bytes of its peak."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"a stage needs {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
+def build_first_draft(plan: Plan, size: int) -> Draft:
+    """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
+    `build_draft`.
+    """
+    if problems := check_plan(plan, size):
+        raise PlanError.from_diagnostics(problems)
+    with World.fake(0, size) as world:
+        return build_draft(plan, world)
+
+
+def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
+    """Returns the bytes of the first rank of each stage, the largest of its stage. Raises the errors of `build_first_draft` and
+    `run_rank`.
+    """
+    draft, stages = build_first_draft(plan, size), range(plan.topology(size).pp)
+    return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
+
+
+def run_stages(
+    plan: Plan, size: int, stages: Sequence[int], draft: Draft, cores: int, *, max_bytes: int | None = None
+) -> list[tuple[RankBytes, RankRecord]]:
+    """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order.
+
+    draft: is not consumed. cores: the number of parallel processes; up to `MAX_UNFORKED_STAGES` stages run in this process.
+    Raises the errors of `run_rank` and `run_calls`, and StageTooLargeError for a stage with more than `max_bytes`.
+    """
+    ranks_per_stage = plan.topology(size).ranks_per_stage
+
+    def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
+        stage_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
+        stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, lists=draft.stage.lists))
+        return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
+
+    calls = [partial(estimate_stage, stage) for stage in stages]
+    by_index: dict[int, tuple[RankBytes, RankRecord]] = {}
+    for index, (memory, record) in run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1):
+        if max_bytes is not None and memory.peak > max_bytes:
+            raise StageTooLargeError(memory.peak)
+        by_index[index] = memory, record
+    return [by_index[index] for index in range(len(calls))]
+
+
+def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
+    """Returns one key per stage; stages with equal keys do equal work in an action. They have equal layers that no name or
+    pattern in the plan distinguishes, equal messages, and no tie. Raises RunError `estimate-layer` for a layer that cannot run
+    on meta.
+    """
+    if topology.pp == 1:
+        return [0]
+    model, stage = draft.model, draft.stage
+    policy = plan.activations.build([layer.name for layer in model.layers])
+    keys = layer_keys(plan, model, policy, meta_micro_batch(plan, draft.dataset))
+    patterns = _matching_patterns(plan, model.layers)
+    layer_key = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
+    layers_by_position = [tuple(layer_key[layer.name] for layer in layers) for _, layers in stage.stages]
+    outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, weight_dtypes(plan)[0])), None]
+    tied = {number for stages in stage.ties for number in stages}
+    placement = stage.lists.placement
+    stage_keys: list[Hashable] = []
+    for number in range(topology.pp):
+        positions = [placement.position(number, chunk) for chunk in range(placement.chunks)]
+        chunks = tuple(
+            (position and outputs[position - 1], layers_by_position[position], outputs[position]) for position in positions
+        )
+        stage_keys.append((chunks, number if number in tied else None))
+    return stage_keys
+
+
+def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
+    """Returns, for every stage, the stage whose recorded step gives its seconds: of the stages with equal work, the one with
+    the most pending forwards and so the most bytes. Raises the errors of `stage_work_keys`.
+    """
+    lists, keys = draft.stage.lists, stage_work_keys(plan, topology, draft)
+    num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
+    pending_forwards = [max_pending_forwards(steps) for steps in lists.of_all_stages(num_micro_batches)]
+    by_key: dict[Hashable, int] = {}
+    for stage in sorted(range(topology.pp), key=lambda stage: -pending_forwards[stage]):
+        by_key.setdefault(keys[stage], stage)
+    return [by_key[key] for key in keys]
+
+
+def max_pending_forwards(steps: Sequence[Step]) -> int:
+    """Returns the largest number of forwards in a stage's list, lowered or not, that wait for their (whole) backward at the
+    same time.
+    """
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
+    return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
+
+
+def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
+    """Returns, for each layer, the strings in the plan that match its modules or parameters, with the name relative to the
+    layer.
+    """
+
+    def texts(value: object) -> list[str]:
+        if isinstance(value, list):
+            return [text for item in value for text in texts(item)]
+        return [value] if isinstance(value, str) else []
+
+    patterns = {text for _, value in iterate_values(plan.tables) for text in texts(value)}
+    return {
+        layer.name: frozenset(
+            (pattern, name.removeprefix(layer.name))
+            for name in [
+                *(name for name, _ in layer.module.named_modules(prefix=layer.name)),
+                *(name for name, _ in layer.module.named_parameters(prefix=layer.name)),
+            ]
+            for pattern in patterns
+            if fnmatchcase(name, pattern)
+        )
+        for layer in layers
+    }
+
+
+def can_fork() -> bool:
+    """Returns whether a forked process can run a backward. torch refuses this if this process has run a backward."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return False
+    try:
+        return all(is_done for _, is_done in _run_forked([_run_backward], 1))
+    except (RuntimeError, RunError):
+        return False
+
+
+def _run_backward() -> bool:
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    return True
+
+
+def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    """Yields the index of each call and its pickled result on completion. Calls run in `num_processes` forked processes, or in
+    this process if `num_processes` is 1 or forked processes could not run a backward.
+
+    Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
+    """
+    if num_processes == 1 or not can_fork():
+        return ((index, call()) for index, call in enumerate(calls))
+    return _run_forked(calls, num_processes)
+
+
+def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
+    with FakeTensors(Ledger()):
+        torch.empty(2).add_(1)  # imports much of torch, which every forked process would repeat
+    pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start_worker, (calls,))
+    try:
+        indices = {pool.submit(_run_call, index): index for index in range(len(calls))}
+        for future in as_completed(indices):
+            yield indices[future], future.result()
+    except BrokenProcessPool:
+        message = "a process that simulated the steps of a stage ended unexpectedly"
+        hint = "use a machine with more memory, since the system ends processes if there is too little"
+        raise RunError("estimate-ended", message, hint=hint) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_calls: Sequence[Callable[[], Any]] = ()
+"""The calls of a forked process, which cannot be pickled."""
+
+
+def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:
+    global _calls
+    _calls = calls
+    gc.freeze()  # otherwise the collector would copy inherited pages
+    torch.set_num_threads(1)  # OpenMP's threads are not inherited
+
+
+def _run_call(index: int) -> Any:
+    return _calls[index]()

@@ -2,9 +2,9 @@
 
 A layer gets its first values on the device, runs forward and backward as in the engine, and returns to meta:
 
-whole     lead, forward, lead, backward                    the halves: forward, backward
-split     forward, lead, first half, lead, second half     the halves: those of a split backward
-in a row  forward, forward, ... backward, backward, ...    either halves, from a host that does not wait in between
+whole     lead, forward, lead, backward
+split     lead, forward, lead, first half, lead, second half
+in a row  forward, forward, ... backward, backward, ...    either, from a host that does not wait in between
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
+from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate.device import Lead
 from sley_estimate.layers.prices import LayerSeconds
@@ -43,12 +44,12 @@ from sley_estimate.layers.trace import (
     MICRO_STEP,
     Value,
     input_of_next,
+    layer_keys,
     output_gradients,
     queue_weight_gradients,
     run_backward,
     start_call,
 )
-from sley_estimate.layers.variants import apply_variant, layer_keys
 from sley_estimate.search.layouts import list_choices
 from train_cli.meta_model import meta_micro_batch
 
@@ -66,14 +67,17 @@ NUM_EMPTY_BACKWARDS = 20  # timed backwards without operators
 DIGITS = 6  # decimals of seconds in a resolved plan, which has exactly the numbers used to cut the layers
 
 
-class Half(NamedTuple):
-    """The seconds of one half of a call. host_s: the host's seconds to launch it."""
+class PartSeconds(NamedTuple):
+    """The seconds of a part of a call on the device, and the host's seconds to launch it."""
 
     device_s: float
     host_s: float
 
 
-Halves = tuple[Half, Half]
+Parts = Sequence[PartSeconds]
+"""The parts of a call: the forward; the backward or the first half of a split backward; the second half, or nothing."""
+
+NO_LEAD = (0.0, 0.0, 0.0)
 
 
 class LayerBench:
@@ -120,46 +124,40 @@ class LayerBench:
         with self._accumulate_gradients(layer):
             products = partial(queue_weight_gradients, layer.module, queue, self._gradients)
             with products() if self._is_direct else nullcontext():
-                whole_halves = self._median_halves(
-                    lambda host_s: self._time_layer(layer, value, outputs, host_s), lambda: self._time_rows(layer, value, None)
-                )
-            split_halves = Half(0.0, 0.0), Half(0.0, 0.0)
+                forward, backward, _ = self._median_parts(layer, value, None, outputs)
+            first_half = second_half = PartSeconds(0.0, 0.0)
             if split:
                 with products():
-                    split_halves = self._median_halves(
-                        lambda host_s: self._time_split_backward(layer, value, queue, host_s),
-                        lambda: self._time_rows(layer, value, queue),
-                    )
+                    _, first_half, second_half = self._median_parts(layer, value, queue, outputs)
         for module, name, tensor in host_tensors:
             setattr(module, name, tensor)
         layer.module = meta_module
-        halves = *whole_halves, *split_halves
-        times = LayerSeconds(*(half.device_s for half in halves), *(half.host_s for half in halves))
+        parts = forward, backward, first_half, second_half
+        times = LayerSeconds(*(part.device_s for part in parts), *(part.host_s for part in parts))
         return times, input_of_next(outputs[-1], layer)
 
-    def _median_halves(
-        self, call: Callable[[tuple[float, float]], Halves], time_rows: Callable[[], tuple[float, float]]
-    ) -> Halves:
-        """Returns the median seconds of both halves of `call`. The argument of `call` is the host's seconds to launch each
-        half, 0 if unknown. time_rows: returns the host's seconds.
-        """
-        launch_s = no_lead = (0.0, 0.0)
-        call(no_lead)  # loads kernels and allocates memory
-        if self.device.is_async:
-            launch_s = _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])
-        calls = [call(launch_s) for _ in range(self.num_calls)]
-        device_s = [median(halves[index].device_s for halves in calls) for index in (0, 1)]
-        host_s = (0.0, 0.0)
+    def _median_parts(self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
+        """Returns the median seconds of the parts of a call. queue: splits the backward. outputs: set to the layer's output."""
+
+        def median_host_s() -> list[float]:
+            calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]
+            return [median(part.host_s for part in parts) for parts in zip(*calls, strict=True)]
+
+        self._time_call(layer, value, queue, outputs, NO_LEAD)  # loads kernels and allocates memory
+        launch_s = median_host_s() if self.device.is_async else NO_LEAD
+        calls = [self._time_call(layer, value, queue, outputs, launch_s) for _ in range(self.num_calls)]
+        device_s = [median(part.device_s for part in parts) for parts in zip(*calls, strict=True)]
+        host_s: Sequence[float] = NO_LEAD
         if self.device.is_async:
             is_host_bound = any(host > HOST_BOUND_SHARE * device for host, device in zip(launch_s, device_s, strict=True))
             self._drops_gradients = True
             until_s = time.perf_counter() + HOST_S * self.num_calls
-            rows = [time_rows() if is_host_bound else _median_host_s([call(no_lead) for _ in range(NUM_HOST_CALLS)])]
+            rows = [self._time_rows(layer, value, queue) if is_host_bound else median_host_s()]
             while is_host_bound and time.perf_counter() < until_s:
-                rows.append(time_rows())
+                rows.append(self._time_rows(layer, value, queue))
             self._drops_gradients = False
-            host_s = median(first for first, _ in rows), median(second for _, second in rows)
-        return Half(device_s[0], host_s[0]), Half(device_s[1], host_s[1])
+            host_s = [median(part) for part in zip(*rows, strict=True)]
+        return [PartSeconds(*part) for part in zip(device_s, host_s, strict=True)]
 
     @contextmanager
     def _accumulate_gradients(self, layer: Layer) -> Iterator[None]:
@@ -190,35 +188,31 @@ class LayerBench:
         first = SequenceSlicer(declared, plan.parallel.sp, 0)(batch)
         return {name: self.device.move(value) for name, value in first.items()}
 
-    def _time_layer(self, layer: Layer, value: Value | None, outputs: list[Any], host_s: tuple[float, float]) -> Halves:
-        """Times the forward and backward of the layer, and sets `outputs` to its output. host_s: the host's seconds to launch
-        each half.
-        """
-        outputs.clear()
+    def _time_call(
+        self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
+    ) -> Parts:
+        """Times the parts of one call of the layer. launch_s: the host's seconds to launch each part, 0 if unknown."""
         in_flight, args, named = start_call(layer, value, self._fields)
+        outputs.clear()
 
         def forward() -> None:
             outputs.append(self._call_layer(layer, in_flight, args, named))
 
-        forward_s, forward_device_s = self._time_work(forward, host_s[0])
-        gradients = output_gradients(in_flight, outputs[-1])
-        backward_s, backward_device_s = self._time_work(lambda: run_backward(in_flight, gradients), host_s[1])
-        return Half(forward_device_s(), forward_s), Half(backward_device_s(), max(0.0, backward_s - self._empty_s))
-
-    def _time_split_backward(
-        self, layer: Layer, value: Value | None, queue: WeightQueue, host_s: tuple[float, float]
-    ) -> Halves:
-        """Times the two halves of a split backward of the layer."""
-        in_flight, args, named = start_call(layer, value, self._fields)
-        gradients = output_gradients(in_flight, self._call_layer(layer, in_flight, args, named))
-
-        def first_half() -> None:
-            with queue.collect((0, 0)):
+        def backward() -> None:
+            with nullcontext() if queue is None else queue.collect((0, 0)):
                 run_backward(in_flight, gradients)
 
-        first_s, first_device_s = self._time_work(first_half, host_s[0])
-        second_s, second_device_s = self._time_work(lambda: queue.run((0, 0)), host_s[1])
-        return Half(first_device_s(), max(0.0, first_s - self._empty_s)), Half(second_device_s(), second_s)
+        forward_s, forward_device_s = self._time_work(forward, launch_s[0])
+        gradients = output_gradients(in_flight, outputs[-1])
+        backward_s, backward_device_s = self._time_work(backward, launch_s[1])
+        parts = [
+            PartSeconds(forward_device_s(), forward_s),
+            PartSeconds(backward_device_s(), max(0.0, backward_s - self._empty_s)),
+        ]
+        if queue is None:
+            return [*parts, PartSeconds(0.0, 0.0)]
+        products_s, products_device_s = self._time_work(lambda: queue.run((0, 0)), launch_s[2])
+        return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
         """Runs `work` after a lead. Returns the host's seconds, and a function that waits for the device and returns its
@@ -230,9 +224,9 @@ class LayerBench:
         host_s, end = time.perf_counter() - start_s, self.device.moment()
         return host_s, lambda: self.device.seconds_between(start, end)
 
-    def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float]:
-        """Runs several forwards and then as many backwards. Returns the host's seconds for each half of one call, from a host
-        that does not wait for the device. queue: splits the backward, whose halves are then returned.
+    def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
+        """Runs several forwards and then as many backwards. Returns the host's seconds for each part of one call, from a host
+        that does not wait for the device. queue: splits the backward.
         """
         calls = [start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
@@ -250,18 +244,13 @@ class LayerBench:
                 queue.run((0, number))
         times.append(time.perf_counter())
         forward_s, _, backward_s, products_s = ((end - start) / ROW_LENGTH for start, end in pairwise(times))
-        backward_s = max(0.0, backward_s - self._empty_s)
-        return (forward_s, backward_s) if queue is None else (backward_s, products_s)
+        return forward_s, max(0.0, backward_s - self._empty_s), products_s
 
     def _call_layer(self, layer: Layer, in_flight: InFlight, args: tuple[Any, ...], named: Mapping[str, Tensor]) -> Any:
         output = self._caller(layer, args, named, MICRO_STEP)
         if layer is self.model.layers[-1]:
             in_flight.loss = self._loss.loss(output, self._fields)
         return output
-
-
-def _median_host_s(calls: Sequence[Halves]) -> tuple[float, float]:
-    return median(first.host_s for first, _ in calls), median(second.host_s for _, second in calls)
 
 
 def time_empty_backward(device: Device) -> float:
@@ -315,7 +304,7 @@ def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
     `[[layers]]` tables. Raises the errors of the plan's data and layers.
     """
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
-    plan = apply_variant(plan, sp=1)
+    plan = replace_values(plan, {("parallel", "sp"): 1})
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model = build_meta_model(plan, dataset.info)
     policy = plan.activations.build([layer.name for layer in model.layers])

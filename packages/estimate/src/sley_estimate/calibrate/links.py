@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sley_core.assemble import keep_freed_memory
 from sley_core.comm.group import Group, Groups
@@ -63,17 +62,16 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
     slice_groups = world.groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
     stage_groups = world.groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
-    timer, exchanges = LinkTimer(shard_groups, world), {}
-    collectives = collective_factories(shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], world)
-    for collective, exchange in collectives.items():
-        small_s, large_s = (timer.seconds_after_work(exchange(num_bytes)) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
-        exchanges[collective] = {
-            **fit_link(small_s, large_s, collective, size),
-            "overlap": timer.overlap(exchange(LARGE_BYTES)),
-        }
-    messages = [_messages_both_directions(stage_groups["pp"], world, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES)]
-    small_s, large_s = map(timer.exchange_s, messages)
-    exchanges["send"] = {**fit_link(small_s, large_s, "send", size), "overlap": timer.overlap(messages[1])}
+    timer, groups = LinkTimer(shard_groups, world), (shard_groups["stage"], shard_groups["wp"], slice_groups["sp"])
+    small, large = (
+        {**prepare_collectives(*groups, world, num_bytes), "send": _prepare_messages(stage_groups["pp"], world, num_bytes)}
+        for num_bytes in (SMALL_BYTES, LARGE_BYTES)
+    )
+    exchanges = {}
+    for kind in small:
+        seconds = timer.exchange_s if kind == "send" else timer.seconds_after_work
+        figures = fit_link(seconds(small[kind]), seconds(large[kind]), kind, size)
+        exchanges[kind] = {**figures, "overlap": timer.overlap(large[kind])}
     slowest = max(exchanges.values(), key=lambda exchange: exchange["latency_s"] + LARGE_BYTES / exchange["bandwidth"])
     return {"ranks_per_host": size, "same_host": {**slowest, **exchanges}}
 
@@ -87,49 +85,36 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
     return {"latency_s": latency_s, "bandwidth": share / slope}
 
 
-def completion_of(work: Work) -> Callable[[], None]:
-    """Returns a function that waits for the result of `work` and for the peers to have this rank's part."""
-
-    def end() -> None:
-        work.wait()
-        work.wait_sent()
-
-    return end
-
-
-def collective_factories(stage: Group, shards: Group, slices: Group, world: World) -> dict[str, Callable[[int], Begin]]:
-    """Returns, for each kind, a function of bytes that allocates tensors and returns a function that starts an exchange. Each
-    group must have all ranks.
+def prepare_collectives(stage: Group, shards: Group, slices: Group, world: World, num_bytes: int) -> dict[str, Begin]:
+    """Returns, for each kind, a function that starts an exchange of full tensors of about `num_bytes`. Each group must have all
+    ranks.
     """
-    size, device = world.size, world.device.torch_device
+    full, received = (
+        torch.ones(world.size, math.ceil(num_bytes / 4 / world.size), device=world.device.torch_device) for _ in range(2)
+    )
+    shard = full[:1].clone()
+    scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=full.device)
+    starts: dict[str, Callable[[], Work]] = {
+        "sum": lambda: stage.transport().all_reduce(full.zero_(), label="a sum to time"),
+        "gather": lambda: shards.transport(GATHER).all_gather([full], [shard], label="a gather to time"),
+        "reduce": lambda: shards.transport(REDUCE).reduce_scatter([full.zero_()], [scratch], label="a reduction to time"),
+        "swap": lambda: slices.transport().all_to_all(received, full, label="a swap to time"),
+    }
 
-    def tensor(num_bytes: int) -> Tensor:
-        return torch.ones(size, math.ceil(num_bytes / 4 / size), device=device)
+    def begin(start: Callable[[], Work]) -> Callable[[], None]:
+        work = start()
 
-    def begin_sum(num_bytes: int) -> Begin:
-        tensor_ = tensor(num_bytes)
-        return lambda: completion_of(stage.transport().all_reduce(tensor_.zero_(), label="a sum to time"))
+        def end() -> None:
+            """Waits for the result, and for the peers to have this rank's part."""
+            work.wait()
+            work.wait_sent()
 
-    def begin_gather(num_bytes: int) -> Begin:
-        tensor_ = tensor(num_bytes)
-        shard = tensor_[:1].clone()
-        return lambda: completion_of(shards.transport(GATHER).all_gather([tensor_], [shard], label="a gather to time"))
+        return end
 
-    def begin_reduce(num_bytes: int) -> Begin:
-        tensor_ = tensor(num_bytes)
-        transport = shards.transport(REDUCE)
-        scratch = torch.empty(transport.num_scratch_rows(1), *tensor_.shape[1:], device=device)
-        return lambda: completion_of(transport.reduce_scatter([tensor_.zero_()], [scratch], label="a reduction to time"))
-
-    def begin_swap(num_bytes: int) -> Begin:
-        sent = tensor(num_bytes)
-        received = torch.empty_like(sent)
-        return lambda: completion_of(slices.transport().all_to_all(received, sent, label="a swap to time"))
-
-    return {"sum": begin_sum, "gather": begin_gather, "reduce": begin_reduce, "swap": begin_swap}
+    return {kind: partial(begin, start) for kind, start in starts.items()}
 
 
-def _messages_both_directions(group: Group, world: World, num_bytes: int) -> Begin:
+def _prepare_messages(group: Group, world: World, num_bytes: int) -> Begin:
     """Returns a function that starts messages between the first two stages in both directions at the same time."""
     sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
     received = torch.empty_like(sent)

@@ -31,6 +31,7 @@ from train_cli.console import (
     world_size,
 )
 from train_cli.environment import num_cores
+from train_cli.progress import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -113,7 +114,7 @@ def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
 
 def _estimate_stages(plan: Plan, size: int, machine: MachineFile | None) -> tuple[Sequence[RankBytes], PlanEstimate | None]:
     """Returns the bytes of each stage and the estimate on `machine`. Raises SleyError with its location in the plan."""
-    from sley_estimate.bytes.stages import stage_bytes
+    from sley_estimate.bytes.rank import stage_bytes
     from sley_estimate.step.estimate import estimate_plan
 
     try:
@@ -148,19 +149,11 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
     largest = max(stages, key=lambda stage: stage.peak)
     verdict = f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}"
     if limit is not None:
-        free_bytes = limit - largest.peak
-        verdict += f", which fits in {format_bytes(limit)} with {format_bytes(free_bytes)} to spare" if free_bytes >= 0 else ""
-        verdict += f", which exceeds {format_bytes(limit)} by {format_bytes(-free_bytes)}" if free_bytes < 0 else ""
+        size, difference = format_bytes(limit), format_bytes(abs(limit - largest.peak))
+        verdict += f", which fits in {size} with {difference} to spare" if largest.peak <= limit else ""
+        verdict += f", which exceeds {size} by {difference}" if largest.peak > limit else ""
     yield verdict
     yield COUNTED
-
-
-def format_bytes(count: int) -> str:
-    """Returns `count` bytes as text in a suitable unit."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
 
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:

@@ -13,12 +13,12 @@ from rich.progress import Progress
 from sley_core.errors import PlanError, SleyError, UsageError
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import plan_sections
-from sley_estimate.commands.estimate import format_bytes, parse_size
+from sley_estimate.commands.estimate import parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
 from train_cli.console import PlanArgument, SetOption
 from train_cli.environment import num_cores
-from train_cli.progress import draws_line
+from train_cli.progress import draws_line, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,13 +96,13 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
             hint = next((f" (hint: {hint})" for hint in hints if hint), "")
             yield f"no layout of this plan is possible in this world, for the reasons above{hint}"
         else:
-            num_bytes = format_bytes(int(result.min_bytes))
+            num_bytes = format_bytes(result.min_bytes)
             yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {result.smallest}"
         return
     yield "fastest (verified by estimate)"
-    for layout, estimate in result.fastest:
-        yield f"  {estimate.seconds:10.4g} s  {format_bytes(estimate.num_bytes):>12}  {layout}"
-    sources = {source for fast in result.fastest for source in fast.estimate.sources}
+    for fast in result.fastest:
+        yield f"  {fast.seconds:10.4g} s  {format_bytes(fast.num_bytes):>12}  {fast.layout}"
+    sources = {source for fast in result.fastest for source in fast.sources}
     if "counted" in sources and len(sources) > 1:
         yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
@@ -110,9 +110,8 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
 
 def plan_text(plan: Plan, world: int, best: Result) -> str:
     """Returns the plan file for a layout of `plan`. Each table filled by the search has a comment."""
-    estimate = best.estimate
-    size = format_bytes(estimate.num_bytes)
-    head = f"# {world} ranks: {estimate.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
+    size = format_bytes(best.num_bytes)
+    head = f"# {world} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
     layout = best.layout
     choices = {
         "[activations]": layout.activations,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from sley_core.model.tensors import assume_device_type
 
-PhaseName = Literal["forward", "recompute", "backward", "input_gradient", "weight_gradient"]
-"""The phase of an operator. A whole backward is `backward`; a split one is `input_gradient` and later `weight_gradient`.
-`recompute` runs before either."""
+PhaseName = Literal["forward", "recompute", "backward"]
+"""The phase of an operator. `recompute` runs before `backward`."""
 
-PHASES: tuple[PhaseName, ...] = ("forward", "recompute", "backward", "input_gradient", "weight_gradient")
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,17 @@ class Operator:
     is_on_host: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The operators of one layer on one microbatch, by phase, in order. num_parameters: the number of trained elements.
-    output_bytes: the bytes of the output. saved_bytes: the bytes of tensors saved for the backward.
+    """The operators of one layer on one microbatch, by phase, in order. output_bytes: the bytes of the output. saved_bytes: the
+    bytes of tensors saved for the backward.
     """
 
     forward: tuple[Operator, ...]
     recompute: tuple[Operator, ...]
     backward: tuple[Operator, ...]
-    input_gradient: tuple[Operator, ...]
-    weight_gradient: tuple[Operator, ...]
-    num_parameters: int
     output_bytes: int
     saved_bytes: int
-
-    def operators(self, phase: PhaseName) -> tuple[Operator, ...]:
-        operators: tuple[Operator, ...] = getattr(self, phase)
-        return operators
 
 
 aten = torch.ops.aten
@@ -93,13 +85,13 @@ LOOKUP_OPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.n
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators within the mode under `phase`, and by `record_saved_tensor` the tensors that autograd saves. last:
-    the latest operator.
+    """Records the operators within the mode under `phase` unless it is None, and by `record_saved_tensor` the tensors that
+    autograd saves. last: the latest operator.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase: PhaseName = "forward"
+        self.phase: PhaseName | None = "forward"
         self.last = ""
         self.shared: set[int] = set()  # storages shared by all layers, which are not counted
         self._saved: dict[int, int] = {}
@@ -121,7 +113,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
-        self._operators.setdefault(self.phase, []).append(operator)
+        if self.phase is not None:
+            self._operators.setdefault(self.phase, []).append(operator)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -6,44 +6,57 @@ host. A counted layer takes the maximum of both in each phase.
 
 Variants of a layer that were not measured are counted and scaled by measured / counted of the measured variant. Otherwise the
 order of policies and sizes would depend on the measured one.
+
+A policy is traced on one sample and on two. Shapes, bytes and FLOPs are linear in the number of samples except for weights, so
+the two traces determine the work on any number. A slice of a sequence over n ranks is 1/n of a sample: 1/n of its positions, or
+of its heads in attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from itertools import product
-from typing import Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from sley_core.actions.action import Kind
 from sley_core.data.dataset import AnyDataset
-from sley_core.errors import PlanError, SleyError
+from sley_core.errors import KeyPath, PlanError, SleyError
 from sley_core.model.layers import Model
+from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
-from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.variants import LayerVariants, Variant
+from sley_core.protocols import ActivationPolicy
+from sley_estimate.layers.operators import PHASES, LayerWork, Operator
+from sley_estimate.layers.trace import Traced, layer_keys, layer_works
 from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
-from sley_estimate.search.layouts import Choices, list_choices
+from sley_estimate.search.layouts import Choice, list_choices
+from train_cli.meta_model import meta_micro_batch
 
 Source = Literal["measured", "in proportion", "counted"]
 """The source of a layer's seconds: the machine file, another variant there after scaling, or only counting."""
 
-ACTION_TYPES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-"""The types of actions with layer seconds, in the order of the fields of `LayerSeconds`."""
+ACTION_FIELDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input_gradient",
+    Kind.WEIGHT_GRADIENT: "weight_gradient",
+}
+"""The fields of `LayerSeconds` by type of action."""
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
     """The seconds of a layer on one microbatch, with recomputation. host_*: the host's seconds to launch each phase, or 0 if
-    the host does not run ahead.
+    the host does not run ahead. The halves of a split backward are 0 if they were not measured.
     """
 
     forward: float
     backward: float
-    input_gradient: float
-    weight_gradient: float
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
     host_input_gradient: float = 0.0
@@ -58,82 +71,55 @@ class LayerSeconds:
         """Returns the seconds of a layer's operators on `device`. with_host: also sets the host's seconds on a GPU. Raises
         PlanError "machine-matmul" for a product in a dtype that the machine file does not list.
         """
-        seconds = _price_work(work, lambda operators: operators_s(operators, device))
+        backward = operators_s(work.recompute, device) + operators_s(work.backward, device)
+        seconds = cls(operators_s(work.forward, device), backward)
         if not with_host or device.kind == "cpu":
             return seconds
-        names = (f"host_{field.name}" for field in fields(cls)[: len(ACTION_TYPES)])
-        return replace(
-            seconds,
-            **{
-                name: device.launch_s * len(operators)
-                for name, operators in zip(names, _operators_by_action(work), strict=True)
-            },
-        )
+        forward_count, backward_count = len(work.forward), len(work.recompute) + len(work.backward)
+        return replace(seconds, host_forward=device.launch_s * forward_count, host_backward=device.launch_s * backward_count)
 
     @classmethod
     def scaled(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
         """Returns the counted seconds of `work`, scaled by measured / counted of another variant with the work `baseline` and
         the seconds `measured`.
 
-        Each phase has its own ratio. If `baseline` has no recomputation, the ratio of the forward is used for it. The host's
-        seconds are proportional to the number of operators. Raises PlanError "machine-matmul".
+        Forward and backward have their own ratios. If `baseline` has no recomputation, the ratio of the forward is used for it.
+        The second half of a split backward grows with the backward, and the first half takes the remainder. The host's seconds
+        are proportional to the number of operators. Raises PlanError "machine-matmul".
         """
         price = partial(device_operators_s if measured.host_forward else operators_s, device=device)
-        baseline_counted, counted = _price_work(baseline, price), _price_work(work, price)
-        forward = _ratio(measured.forward, baseline_counted.forward)
-        recompute_s = price(work.recompute)
-
-        def backward_s(action_type: Kind) -> float:
-            ratio = _ratio(measured.action_s(action_type), baseline_counted.action_s(action_type))
-            return (
-                recompute_s * (ratio if baseline.recompute else forward) + (counted.action_s(action_type) - recompute_s) * ratio
-            )
-
+        recompute_s, backward_s = price(work.recompute), price(work.backward)
+        baseline_recompute_s, baseline_backward_s = price(baseline.recompute), price(baseline.backward)
+        forward_ratio = _ratio(measured.forward, price(baseline.forward))
+        ratio = _ratio(measured.backward, baseline_recompute_s + baseline_backward_s)
+        backward = recompute_s * (ratio if baseline.recompute else forward_ratio) + backward_s * ratio
+        growth = _ratio(backward_s, baseline_backward_s)
+        host_growth = _ratio(len(work.recompute) + len(work.backward), len(baseline.recompute) + len(baseline.backward))
         return cls(
-            counted.forward * forward,
-            backward_s(Kind.BACKWARD),
-            backward_s(Kind.INPUT_GRADIENT),
-            counted.weight_gradient * _ratio(measured.weight_gradient, baseline_counted.weight_gradient),
-            *(
-                measured.host_action_s(action_type) * _ratio(len(operators), len(baseline_operators))
-                for action_type, operators, baseline_operators in zip(
-                    ACTION_TYPES, _operators_by_action(work), _operators_by_action(baseline), strict=True
-                )
-            ),
+            price(work.forward) * forward_ratio,
+            backward,
+            max(0.0, backward + growth * (measured.input_gradient - measured.backward)),
+            growth * measured.weight_gradient,
+            measured.host_forward * _ratio(len(work.forward), len(baseline.forward)),
+            measured.host_backward * host_growth,
+            measured.host_input_gradient * host_growth,
+            measured.host_weight_gradient * host_growth,
         )
 
     def action_s(self, action_type: Kind) -> float:
         """Returns the seconds of the layer in an action of `action_type`."""
-        return self._values[ACTION_TYPES.index(action_type)] if action_type in ACTION_TYPES else 0.0
+        seconds: float = getattr(self, ACTION_FIELDS[action_type])
+        return seconds
 
     def host_action_s(self, action_type: Kind) -> float:
         """Returns the host's seconds to launch the layer in an action of `action_type`."""
-        return self._values[len(ACTION_TYPES) + ACTION_TYPES.index(action_type)] if action_type in ACTION_TYPES else 0.0
+        seconds: float = getattr(self, f"host_{ACTION_FIELDS[action_type]}")
+        return seconds
 
     @property
     def total_s(self) -> float:
         """Returns the seconds of forward and backward, each the maximum of device and host."""
         return max(self.forward, self.host_forward) + max(self.backward, self.host_backward)
-
-    @property
-    def _values(self) -> list[float]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-
-def _price_work(work: LayerWork, price: Callable[[Sequence[Operator]], float]) -> LayerSeconds:
-    recompute = price(work.recompute)
-    return LayerSeconds(
-        price(work.forward),
-        recompute + price(work.backward),
-        recompute + price(work.input_gradient),
-        price(work.weight_gradient),
-    )
-
-
-def _operators_by_action(work: LayerWork) -> tuple[tuple[Operator, ...], ...]:
-    """Returns the operators of each of `ACTION_TYPES`, with recomputation."""
-    recompute = work.recompute
-    return work.forward, recompute + work.backward, recompute + work.input_gradient, work.weight_gradient
 
 
 def _ratio(measured: float, counted: float) -> float:
@@ -164,71 +150,199 @@ def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> fl
     return total_s
 
 
+Parameters = ParamSpec("Parameters")
+Value = TypeVar("Value")
+
+
+def memoized(method: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+    """Makes `method` store its results in its object, by its positional arguments. A SleyError is also stored, and raised again
+    on every call.
+    """
+
+    @wraps(method)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
+        results: dict[Hashable, Value | SleyError] = vars(args[0]).setdefault("_results", {})
+        key = method.__name__, args[1:]
+        if key not in results:
+            try:
+                results[key] = method(*args, **kwargs)
+            except SleyError as error:
+                results[key] = error
+        result = results[key]
+        if isinstance(result, SleyError):
+            raise result.with_traceback(None)
+        return result
+
+    return call
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The conditions under which layers run. sp: the number of ranks that share a sequence."""
+
+    policy: Choice
+    micro_size: int
+    sp: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class MeasuredVariant:
-    """The measured seconds of a layer in `variant`, from the machine file."""
+    """The measured seconds of a layer in `variant`, from the machine file. index: the first layer of the model with its key."""
 
     variant: Variant
+    index: int
     seconds: LayerSeconds
 
 
-class ScaledLayers:
-    """Prices layers of `variants` from the measured layers in `machine`, which have whole sequences. choices: the policies of
-    possible measurements.
+class LayerPrices:
+    """Prices the layers of `model`, on meta for `plan`, in any variant. Each policy is traced once, on its first use.
+
+    policies: the policies under which the layers in `machine`, which have whole sequences, may have been measured.
     """
 
-    def __init__(self, variants: LayerVariants, machine: MachineFile, choices: Choices) -> None:
-        self.variants = variants
+    def __init__(self, plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile, policies: Sequence[Choice]) -> None:
+        self.plan = plan
+        self.model = model
+        self.dataset = dataset
         self.machine = machine
-        self.policies = choices.policies
+        self.policies = policies
+        self._traced: Traced = {}
         self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
+
+    @memoized
+    def policy(self, choice: Choice) -> ActivationPolicy:
+        """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
+        policy: ActivationPolicy = self._plan(choice, 1).activations.build([layer.name for layer in self.model.layers])
+        return policy
+
+    @memoized
+    def works(self, variant: Variant) -> list[LayerWork]:
+        """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make
+        for their exchanges. Raises PlanError for a policy that cannot be built, and PlanError "estimate-layer".
+        """
+        pairs = zip(self._whole_works(variant.policy, 1), self._whole_works(variant.policy, 2), strict=True)
+        samples, has_slices = variant.micro_size / variant.sp, variant.sp > 1
+        return [self._scaled_work(single, double, samples, has_slices) for single, double in pairs]
 
     def price(self, variant: Variant) -> list[tuple[LayerSeconds, Source]]:
         """Returns the seconds of each layer in `variant`, without exchanges of slices, and their source.
 
-        Raises the errors of `LayerVariants.works` unless all layers were measured, and PlanError "machine-matmul".
+        Raises the errors of `works` unless all layers were measured, and PlanError "machine-matmul".
         """
-        measured_seconds = self._measured_seconds
-        keys = self.variants.keys(variant) if measured_seconds and variant.sp == 1 else [""] * len(self.variants.model.layers)
-        if measured_seconds.keys() >= set(keys):
-            return [(measured_seconds[key], "measured") for key in keys]
-        priced: dict[tuple[int, str, MeasuredVariant | None], tuple[LayerSeconds, Source]] = {}
-        result = []
-        works = self.variants.works(variant)
-        for index, (work, key, measured) in enumerate(zip(works, keys, self._measured_variants, strict=True)):
-            price_key = id(work), key, measured  # equal layers share one object
-            if price_key not in priced:
-                priced[price_key] = self._price_layer(index, work, key, measured)
-            result.append(priced[price_key])
-        return result
+        measured = self._measured_seconds
+        has_keys = measured and variant.sp == 1
+        keys = self._keys(variant.policy, variant.micro_size) if has_keys else [""] * len(self.model.layers)
+        if measured.keys() >= set(keys):
+            return [(measured[key], "measured") for key in keys]
+        layers = zip(self.works(variant), keys, self._measured_variants, strict=True)
+        return [self._price_layer(work, key, measured_variant) for work, key, measured_variant in layers]
 
-    def _price_layer(
-        self, index: int, work: LayerWork, key: str, measured: MeasuredVariant | None
-    ) -> tuple[LayerSeconds, Source]:
+    @memoized
+    def _price_layer(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:
             with suppress(SleyError):  # the measured variant may not be countable
-                baseline_work = self.variants.works(measured.variant)[index]
-                return LayerSeconds.scaled(work, baseline_work, measured.seconds, self.machine.device), "in proportion"
+                baseline = self.works(measured.variant)[measured.index]
+                return LayerSeconds.scaled(work, baseline, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
+
+    @memoized
+    def _scaled_work(self, single: LayerWork, double: LayerWork, samples: float, has_slices: bool) -> LayerWork:
+        work = scale_work(single, double, samples)
+        return add_copies(work) if has_slices else work
 
     @cached_property
     def _measured_variants(self) -> list[MeasuredVariant | None]:
         """Returns the measured variant of each layer; equal layers share one. Policies that copy are priced separately."""
-        measured: list[MeasuredVariant | None] = [None] * len(self.variants.model.layers)
-        sizes = {self.variants.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
+        measured: list[MeasuredVariant | None] = [None] * len(self.model.layers)
+        sizes = {self.plan.batch.micro_size, *(table.micro_size for table in self.machine.layers if table.micro_size)}
         shared: dict[str, MeasuredVariant] = {}
         for policy, micro_size in product([policy for policy in self.policies if not policy.copies], sorted(sizes)):
-            variant = Variant(policy, micro_size)
             try:
-                keys = self.variants.keys(variant) if self._measured_seconds else []
+                keys = self._keys(policy, micro_size) if self._measured_seconds else []
             except SleyError:  # a policy that cannot be built was not measured
                 continue
             for index, key in enumerate(keys):
                 if measured[index] is None and key in self._measured_seconds:
-                    measured[index] = shared.setdefault(key, MeasuredVariant(variant, self._measured_seconds[key]))
+                    variant = MeasuredVariant(Variant(policy, micro_size), index, self._measured_seconds[key])
+                    measured[index] = shared.setdefault(key, variant)
         return measured
+
+    @memoized
+    def _plan(self, policy: Choice, micro_size: int) -> Plan:
+        """Returns the plan under a policy with whole sequences."""
+        whole: dict[KeyPath, Any] = {("activations",): policy.table, ("parallel", "sp"): 1}
+        return replace_values(self.plan, {**whole, ("batch", "micro_size"): micro_size})
+
+    @memoized
+    def _keys(self, policy: Choice, micro_size: int) -> list[str]:
+        """Returns each layer's key with whole sequences."""
+        plan = self._plan(policy, micro_size)
+        return layer_keys(plan, self.model, self.policy(policy), meta_micro_batch(plan, self.dataset))
+
+    @memoized
+    def _whole_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
+        """Returns the work of each layer on whole samples."""
+        plan = self._plan(policy, micro_size)
+        # New tensors, since layers cache results by tensor, such as position tables.
+        fields = meta_micro_batch(plan, self.dataset)
+        return layer_works(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
+
+
+ATTENTION = "attention"  # the operator name of a recorded attention
+TENSORS, COPY = 4, 3  # q, k, v and the context; the bytes that a copy moves per byte in `describe_operator`
+
+
+def scale_work(single: LayerWork, double: LayerWork, samples: float) -> LayerWork:
+    """Returns the work on `samples` samples, which may be a fraction, by linear extrapolation of the works on one and on two
+    samples. Operators that are more frequent on two samples, such as those of a chunked loss, are proportional to the work on
+    two.
+    """
+    return LayerWork(
+        **{name: _scale_operators(getattr(single, name), getattr(double, name), samples) for name in PHASES},
+        output_bytes=_extrapolate(single.output_bytes, double.output_bytes, samples),
+        saved_bytes=_extrapolate(single.saved_bytes, double.saved_bytes, samples),
+    )
+
+
+def add_copies(work: LayerWork) -> LayerWork:
+    """Adds the copies of q, k, v and context that attentions over slices make in each forward, recomputation and backward."""
+
+    def with_copies(operators: Sequence[Operator], forward: Sequence[Operator]) -> tuple[Operator, ...]:
+        """Returns `operators` plus the copies of the tensors that each attention in `forward` reads or writes."""
+        sizes = [operator.num_bytes for operator in forward if operator.name == ATTENTION]
+        copies = [Operator("copy", COPY * num_bytes // TENSORS) for num_bytes in sizes for _ in range(TENSORS)]
+        return (*operators, *copies)
+
+    return replace(
+        work,
+        forward=with_copies(work.forward, work.forward),
+        recompute=with_copies(work.recompute, work.recompute),
+        backward=with_copies(work.backward, work.forward),
+    )
+
+
+def _scale_operators(single: Sequence[Operator], double: Sequence[Operator], samples: float) -> tuple[Operator, ...]:
+    """Returns operators in the order of `double`, paired with `single` by name. A name with different counts has no pairs."""
+    firsts: dict[str, list[Operator]] = defaultdict(list)
+    for operator in single:
+        firsts[operator.name].append(operator)
+    counts = Counter(operator.name for operator in double)
+    pairs = {name: iter(operators) for name, operators in firsts.items() if len(operators) == counts[name]}
+    operators = []
+    for second in double:
+        first = next(pairs[second.name]) if second.name in pairs else None
+        if first is None:
+            sizes = round(second.num_bytes * (samples / 2)), round(second.flops * (samples / 2))
+        else:
+            sizes = _extrapolate(first.num_bytes, second.num_bytes, samples), _extrapolate(first.flops, second.flops, samples)
+        operators.append(replace(second, num_bytes=sizes[0], flops=sizes[1]))
+    return tuple(operators)
+
+
+def _extrapolate(single: int, double: int, samples: float) -> int:
+    return round(single + (double - single) * (samples - 1))
 
 
 @dataclass(frozen=True)
@@ -244,10 +358,10 @@ def price_layers(plan: Plan, model: Model, dataset: AnyDataset, machine: Machine
     """Returns every layer of `model`, on meta, with its seconds if they follow from the measured layers of `machine`."""
     priced: Sequence[tuple[LayerSeconds, Source] | None] = [None] * len(model.layers)
     if machine.layers:
-        choices = list_choices(plan)
+        policies = list_choices(plan).policies
         with suppress(SleyError):  # some layer cannot be counted
-            scaled = ScaledLayers(LayerVariants(plan, model, dataset), machine, choices)
-            priced = scaled.price(Variant(choices.policies[0], plan.batch.micro_size, plan.parallel.sp))
+            variant = Variant(policies[0], plan.batch.micro_size, plan.parallel.sp)
+            priced = LayerPrices(plan, model, dataset, machine, policies).price(variant)
     return [
         PricedLayer(layer.name, None, "counted") if pair is None or pair[1] == "counted" else PricedLayer(layer.name, *pair)
         for layer, pair in zip(model.layers, priced, strict=True)

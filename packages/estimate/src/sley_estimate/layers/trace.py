@@ -1,19 +1,26 @@
-"""Counts the operators of layers on meta as in the executor: forward, recomputation, both kinds of backward.
+"""Counts the operators of layers on meta as in the executor: forward, recomputation, backward.
 
-    layer ── forward under the activation policy ──> output ── backward, whole ──> operators
-                                                            └─ backward, split ──> input half | weight half
+    layer ── forward under the activation policy ──> output ── backward ──> operators
 
 Each distinct layer is traced once, on the output of the previous layer. A layer that reads a tensor value is an error.
+
+Layers with equal keys need equal time and memory: they have one class and equal settings and shapes. An attribute that is not
+plain (a number, a text, a tensor shape) makes the key of its layer unique. That layer is counted separately, which is slower
+and never wrong.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -21,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from sley_core.assemble import DTYPES, weight_dtypes
 from sley_core.comm.device import storage_id
 from sley_core.engine.boundary import Description
+from sley_core.engine.call import Keep
 from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
 from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.engine.parts import MicroStep, Phase
@@ -30,10 +38,9 @@ from sley_core.model.layers import ForwardPatch, Layer, Model, parameter_like
 from sley_core.model.tensors import buffer_format
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
-from sley_estimate.layers.operators import FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
+from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
 
 MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
-QUEUE_KEY = (0, 0)
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
 
@@ -79,19 +86,16 @@ def trace_layer(
     gradients: the dtypes of weights and of accumulated gradients. Raises PlanError "estimate-layer" for a layer that cannot run
     on meta.
     """
-    with _place_on_meta(layer.module, working):  # also computes shared results, such as a document mask
-        split_recorder, _ = _record_layer(layer, value, fields, policy, loss, gradients, split=True)
-    with _place_on_meta(layer.module, working):  # new parameters, whose first gradient is not added to another
-        recorder, output = _record_layer(layer, value, fields, policy, loss, gradients, split=False)
+    with _place_on_meta(layer.module, working):
+        recorder, output = _record_layer(layer, value, fields, policy, loss)
+        for parameter in layer.module.parameters():
+            if parameter.requires_grad:
+                num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize)
+                recorder.record(Operator("accumulate", num_bytes))
     following = input_of_next(output, layer)
     output_bytes = sum(map(moved_bytes, following[1]))
     work = LayerWork(
-        forward=recorder.operators("forward"),
-        recompute=recorder.operators("recompute"),
-        backward=recorder.operators("backward"),
-        input_gradient=split_recorder.operators("input_gradient"),
-        weight_gradient=split_recorder.operators("weight_gradient"),
-        num_parameters=sum(parameter.numel() for parameter in layer.module.parameters() if parameter.requires_grad),
+        **{phase: recorder.operators(phase) for phase in PHASES},
         output_bytes=output_bytes,
         saved_bytes=recorder.saved_bytes
         + (output_bytes if loss is not None else 0),  # the loss saves its input or as many bytes
@@ -108,20 +112,11 @@ def input_of_next(output: Any, layer: Layer) -> Value:
 
 
 def _record_layer(
-    layer: Layer,
-    value: Value | None,
-    fields: Mapping[str, Tensor],
-    policy: ActivationPolicy,
-    loss: Loss | None,
-    gradients: torch.dtype,
-    *,
-    split: bool,
+    layer: Layer, value: Value | None, fields: Mapping[str, Tensor], policy: ActivationPolicy, loss: Loss | None
 ) -> tuple[OperatorRecorder, Any]:
-    """Runs a forward and a whole or split backward. Returns the recorder of the operators, and the output."""
-    recorder, queue = OperatorRecorder(), WeightQueue()
+    """Runs a forward and a backward. Returns the recorder of the operators, whose phase is then "backward", and the output."""
+    recorder = OperatorRecorder()
     in_flight, args, named = start_call(layer, value, fields)
-    shared = [leaf for field in named.values() for leaf in tree_leaves([cached_values(field)]) if isinstance(leaf, Tensor)]
-    recorder.shared.update(map(storage_id, shared))
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
@@ -136,18 +131,19 @@ def _record_layer(
             recorder.phase = previous_phase
 
     try:
-        halves = queue_weight_gradients(layer.module, queue, gradients) if split else nullcontext()
-        with halves, FusedKernels(recorder.record), recorder:
+        with FusedKernels(recorder.record), recorder:
+            recorder.phase = None
+            with torch.no_grad():
+                layer.module(*args, **named)  # computes shared results, such as a document mask
+            shared = tree_leaves([cached_values(field) for field in named.values()])
+            recorder.shared.update(storage_id(leaf) for leaf in shared if isinstance(leaf, Tensor))
+            recorder.phase = "forward"
             with saved_tensors_hooks(recorder.record_saved_tensor, lambda tensor: tensor):
                 output = policy.call(layer.name, call, args, named, MICRO_STEP)
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
-            first = output_gradients(in_flight, output, torch.empty_like)
-            recorder.phase = "input_gradient" if split else "backward"
-            with queue.collect(QUEUE_KEY) if split else nullcontext():
-                run_backward(in_flight, first)
-            if split:
-                recorder.phase = "weight_gradient"
-                queue.run(QUEUE_KEY)
+            gradients = output_gradients(in_flight, output, torch.empty_like)
+            recorder.phase = "backward"
+            run_backward(in_flight, gradients)
     except (SleyError, AssertionError):
         raise
     except Exception as error:
@@ -160,12 +156,6 @@ def _record_layer(
     if recorder.operators("recompute"):
         for tensor in value[1] if value else ():
             recorder.record_saved_tensor(tensor)  # the input of the recomputation
-    recorder.phase = "input_gradient" if split else "backward"
-    queued = {f"{name}.weight".lstrip(".") for name, module in layer.module.named_modules() if is_plain_linear(module)}
-    for name, parameter in layer.module.named_parameters():
-        if parameter.requires_grad and not (split and name in queued):
-            num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize)
-            recorder.record(Operator("accumulate", num_bytes))
     return recorder, output
 
 
@@ -269,3 +259,78 @@ def replace_tensors(
                 originals.append((registered, name, tensor))
                 registered[name] = replacements[id(tensor)]  # type: ignore[assignment]  # the module's own dict
     return originals
+
+
+PLAIN = (str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def module_signature(module: nn.Module, location: str) -> Any:
+    """Returns nested plain values that determine the module's cost: modules whose signatures have equal `repr`s cost the same.
+
+    location: the module's name in the model, which replaces attributes that are not plain.
+    """
+    attributes = [
+        (name, plain_value(value, f"{location}.{name}"))
+        for name, value in sorted(vars(module).items())
+        if name not in MODULE_ATTRIBUTES or name == "training"
+    ]
+    tensors = [
+        (name, None if value is None else (tuple(value.shape), str(value.dtype), value.requires_grad))
+        for registered in (module._parameters, module._buffers)
+        for name, value in registered.items()
+    ]
+    hooks = [(name, location) for name in MODULE_ATTRIBUTES if name.endswith("hooks") and vars(module)[name]]
+    inner = [(name, child and module_signature(child, f"{location}.{name}")) for name, child in module._modules.items()]
+    # A class defined in a function depends on the function's arguments.
+    local = location if "<" in type(module).__qualname__ else ""
+    return type(module).__module__, type(module).__qualname__, local, attributes, tensors, hooks, inner
+
+
+def plain_value(value: Any, location: str) -> Any:
+    """Returns `value` as nested plain values whose `repr` determines it, or else `location`, which is unique to the layer."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, list | tuple):
+        return [plain_value(item, location) for item in value]
+    if isinstance(value, Mapping):
+        return [(repr(key), plain_value(item, location)) for key, item in value.items()]
+    if isinstance(value, BaseModel):
+        return type(value).__qualname__, value.model_dump_json()
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value).__qualname__, plain_value(asdict(value), location)
+    name = getattr(value, "__qualname__", "<")
+    if callable(value) and "<" not in name and not hasattr(value, "__self__"):  # a function or class of a module
+        return getattr(value, "__module__", ""), name
+    return location
+
+
+def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mapping[str, Tensor]) -> list[str]:
+    """Returns a key of 16 hexadecimal digits for each layer of `model`, on meta.
+
+    fields: a microbatch, whose shapes and dtypes are part of the key, as are policy, precision and loss. `train-cli calibrate`
+    writes the same keys for the plan in any layout with its `micro_size` and whole sequences.
+    """
+    shapes = sorted((name, tuple(value.shape), str(value.dtype)) for name, value in fields.items())
+    precision = plan.precision.compute, plan.precision.gradients
+    keys = []
+    for index, layer in enumerate(model.layers):
+        is_last = index == len(model.layers) - 1
+        ends = index == 0, (plan.loss.name, plain_value(plan.loss.config, "loss")) if is_last else None
+        signature = module_signature(layer.module, layer.name)
+        text = repr((signature, layer.fields, shapes, precision, ends, _policy_key(plan, policy, layer)))
+        keys.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return keys
+
+
+def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
+    """Returns the policy's part of a layer key: None if the policy does not affect the layer. It includes the layer's name
+    unless the policy lists names.
+    """
+    names = getattr(policy, "names", None)
+    if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
+        return None
+    chosen = None if isinstance(names, frozenset) else layer.name
+    return plan.activations.name, plain_value(plan.activations.config, "activations"), chosen

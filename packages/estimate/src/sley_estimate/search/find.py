@@ -9,19 +9,17 @@ Both run in forked processes, since torch refuses a backward in a process that w
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan
-from sley_estimate.bytes.stages import StageTooLargeError, run_calls
+from sley_estimate.bytes.rank import StageTooLargeError, run_calls
 from sley_estimate.layers.prices import Source
 from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Layout, Layouts
@@ -34,21 +32,15 @@ MAX_ROUNDS = 4  # the largest number of times that so many layouts run their ste
 SIMILARITY = 0.01  # layouts whose seconds and bytes differ by about this share count as nearly equal
 
 
-class ExactEstimate(NamedTuple):
-    """The estimate of a layout from its own steps, as in `train-cli estimate`. num_bytes: the bytes of the fullest stage.
+class Result(NamedTuple):
+    """A layout and its estimate from its own steps, as in `train-cli estimate`. num_bytes: the bytes of the fullest stage.
     sources: the sources of its layer seconds.
     """
 
+    layout: Layout
     seconds: float
     num_bytes: int
     sources: frozenset[Source]
-
-
-class Result(NamedTuple):
-    """A layout and its estimate from its own steps."""
-
-    layout: Layout
-    estimate: ExactEstimate
 
 
 @dataclass
@@ -78,15 +70,6 @@ class SearchResult:
             self.hints[reason] = problem.hint
 
 
-class Ranking(NamedTuple):
-    """Layouts by their index in `Layouts.all_layouts`, since plugin records may not be picklable. best: the layouts that fit,
-    fastest first. smallest: the layout with the fewest bytes, or -1.
-    """
-
-    best: Sequence[tuple[int, RooflineEstimate]]
-    smallest: int
-
-
 def search_layouts(
     space: Layouts,
     machine: MachineFile,
@@ -102,23 +85,23 @@ def search_layouts(
     layouts that run steps. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
-    ((_, (result, ranking)),) = run_calls([partial(rank_layouts, space, machine, memory)], cores)
-    numbers = {ranking.smallest, *(number for number, _ in ranking.best)}
+    ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, memory)], cores)
+    numbers = {smallest, *(number for number, _ in best)}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
-    result.smallest = layouts.get(ranking.smallest)
-    ordered = order_by_variety([(layouts[number], rough) for number, rough in ranking.best], space)
+    result.smallest = layouts.get(smallest)
+    ordered = order_by_variety([(layouts[number], estimate) for number, estimate in best], space)
     candidates = (layout for layout in ordered if _is_valid(layout, space, result))
     verified: list[Result] = []
 
-    def estimate_layout(layout: Layout) -> ExactEstimate | SleyError:
+    def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | SleyError:
         try:
             estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine, max_bytes=memory)
         except StageTooLargeError as error:
-            return ExactEstimate(math.inf, error.num_bytes, frozenset())
+            return math.inf, error.num_bytes, frozenset()
         except SleyError as error:
             return error
-        num_bytes = max(memory.peak for memory in estimate.memory)
-        return ExactEstimate(estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers))
+        num_bytes = max(stage.peak for stage in estimate.memory)
+        return estimate.step.seconds, num_bytes, frozenset(layer.source for layer in estimate.layers)
 
     while len(verified) < top and (next_layouts := list(islice(candidates, NUM_EXACT))):
         total = result.num_exact + len(next_layouts)
@@ -127,39 +110,38 @@ def search_layouts(
             report_progress(result.num_exact, total)
             if isinstance(estimate, SleyError):
                 result.refuse(estimate)
-            elif memory is not None and estimate.num_bytes > memory:
+            elif memory is not None and estimate[1] > memory:
                 result.dropped += 1
             else:
-                verified.append(Result(next_layouts[index], estimate))
-    verified.sort(key=lambda verified_result: verified_result.estimate.seconds)
+                verified.append(Result(next_layouts[index], *estimate))
+    verified.sort(key=lambda verified_result: verified_result.seconds)
     result.fastest = verified[:top]
     return result
 
 
-def rank_layouts(space: Layouts, machine: MachineFile, memory: int | None) -> tuple[SearchResult, Ranking]:
-    """Returns the counts of a search, and the fastest layouts by the formula."""
+def rank_layouts(
+    space: Layouts, machine: MachineFile, memory: int | None
+) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
+    """Returns the counts of a search, the layouts that fit by the formula, fastest first, and the layout with the fewest bytes,
+    or -1. The layouts are indices in `Layouts.all_layouts`, since plugin records may not be picklable.
+    """
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
-    numbers, seconds, sizes = array("q"), array("d"), array("d")
-    smallest = -1
+    smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()
     with disable_gc():
         for number, layout in enumerate(space.all_layouts()):
             result.num_layouts = number + 1
             try:
-                rough = roofline.estimate(layout)
+                estimate = roofline.estimate(layout)
             except SleyError as error:
                 result.refuse(error)
                 continue
-            if rough.num_bytes < result.min_bytes:
-                smallest, result.min_bytes = number, rough.num_bytes
-            if memory is not None and rough.num_bytes > memory:
+            if estimate.num_bytes < result.min_bytes:
+                smallest, result.min_bytes = number, estimate.num_bytes
+            if memory is None or estimate.num_bytes <= memory:
+                ranked.append((number, estimate))
+            else:
                 result.too_large += 1
-                continue
-            numbers.append(number)
-            seconds.append(rough.seconds)
-            sizes.append(rough.num_bytes)
-    order = np.argsort(seconds, kind="stable")[: NUM_EXACT * MAX_ROUNDS].tolist()
-    best = [(numbers[index], RooflineEstimate(seconds[index], sizes[index])) for index in order]
-    return result, Ranking(best, smallest)
+    return result, nsmallest(NUM_EXACT * MAX_ROUNDS, ranked, key=lambda pair: pair[1].seconds), smallest
 
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:

@@ -1,13 +1,18 @@
 """Lists the possible layouts of a plan in a world: sizes, microbatches, and the choices for its tables.
 
-A layout changes the plan's tables. `Layout.plan` applies it, with the same checks as for any plan. The choices are the plan's
-own, which come first, and all records of installed plugins with variants in a hint (`hookspecs.py`).
+A layout changes the plan's tables. `Layout.apply` applies it, with the same checks as for any plan. The choices are the plan's
+own, which come first, and all records of installed plugins with variants in a hint. A plugin that gives hints neither imports
+nor requires this package: it returns plain mappings, and `optionalhook` allows an unknown hook.
+
+    @hookimpl(optionalhook=True)
+    def sley_estimate_hints():
+        return {"mine.reducer": {"variants": [{}, {"bucket_mb": 50}]}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
@@ -16,9 +21,11 @@ from pydantic import ValidationError
 
 from sley_core import records
 from sley_core.errors import PluginError, UsageError
+from sley_core.hookspecs import hookspec
+from sley_core.plan.document import to_plain_data
+from sley_core.plan.load import resolve_plan
+from sley_core.plan.loader import CORE, Plugin
 from sley_core.plan.plan import Component, Plan
-from sley_estimate.hookspecs import NO_HINT, plugin_hints, record_hint
-from sley_estimate.layers.variants import replace_tables
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
 """The axes on which layouts differ; `dp` follows from them. Offload is that of the plan."""
@@ -28,10 +35,62 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 MAX_SLICES = 64  # the largest number of ranks per sequence, since attention seldom has more heads
 
 
+@hookspec
+def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[empty-body]
+    """Returns hints for `train-cli search`, by the names of records in a plan (`"plugin.record"`):
+
+    variants: tables, without `use`, that a search tries if the plan does not fix the choice. `[{}]` is one with the defaults.
+        Without variants, a search uses the record only if the plan names it.
+    copies: whether an activation policy copies saved tensors of the layers in its attribute `names` to the host.
+    in_steps: for an offload manager, a function from its config to whether it moves optimizer states in every step. The default
+        returns True.
+    """
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A plugin's hint for one record; `sley_estimate_hints` describes the fields."""
+
+    variants: Sequence[Mapping[str, Any]] = ()
+    copies: bool = False
+    in_steps: Callable[[Any], bool] = lambda config: True
+
+
+NO_HINT = Hint()
+
+CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep", "recompute")}
+
+
+def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
+    """Returns the hints of a plugin by full record name. Raises PluginError "plugin-invalid" if the hook fails or names an
+    unknown record or key.
+    """
+    if plugin.name == CORE:
+        return CORE_HINTS
+    hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
+    if hook is None:
+        return {}
+    names = {f"{plugin.name}.{name}" for name in plugin.records}
+    try:
+        hints = {name: Hint(**options) for mapping in hook() for name, options in mapping.items()}
+    except Exception as error:
+        message = f"{plugin.label} failed in `{sley_estimate_hints.__name__}`: {type(error).__name__}: {error}"
+        raise PluginError("plugin-invalid", message) from error
+    if unknown := sorted(hints.keys() - names):
+        message = f"{plugin.label}: `{sley_estimate_hints.__name__}` names `{unknown[0]}`, which the plugin does not have"
+        raise PluginError("plugin-invalid", message)
+    return hints
+
+
+def component_hint(component: Component) -> Hint:
+    """Returns the hint for the record of a component, or `NO_HINT`. Raises the errors of `plugin_hints`."""
+    return NO_HINT if component.plugin is None else plugin_hints(component.plugin).get(component.name, NO_HINT)
+
+
 @dataclass(frozen=True)
 class Choice:
     """One way to fill a table. name: the name of the record. options: the other keys of the table. config: the whole table.
-    record, config: None for a factory. copies: whether it is a policy that copies saved tensors to the host.
+    copies: whether it is a policy that copies saved tensors to the host.
     """
 
     name: str
@@ -46,6 +105,9 @@ class Choice:
 
     def __str__(self) -> str:
         return self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
     @cached_property
     def _text(self) -> str:  # used for every layout
@@ -79,49 +141,39 @@ def list_choices(plan: Plan) -> Choices:
         except PluginError as error:
             skipped.append(f"{name}: {error.diagnostics[0].message}")
 
-    def installed_choices(record_type: type[records.Record]) -> list[Choice]:
-        choices = []
+    def table_choices(component: Component | None, record_type: type[records.Record]) -> tuple[Choice, ...]:
+        choices = [] if component is None else [_plan_choice(component)]
         for plugin, hints in plugins:
             for name, record in plugin.records_of(record_type).items():
                 hint = hints.get(name, NO_HINT)
-                for options in hint.variants:
+                for options in hint.variants if record_type is not records.GradientHandlerRecord or _is_reducer(record) else ():
                     try:
-                        choices.append(Choice(name, options, record, record.config.model_validate(options), hint.copies))
+                        config = record.config.model_validate(options)
                     except ValidationError as error:
-                        reason = error.errors()[0]["msg"]
-                        skipped.append(f"{name}: its variant {dict(options)} is invalid: {reason}")
-        return choices
-
-    def is_reducer(record: object) -> bool:
-        return isinstance(record, records.GradientHandlerRecord) and record.role == "reducer"
-
-    def plan_choice_first(component: Component | None, record_type: type[records.Record]) -> tuple[Choice, ...]:
-        alternatives = [
-            choice
-            for choice in installed_choices(record_type)
-            if record_type is not records.GradientHandlerRecord or is_reducer(choice.record)
-        ]
-        if component is None:
-            return tuple(alternatives)
-        return (
-            _plan_choice(plan, component),
-            *(choice for choice in alternatives if (choice.name, choice.config) != (component.name, component.config)),
-        )
+                        skipped.append(f"{name}: its variant {dict(options)} is invalid: {error.errors()[0]['msg']}")
+                        continue
+                    if component is None or (name, config) != (component.name, component.config):
+                        choices.append(Choice(name, options, record, config, hint.copies))
+        return tuple(choices)
 
     return Choices(
-        plan_choice_first(plan.pipeline, records.ScheduleRecord),
-        plan_choice_first(plan.activations, records.ActivationPolicyRecord),
-        plan_choice_first(
-            next((choice for choice in plan.gradient_handlers if is_reducer(choice.record)), None),
+        table_choices(plan.pipeline, records.ScheduleRecord),
+        table_choices(plan.activations, records.ActivationPolicyRecord),
+        table_choices(
+            next((handler for handler in plan.gradient_handlers if _is_reducer(handler.record)), None),
             records.GradientHandlerRecord,
         ),
-        plan_choice_first(plan.weights, records.WeightCommunicatorRecord),
-        plan_choice_first(plan.sequence, records.SequenceAttentionRecord),
+        table_choices(plan.weights, records.WeightCommunicatorRecord),
+        table_choices(plan.sequence, records.SequenceAttentionRecord),
         tuple(skipped),
     )
 
 
-def _plan_choice(plan: Plan, component: Component) -> Choice:
+def _is_reducer(record: records.Record | None) -> bool:
+    return isinstance(record, records.GradientHandlerRecord) and record.role == "reducer"
+
+
+def _plan_choice(component: Component) -> Choice:
     """Returns a table of the plan as a choice with the options in the plan."""
     table: Any = component.document.tables
     for key in component.path:
@@ -129,9 +181,8 @@ def _plan_choice(plan: Plan, component: Component) -> Choice:
             table = {}
             break
         table = table[key]
-    options = {key: value for key, value in table.items() if key not in ("use", "factory")}
-    copies = record_hint(plan.loader, component.name).copies
-    return Choice(component.name, options, component.record, component.config, copies)
+    options = {key: value for key, value in table.items() if key != "use"}
+    return Choice(component.name, options, component.record, component.config, component_hint(component).copies)
 
 
 class Layout(NamedTuple):
@@ -159,7 +210,7 @@ class Layout(NamedTuple):
         """Returns `plan` in this layout. Omits pipeline tables without stages, and explicit stage lengths. Raises PlanError for
         invalid tables.
         """
-        written, schedule = plan.document.tables, self.schedule
+        schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The reducer, the schedule's tie handler, and the plan's remaining handlers.
         handlers = [self.reducer.table] if self.reducer else []
@@ -167,23 +218,23 @@ class Layout(NamedTuple):
         handlers += [{"use": record.ties}] if isinstance(record, records.ScheduleRecord) and record.ties else []
         handlers += [
             table
-            for component, table in zip(plan.gradient_handlers, written.get("gradient_handlers", ()), strict=False)
+            for component, table in zip(plan.gradient_handlers, tables.get("gradient_handlers", ()), strict=False)
             if not (isinstance(component.record, records.GradientHandlerRecord) and component.record.role in ("reducer", "tie"))
         ]
-        tables: dict[str, Any] = {
-            "parallel": {**(written.get("parallel") or {}), **sizes},
-            "batch": {**(written.get("batch") or {}), "micro_size": self.micro_size},
+        tables |= {
+            "parallel": {**tables.get("parallel", {}), **sizes},
+            "batch": {**tables.get("batch", {}), "micro_size": self.micro_size},
             "activations": self.activations.table,
             "gradient_handlers": handlers,
-            "pipeline": schedule.table if schedule else None,
-            "weights": self.weights.table if self.weights else None,
-            "sequence": self.attention.table if self.attention else None,
+            "pipeline": schedule and schedule.table,
+            "weights": self.weights and self.weights.table,
+            "sequence": self.attention and self.attention.table,
         }
         if schedule is None:
             tables |= {"link": None, "partition": None}
         elif plan.partition is not None and plan.partition.name == "pp.explicit":
             tables["partition"] = None
-        return replace_tables(plan, tables)
+        return resolve_plan(replace(plan.document, tables=to_plain_data(tables)), plan.loader)
 
     def __str__(self) -> str:
         sizes = f"pp {self.pp}, sp {self.sp}, wp {self.wp}, micro_size {self.micro_size}"

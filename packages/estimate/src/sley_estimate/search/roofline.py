@@ -12,12 +12,12 @@ gradients. An attention exchanges its inputs and outputs. All weights count as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cached_property, partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -27,20 +27,18 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, SleyError
+from sley_core.model.layers import Layer
+from sley_core.optim.shared import set_training_mode
 from sley_core.plan.check import MAX_FORWARDS
 from sley_core.plan.plan import Plan
 from sley_core.protocols import Collective
 from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, steps_on_host
 from sley_core.topology import Topology
-from sley_estimate.bytes.fake_world import CopyDirection
-from sley_estimate.bytes.stages import max_pending_forwards
-from sley_estimate.hookspecs import record_hint
+from sley_estimate.bytes.rank import max_pending_forwards
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import ScaledLayers
-from sley_estimate.layers.variants import ATTENTION, LayerVariants, Variant, memoize
+from sley_estimate.layers.prices import ATTENTION, LayerPrices, Variant, memoized
 from sley_estimate.machine import MachineFile
-from sley_estimate.search.layouts import Choices, Layout
-from sley_estimate.step.estimate import count_states, update_bytes_per_element
+from sley_estimate.search.layouts import Choice, Choices, Layout, component_hint
 from sley_estimate.step.links import (
     collective_cost,
     concurrent_groups,
@@ -49,8 +47,7 @@ from sley_estimate.step.links import (
     slowest_cost,
     slowest_message_cost,
 )
-
-T = TypeVar("T")
+from sley_estimate.step.record import CopyDirection
 
 Floats = NDArray[np.float64]
 
@@ -100,34 +97,27 @@ class Roofline:
     """Estimates layouts of `plan`, which names its device. Raises PlanError for a model that cannot be built."""
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile, choices: Choices) -> None:
-        self.plan, self.world, self.machine = plan, world, machine
-        self.dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-        self.model = build_meta_model(plan, self.dataset.info)
-        self._variants = LayerVariants(plan, self.model, self.dataset)
-        self._scaled = ScaledLayers(self._variants, machine, choices)
-        self._costs = count_layer_parameters(self.model)
+        self.plan, self.world, self.machine, self.choices = plan, world, machine, choices
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+        self._info, self.model = dataset.info, build_meta_model(plan, dataset.info)
+        self._prices = LayerPrices(plan, self.model, dataset, machine, choices.policies)
         self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
         self._gradient = DTYPES[plan.precision.gradients].itemsize
-        self._num_states = count_states(plan)
+        trained = trained_parameters(self.model.layers)
+        self._num_weights = np.array([float(len(parameters)) for parameters in trained])
+        self._num_trained = np.array([float(sum(param.numel() for param in parameters)) for parameters in trained])
         self._update_s, self._state_bytes = self._update_costs()
         self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
-        self._cached: dict[Hashable, Any] = {}
-
-    def _memoize(self, key: Hashable, make: Callable[[], T]) -> T:
-        value: T = memoize(self._cached, key, make)
-        return value
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
         """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled or priced."""
-        split, num_micro_batches = self._split_stages(layout), layout.num_micro_batches(self.plan, self.world)
+        split, num_micro_batches = self._split(layout.pp, layout.schedule), layout.num_micro_batches(self.plan, self.world)
         if num_micro_batches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
-        choices = layout.activations, layout.weights, layout.attention
-        key = "microbatch", id(split), layout.wp, layout.sp, layout.micro_size, *map(id, choices)
-        forward, backward, host, held_bytes, ramp = self._memoize(
-            key, lambda: self._micro_batch_costs(layout, split, num_micro_batches)
-        )
-        sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout, split)
+        forward, backward, host, held_bytes, ramp = self._micro_batch_costs(layout._replace(reducer=None))
+        record = layout.reducer.record if layout.reducer else None
+        is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
+        sums, gathers, attended, update, fixed_bytes = self._stage_costs(layout.pp, layout.schedule, layout.wp, is_shared)
         exposed = np.maximum(sums - backward, 0) + np.maximum(gathers - forward, 0) + attended
         stages = num_micro_batches * (forward + backward) + exposed + update
         bubble = split.bubble * float((forward + backward).mean())
@@ -135,66 +125,64 @@ class Roofline:
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
-    def _micro_batch_costs(
-        self, layout: Layout, split: StageSplit, num_micro_batches: int
-    ) -> tuple[Floats, Floats, Floats, Floats, float]:
+    @memoized
+    def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns the costs of a microbatch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
         last result is the seconds of its messages.
         """
-        layers, (gather, reduce) = self._layer_costs(layout), self._shard_exchanges(layout)
+        split, num_micro_batches = self._split(layout.pp, layout.schedule), layout.num_micro_batches(self.plan, self.world)
+        layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
+        gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
         forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         pending = np.minimum(split.max_pending, num_micro_batches * len(split.positions)) / len(split.positions)
         held_bytes = pending * split.by_stage(layers.saved)
         held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
-        topology, links, ramp = Topology(self.world, layout.pp), self.machine.links, 0.0
-        for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True):
-            if ends[0] != ends[1]:
-                num_bytes = int(layers.output[last])
-                cost = self._memoize(
-                    ("message", num_bytes, ends, layout.pp), partial(slowest_message_cost, num_bytes, ends, topology, links)
-                )
-                ramp += 2 * sum(cost)
+        ramp = sum(
+            2 * self._message_s(int(layers.output[last]), ends, layout.pp)
+            for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
+            if ends[0] != ends[1]
+        )
         engine, host = self.machine.engine, split.by_stage(layers.host) * num_micro_batches
         if engine is not None:
-            counts = split.by_stage(np.array([float(len(parameters)) for parameters in self._trained]))
-            host = host + [engine.seconds(int(count), num_micro_batches) for count in counts]
+            host = host + [engine.seconds(int(count), num_micro_batches) for count in split.by_stage(self._num_weights)]
         return forward, split.by_stage(backward), host, held_bytes, ramp
 
-    def _layer_costs(self, layout: Layout) -> LayerCosts:
+    @memoized
+    def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
+        return sum(slowest_message_cost(num_bytes, stages, Topology(self.world, pp), self.machine.links))
+
+    @memoized
+    def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
         """Returns the costs of layers with whole weights."""
-        variant = Variant(layout.activations, layout.micro_size, layout.sp)
+        if attention is not None:
+            self._check_slices(attention, sp)
+        variant, machine = Variant(activations, micro_size, sp), self.machine
+        works, priced = self._prices.works(variant), self._prices.price(variant)
+        copied = getattr(self._prices.policy(activations), "names", ()) if activations.copies else ()
+        overlaps = machine.device.kind == "cuda"
+        rows = []
+        for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
+            # A backward needs at least the gradient of the layer's output.
+            forward, backward = seconds.forward, seconds.backward
+            saved, backward_bytes = work.saved_bytes, work.output_bytes
+            if sp > 1:
+                swaps_s = self._swaps_s(work.forward, sp)
+                forward, backward = forward + swaps_s, backward + swaps_s + self._swaps_s(work.recompute, sp)
+            if layer.name in copied:
+                offload_s, reload_s = (sum(copy_cost(direction, saved, machine)) for direction in get_args(CopyDirection))
+                forward = max(forward, offload_s) if overlaps else forward + offload_s
+                backward = max(backward, reload_s) if overlaps else backward + reload_s
+                saved, backward_bytes = 0, backward_bytes + saved
+            host_s = seconds.host_forward + seconds.host_backward
+            rows.append((forward, backward, host_s, saved, work.output_bytes, backward_bytes))
+        return LayerCosts(*np.array(rows, dtype=np.float64).T)
 
-        def layers() -> LayerCosts:
-            if layout.attention is not None:
-                # Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence.
-                sliced_layout = layout._replace(pp=1, wp=1, micro_size=1, schedule=None, reducer=None, weights=None)
-                plan = partial(sliced_layout.apply, self.plan, layout.sp)
-                self._memoize(("slices", id(layout.attention)), lambda: build_meta_model(plan(), self.dataset.info))
-            works = self._variants.works(variant)
-            rows = []
-            copied = getattr(self._variants.policy(layout.activations), "names", ()) if layout.activations.copies else ()
-            priced = self._scaled.price(variant)
-            for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
-                # A backward needs at least the gradient of the layer's output.
-                forward, backward = seconds.forward, seconds.backward
-                saved, backward_bytes = work.saved_bytes, work.output_bytes
-                if layout.sp > 1:
-                    swaps_s, recompute_s = self._swaps_s(work.forward, layout.sp), self._swaps_s(work.recompute, layout.sp)
-                    forward, backward = forward + swaps_s, backward + swaps_s + recompute_s
-                if layer.name in copied:
-                    offload_s, reload_s = (
-                        sum(copy_cost(direction, saved, self.machine)) for direction in get_args(CopyDirection)
-                    )
-                    overlaps = self.machine.device.kind == "cuda"
-                    forward = max(forward, offload_s) if overlaps else forward + offload_s
-                    backward = max(backward, reload_s) if overlaps else backward + reload_s
-                    saved, backward_bytes = 0, backward_bytes + saved
-                host_s = seconds.host_forward + seconds.host_backward
-                rows.append((forward, backward, host_s, saved, work.output_bytes, backward_bytes))
-            return LayerCosts(*np.array(rows, dtype=np.float64).T)
-
-        return self._memoize(("layers", id(layout.activations), layout.micro_size, layout.sp), layers)
+    @memoized
+    def _check_slices(self, attention: Choice, sp: int) -> None:
+        """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
+        layout = Layout(1, sp, 1, 1, None, self.choices.policies[0], None, attention=attention)
+        build_meta_model(layout.apply(self.plan, sp), self._info)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
         """Returns the seconds of the exchanges of the inputs and the output of each attention."""
@@ -202,74 +190,57 @@ class Roofline:
         groups = concurrent_groups(Topology(self.world, sp=sp), "sp", self.machine.links.ranks_per_host) if sizes else []
         return sum(2 * sum(slowest_cost("swap", num_bytes // 2, groups, self.machine.links)) for num_bytes in sizes)
 
-    def _shard_exchanges(self, layout: Layout) -> tuple[Floats, Floats]:
+    @memoized
+    def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
         """Returns the seconds of each layer's gather and reduction, [2, layers] each: the overlapped and the exposed part."""
-        weights = layout.weights
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
-
-        def exchanges() -> tuple[Floats, Floats]:
-            gathered = float(self._working)
-            if isinstance(weights.record, WeightCommunicatorRecord):
-                gathered = weights.record.gathered_bytes(weights.config, self._working)
-            topology = Topology(self.world, wp=layout.wp)
-            return (
-                self._exchange("gather", self._num_trained * gathered, topology, "wp"),
-                self._exchange("reduce", self._num_trained * self._gradient, topology, "wp"),
-            )
-
-        return self._memoize(("shards", layout.wp, id(weights)), exchanges)
+        gathered, topology = float(self._working), Topology(self.world, wp=wp)
+        if isinstance(weights.record, WeightCommunicatorRecord):
+            gathered = weights.record.gathered_bytes(weights.config, self._working)
+        return (
+            self._exchange("gather", self._num_trained * gathered, topology, "wp"),
+            self._exchange("reduce", self._num_trained * self._gradient, topology, "wp"),
+        )
 
     def _exchange(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
         """Returns the seconds of exchanges of `sizes` bytes in the slowest group of the axis, [2, sizes]: the overlapped and
         the exposed part.
         """
         links = self.machine.links
+        groups = concurrent_groups(topology, axis, links.ranks_per_host)
+        costs = {size: slowest_cost(collective, int(size), groups, links) for size in sizes}
+        return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
 
-        def seconds(num_bytes: int) -> tuple[float, float]:
-            cost = slowest_cost(collective, num_bytes, concurrent_groups(topology, axis, links.ranks_per_host), links)
-            return cost.latency_s + cost.work_s, cost.member_work_s
-
-        key = "exchange", collective, topology, axis
-        costs = [self._memoize((*key, num_bytes), partial(seconds, num_bytes)) for num_bytes in map(int, sizes)]
-        return np.array(costs).T
-
-    def _stage_costs(self, layout: Layout, split: StageSplit) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    @memoized
+    def _stage_costs(
+        self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
+    ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Returns the costs of a step, [stages]: overlapped sums, overlapped gathers, their exposed part, the update, and the
-        bytes between steps.
+        bytes between steps. is_shared: whether each replica has a part of the reduced gradients and of the states.
         """
-        record, wp = layout.reducer.record if layout.reducer else None, layout.wp
-        is_shared = isinstance(record, GradientHandlerRecord) and record.result == "shard"
-
-        def stages() -> tuple[Floats, Floats, Floats, Floats, Floats]:
-            topology = Topology(self.world, layout.pp, wp=wp)
-            shards = split.by_stage(self._num_trained) / wp
-            owned = shards / topology.wdp if is_shared else shards
-            sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient, topology, "wdp")
-            gathers = np.zeros_like(sums)
-            if is_shared:
-                gathers = self._exchange("gather", shards * self._working, topology, "wdp")
-            held_bytes = shards * (self._working + self._gradient) + owned * self._state_bytes
-            if wp > 1:  # the computing layer and the next one are gathered at the same time
-                two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
-                largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
-                held_bytes = held_bytes + largest * (self._working + self._gradient)
-            return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
-
-        return self._memoize(("stages", id(split), wp, is_shared), stages)
+        split, topology = self._split(pp, schedule), Topology(self.world, pp, wp=wp)
+        shards = split.by_stage(self._num_trained) / wp
+        owned = shards / topology.wdp if is_shared else shards
+        sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient, topology, "wdp")
+        gathers = self._exchange("gather", shards * self._working, topology, "wdp") if is_shared else np.zeros_like(sums)
+        held_bytes = shards * (self._working + self._gradient) + owned * self._state_bytes
+        if wp > 1:  # the computing layer and the next one are gathered at the same time
+            two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
+            largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
+            held_bytes = held_bytes + largest * (self._working + self._gradient)
+        return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
         """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies of
         the plan's offload, and the bytes of master weights and states on the device.
         """
-        plan = self.plan
-        offload = next(
-            (manager for manager in plan.offload if record_hint(plan.loader, manager.name).in_steps(manager.config)), None
-        )
-        device, states = self.machine.device, self._num_states * self._wide
+        plan, num_states = self.plan, count_states(self.plan)
+        offload = next((manager for manager in plan.offload if component_hint(manager).in_steps(manager.config)), None)
+        device, states = self.machine.device, num_states * self._wide
         master = self._wide if self._wide != self._working else 0
-        update_bytes = update_bytes_per_element(self.plan, self._num_states)
+        update_bytes = update_bytes_per_element(plan, num_states)
         on_device_s = update_bytes / device.memory_bandwidth
         if offload is None:
             return on_device_s, master + states
@@ -285,45 +256,66 @@ class Roofline:
             return sum(seconds) + (0.0 if is_on_host else on_device_s), master + states if is_on_host else master
         return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
 
-    @cached_property
-    def _trained(self) -> list[list[nn.Parameter]]:
-        """Returns the trained parameters of each layer, without those of an earlier layer."""
-        known_ids: set[int] = set()
-        trained = []
-        for layer in self.model.layers:
-            trained.append([param for param in layer.module.parameters() if param.requires_grad and id(param) not in known_ids])
-            known_ids.update(map(id, trained[-1]))
-        return trained
+    @memoized
+    def _split(self, pp: int, schedule: Choice | None) -> StageSplit:
+        """Returns the stages of a schedule."""
+        reducer = self.choices.reducers[0] if self.world > pp else None
+        plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)
+        if pp > len(self.model.layers):
+            raise PlanError("partition-empty", "there are more stages than layers")
+        stage = build_stage(plan, plan.topology(self.world), 0, self.model, count_layer_parameters(self.model))
+        placement, lists = stage.lists.placement, stage.lists
+        starts = list(accumulate((len(part) for _, part in stage.stages), initial=0))[:-1]
+        positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
+        try:
+            pending, longer_pending = (
+                [max_pending_forwards(steps) for steps in lists.generate_actions(times * pp)] for times in (2, 3)
+            )
+            max_pending = [
+                float(count) if count == longer_count else np.inf
+                for count, longer_count in zip(pending, longer_pending, strict=True)
+            ]
+            even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
+            end = simulate(lists.of_all_stages(2 * pp), placement, even).timeline.makespan_s
+            bubble = end / placement.chunks - 2 * pp
+        except SleyError:  # a schedule file has lists only for its own number of microbatches
+            max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
+        return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
 
-    @cached_property
-    def _num_trained(self) -> Floats:
-        return np.array([float(sum(param.numel() for param in parameters)) for parameters in self._trained])
 
-    def _split_stages(self, layout: Layout) -> StageSplit:
-        """Returns the stages of a layout. Layouts with equal schedule and number of stages share one object."""
-        pp = layout.pp
+def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
+    """Returns the trained parameters of each layer, without those of an earlier layer."""
+    known_ids: set[int] = set()
+    trained = []
+    for layer in layers:
+        trained.append([param for param in layer.module.parameters() if param.requires_grad and id(param) not in known_ids])
+        known_ids.update(map(id, trained[-1]))
+    return trained
 
-        def split_model() -> StageSplit:
-            plan = layout._replace(sp=1, wp=1, micro_size=1, weights=None, attention=None).apply(self.plan, self.world)
-            if pp > len(self.model.layers):
-                raise PlanError("partition-empty", "there are more stages than layers")
-            stage = build_stage(plan, plan.topology(self.world), 0, self.model, self._costs)
-            placement, lists = stage.lists.placement, stage.lists
-            starts = list(accumulate((len(part) for _, part in stage.stages), initial=0))[:-1]
-            positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
-            try:
-                pending, longer_pending = (
-                    [max_pending_forwards(steps) for steps in lists.generate_actions(times * pp)] for times in (2, 3)
-                )
-                max_pending = [
-                    float(count) if count == longer_count else np.inf
-                    for count, longer_count in zip(pending, longer_pending, strict=True)
-                ]
-                even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
-                end = simulate(lists.of_all_stages(2 * pp), placement, even).timeline.makespan_s
-                bubble = end / placement.chunks - 2 * pp
-            except SleyError:  # a schedule file has lists only for its own number of microbatches
-                max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
-            return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
 
-        return self._memoize(("cut", pp, id(layout.schedule)), split_model)
+def update_bytes_per_element(plan: Plan, num_states: int) -> int:
+    """Returns the bytes per element that norm, clipping and update move, with the working copies of master weights."""
+    config: Any = plan.optimizer.config
+    times = 2 if config.clip_norm is None else 4
+    working, stepped = weight_dtypes(plan)
+    copy = working.itemsize if stepped != working else 0
+    gradients = DTYPES[plan.precision.gradients]
+    widened = 2 * stepped.itemsize if gradients != stepped else 0
+    return times * gradients.itemsize + widened + stepped.itemsize * (2 + 2 * num_states) + copy
+
+
+def count_states(plan: Plan) -> int:
+    """Returns the number of tensors with the weight's shape that the update keeps per weight: optimizer states, from a step on
+    the CPU, and the average of `[averaging]`.
+    Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
+    """
+    weight = nn.Parameter(torch.zeros(4, 4))
+    try:
+        optimizer: Any = set_training_mode(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    except Exception as error:
+        message = f"`{plan.optimizer.name}` cannot update one small weight: {type(error).__name__}: {error}"
+        raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
+    states = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)

@@ -14,24 +14,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
-from sley_core.assemble import DTYPES, Draft, weight_dtypes
+from sley_core.assemble import Draft
 from sley_core.engine.stage import Lists
-from sley_core.errors import PlanError, SleyError
-from sley_core.optim.shared import set_training_mode, skips_on_device
+from sley_core.optim.shared import skips_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
-from sley_estimate.bytes.rank import RankBytes
-from sley_estimate.bytes.stages import build_first_draft, representative_stages, run_stages
+from sley_estimate.bytes.rank import RankBytes, build_first_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, operators_s, price_layers
-from sley_estimate.layers.variants import memoize
+from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, memoized, operators_s, price_layers
 from sley_estimate.machine import MachineFile
 from sley_estimate.step.links import Cost, concurrent_groups, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
@@ -48,24 +45,25 @@ class Records(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The distribution of an action's measured seconds over its operators. factor: multiplies their own seconds. fixed_s: the
-    seconds of an action without operators. start_s: the host's seconds to launch each operator.
+    """The distribution of an action's seconds over its operators. runs_ahead: whether the host launches operators ahead of the
+    device. factor: multiplies the operators' own seconds. launch_s: the host's seconds to launch each operator. fixed_s: the
+    seconds of a measured action without operators.
     """
 
+    runs_ahead: bool = False
     factor: float = 1.0
+    launch_s: float = 0.0
     fixed_s: float = 0.0
-    start_s: float = 0.0
 
 
 class _OperatorSeconds(NamedTuple):
-    """The seconds of consecutive operators: on the host's cores, of which the host of a GPU needs host_start_s; on the device;
-    and on the device with their launches. number: the number of device operators.
+    """The seconds of consecutive operators: on the host's cores; on the device; and on the device with their launches. number:
+    the number of device operators.
     """
 
-    host_operators_s: float
-    host_start_s: float
+    host_s: float
     device_s: float
-    with_starts_s: float
+    launched_s: float
     number: int
 
 
@@ -84,12 +82,8 @@ class _Pricing:
         self.machine = machine
         self.num_micro_batches = num_micro_batches
         self.waits = waits
-        self._members: dict[tuple[str, int], tuple[int, ...] | SleyError] = {}
-        self._measured = measured
-        self._with_host = {
-            stage_and_chunk for stage_and_chunk, layers in measured.items() if any(layer.host_forward for layer in layers)
-        }
-        self._prices: dict[int, _OperatorSeconds | SleyError] = {}  # by `id` of operators, which the records hold
+        self.measured = measured
+        self._prices: dict[int, _OperatorSeconds] = {}  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
         """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, and the engine's
@@ -108,13 +102,15 @@ class _Pricing:
             return Begin(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
-            scale = Scale() if action is None else self._scale(events, stage, action)
+            scale = self._scale(events, stage, action)
             if scale.fixed_s:
                 yield Compute(scale.fixed_s, action)
             for event in events:
                 if isinstance(event, ComputeEvent):
-                    seconds, host_s = self._computed_s(event.operators, stage, action, scale)
-                    yield Compute(seconds, action, host_s)
+                    part = self._operators_s(event.operators)
+                    seconds = part.host_s + (part.device_s if scale.runs_ahead else part.launched_s) * scale.factor
+                    host_s = part.host_s + scale.launch_s * part.number
+                    yield Compute(seconds, action, 0.0 if self.machine.device.kind == "cpu" else host_s)
                 elif isinstance(event, WaitEvent):
                     yield Await(exchanges[event.exchange.queue][-event.exchange.distance].key)
                 else:
@@ -141,46 +137,34 @@ class _Pricing:
         engine = self.machine.engine
         return engine.seconds(self.records[stage].num_trained, num_micro_batches) if engine else 0.0
 
-    def _scale(self, events: Events, stage: int, action: Action) -> Scale:
-        layers = self._measured.get((stage, action.chunk))
+    def _scale(self, events: Events, stage: int, action: Action | None) -> Scale:
+        engine = self.machine.engine
+        if action is None:  # the engine's seconds include the host's seconds for these operators
+            return Scale(runs_ahead=engine is not None)
+        layers = self.measured.get((stage, action.chunk))
         if layers is None:
-            return Scale()
+            return Scale(launch_s=self.machine.device.launch_s if engine else 0.0)
         priced = [self._operators_s(event.operators) for event in events if isinstance(event, ComputeEvent)]
-        has_host = (stage, action.chunk) in self._with_host
-        counted_s = sum(part.device_s if has_host else part.with_starts_s for part in priced)
+        runs_ahead = any(layer.host_forward for layer in layers)
+        counted_s = sum(part.device_s if runs_ahead else part.launched_s for part in priced)
         measured_s = sum(layer.action_s(action.kind) for layer in layers)
         if not counted_s:
-            return Scale(1.0, measured_s)
-        host_s = sum(layer.host_action_s(action.kind) for layer in layers)
-        return Scale(measured_s / counted_s, 0.0, host_s / sum(part.number for part in priced))
-
-    def _computed_s(
-        self, operators: tuple[Operator, ...], stage: int, action: Action | None, scale: Scale
-    ) -> tuple[float, float]:
-        """Returns the seconds of consecutive operators, and the host's seconds to launch them if it runs ahead."""
-        part, machine = self._operators_s(operators), self.machine
-        if action is None:  # the engine's seconds include the host's seconds for these
-            device_s = part.device_s if machine.engine is not None else part.with_starts_s
-            return part.host_operators_s + device_s, part.host_start_s
-        has_host = (stage, action.chunk) in self._with_host
-        seconds = part.host_operators_s + (part.device_s if has_host else part.with_starts_s) * scale.factor
-        if machine.device.kind == "cpu":
-            return seconds, 0.0
-        start_s = scale.start_s if has_host else machine.device.launch_s if machine.engine else 0.0
-        return seconds, part.host_start_s + start_s * part.number
+            return Scale(runs_ahead, fixed_s=measured_s)
+        launch_s = self.machine.device.launch_s if engine else 0.0
+        if runs_ahead:
+            launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.number for part in priced)
+        return Scale(runs_ahead, measured_s / counted_s, launch_s)
 
     def _operators_s(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
-        def price() -> _OperatorSeconds:
+        if id(operators) not in self._prices:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
             on_device = [operator for operator in operators if not operator.is_on_host]
             host_s = host_operators_s(on_host, self.machine) if on_host else 0.0
-            host_start_s = 0.0 if device.kind == "cpu" else host_s
-            return _OperatorSeconds(
-                host_s, host_start_s, device_operators_s(on_device, device), operators_s(on_device, device), len(on_device)
+            self._prices[id(operators)] = _OperatorSeconds(
+                host_s, device_operators_s(on_device, device), operators_s(on_device, device), len(on_device)
             )
-
-        return memoize(self._prices, id(operators), price)
+        return self._prices[id(operators)]
 
     def _exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
         """Returns the exchange of `event`, or its copy if the axis is HOST.
@@ -191,10 +175,7 @@ class _Pricing:
         record = self.records[stage]
         is_copy = event.axis == HOST
 
-        def stages() -> tuple[int, ...]:
-            return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[event.axis]}))
-
-        members = (stage,) if is_copy else memoize(self._members, (event.axis, stage), stages)
+        members = (stage,) if is_copy else self._group_stages(event.axis, stage)
         key: Hashable = event.axis, counts[event.axis], stage if len(members) == 1 else None
         counts[event.axis] += 1
         links = self.machine.links
@@ -212,6 +193,12 @@ class _Pricing:
             links=tuple((direction, member) for member in members for direction in directions),
             after=None if previous is None else previous.key,
         )
+
+    @memoized
+    def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
+        """Returns the stages with a member of this stage's group of `axis`."""
+        record = self.records[stage]
+        return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[axis]}))
 
     def _message_cost(self, position: int) -> Cost:
         ends = self.placement.holder(position).stage, self.placement.holder(position + 1).stage
@@ -287,8 +274,8 @@ def record_stages(
     """
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
-    results = run_stages(plan, size, stages, draft, cores, records=True, max_bytes=max_bytes)
-    recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True) if record is not None}
+    results = run_stages(plan, size, stages, draft, cores, max_bytes=max_bytes)
+    recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True)}
     lists = draft.stage.lists
     names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
     chunks = range(lists.placement.chunks)
@@ -307,31 +294,3 @@ def waits_before_updates(plan: Plan) -> bool:
         return True
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))]}]
     return not skips_on_device(plan.optimizer.build(groups, torch.device("cpu")))
-
-
-def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per element that norm, clipping and update move, with the working copies of master weights."""
-    config: Any = plan.optimizer.config
-    times = 2 if config.clip_norm is None else 4
-    working, stepped = weight_dtypes(plan)
-    copy = working.itemsize if stepped != working else 0
-    gradients = DTYPES[plan.precision.gradients]
-    widened = 2 * stepped.itemsize if gradients != stepped else 0
-    return times * gradients.itemsize + widened + stepped.itemsize * (2 + 2 * num_states) + copy
-
-
-def count_states(plan: Plan) -> int:
-    """Returns the number of tensors with the weight's shape that the update keeps per weight: optimizer states, from a step on
-    the CPU, and the average of `[averaging]`.
-    Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
-    """
-    weight = nn.Parameter(torch.zeros(4, 4))
-    try:
-        optimizer: Any = set_training_mode(plan.optimizer.build([{"params": [weight]}], torch.device("cpu")))
-        weight.grad = torch.zeros_like(weight)
-        optimizer.step()
-    except Exception as error:
-        message = f"`{plan.optimizer.name}` cannot update one small weight: {type(error).__name__}: {error}"
-        raise PlanError("estimate-seconds", message, path=("optimizer",)) from error
-    states = (value for value in optimizer.state[weight].values() if torch.is_tensor(value))
-    return sum(value.shape == weight.shape for value in states) + (plan.averaging is not None)

@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
 from sley_core.topology import AXES, TIE, Topology
-from sley_estimate.bytes.fake_world import CopyDirection
 from sley_estimate.layers.operators import Operator
 from sley_estimate.layers.prices import operators_s
-from sley_estimate.machine import ExchangeTable, LinksTable, LinkTable, MachineFile
+from sley_estimate.machine import LinksTable, LinkTable, MachineFile
+from sley_estimate.step.record import CopyDirection
 
 Ranks = Sequence[int]
 
@@ -62,45 +62,30 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
     if per_host > 1:
         link = _require_link(links, "same_host")
         table = getattr(link, collective) or link
-        share = (per_host - 1 if is_swap else rounds) / size
-        link_costs.append(
-            (_cost(table, rounds, is_swap, num_bytes * share / _rank_bandwidth(link, collective, links)), table.overlap)
-        )
+        share = (per_host - 1 if is_swap else rounds) / size * (links.ranks_per_host if link.shared else 1)
+        link_costs.append((Cost(table.latency_s, num_bytes * share / table.bandwidth), table.overlap))
     if num_hosts > 1:
         link = _require_link(links, "other_host")
         table = getattr(link, collective) or link
         if is_swap:
-            work_s = num_bytes * (size - per_host) / size * (links.ranks_per_host if link.shared else 1) / table.bandwidth
+            share = (size - per_host) / size * (links.ranks_per_host if link.shared else 1)
         else:
-            groups = max(1, links.ranks_per_host // per_host)
-            work_s = num_bytes * rounds / size / (table.bandwidth / groups if link.shared else table.bandwidth * per_host)
-        link_costs.append((_cost(table, rounds, is_swap, work_s), table.overlap))
+            share = rounds / size * (max(1, links.ranks_per_host // per_host) if link.shared else 1 / per_host)
+        link_costs.append((Cost(table.latency_s, num_bytes * share / table.bandwidth), table.overlap))
     slowest_link, overlap = max(link_costs, key=lambda link_cost: link_cost[0].work_s)
-    return Cost(max(cost.latency_s for cost, _ in link_costs), slowest_link.work_s).split_overlap(overlap)
-
-
-def _cost(table: ExchangeTable, rounds: int, is_swap: bool, work_s: float) -> Cost:
-    return Cost(table.latency_s * (1 if is_swap else rounds), work_s)
+    latency_s = max(cost.latency_s for cost, _ in link_costs) * (1 if is_swap else rounds)
+    return Cost(latency_s, slowest_link.work_s).split_overlap(overlap)
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
     """Returns the cost of a message between two ranks while all ranks of the sender's host send. Raises the errors of
     `collective_cost`.
     """
-    if sender // links.ranks_per_host == receiver // links.ranks_per_host:
-        link = _require_link(links, "same_host")
-        table = link.send or link
-        return Cost(table.latency_s, num_bytes / _rank_bandwidth(link, "send", links)).split_overlap(table.overlap)
-    link = _require_link(links, "other_host")
+    is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
+    link = _require_link(links, "same_host" if is_local else "other_host")
     table = link.send or link
     cost = Cost(table.latency_s, num_bytes * (links.ranks_per_host if link.shared else 1) / table.bandwidth)
     return cost.split_overlap(table.overlap)
-
-
-def _rank_bandwidth(link: LinkTable, collective: Collective | Literal["send"], links: LinksTable) -> float:
-    """Returns one rank's bytes per second while all ranks of its host send."""
-    bandwidth: float = (getattr(link, collective) or link).bandwidth
-    return bandwidth / links.ranks_per_host if link.shared else bandwidth
 
 
 def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -> LinkTable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -25,8 +25,9 @@ from sley_core.protocols import Collective
 from sley_core.run import Run
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
-from sley_estimate.bytes.fake_world import CopyDirection, FakeDevice, StepListener, StepSimulation
 from sley_estimate.layers.operators import Operator, describe_operator
+
+CopyDirection = Literal["to_host", "to_device"]
 
 HOST = "host"  # the axis of copies between a device and its host, which has no group
 MESSAGES = "pp"  # the axis of messages, which are already in the lists
@@ -120,16 +121,13 @@ class RankRecord:
         return replace(self, groups=shifted, layers=layers)
 
 
-class Recording(StepListener):
-    """Records the last step of a fake run. Call `follow` with the run, `begin` and `end` around the step, then read `record`.
-    Earlier exchanges are numbered too, since the step may wait for them.
+class Recording:
+    """Records a step of a fake run, whose tensors are those of `tensors`, from `begin` to `end`. Earlier exchanges are numbered
+    too, since the step may wait for them.
     """
 
-    record: RankRecord
-
-    def follow(self, run: Run, tensors: FakeTensors) -> None:
-        """Listens to `run`, which has run no step yet, and discards earlier records."""
-        self._run, self._tensors = run, tensors
+    def __init__(self, tensors: FakeTensors) -> None:
+        self._tensors = tensors
         self._exchanges: list[BeginEvent] = []
         self._queues: dict[Queue, list[int]] = defaultdict(list)
         self._carried: dict[Queue, int] = {}
@@ -144,22 +142,18 @@ class Recording(StepListener):
         self._closing: list[Event] = []
         self._actions: list[tuple[Action, list[Event]]] = []
         self._events = self._opening
-        device, simulation = run.world.device, run.world.simulation
-        assert isinstance(device, FakeDevice), device
-        assert isinstance(simulation, StepSimulation), simulation
-        simulation.listener = device.copies.listener = self
 
-    def begin(self) -> None:
-        master_weights = self._run.stepper.update.masters
+    def begin(self, run: Run) -> None:
+        master_weights = run.stepper.update.masters
         if master_weights.device is not None:
             self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
         self._first = len(self._exchanges)
         self._is_recording = True
-        self._run.groups.progress.step_progress.follow = self._record_entry
+        run.groups.progress.step_progress.follow = self._record_entry
         self._tensors.listener = self._record_operator
 
-    def end(self) -> None:
-        run, self._tensors.listener = self._run, None
+    def end(self, run: Run) -> RankRecord:
+        self._tensors.listener = None
         self._flush_operators()
         self._is_recording = False
         numbers = (
@@ -177,7 +171,7 @@ class Recording(StepListener):
             for position in range(placement.num_positions - 1):
                 leaves = describe_output(*placement.holder(position)).leaves
                 messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
-        self.record = RankRecord(
+        return RankRecord(
             step,
             run.topology,
             {axis: group.ranks for axis, group in run.groups.items()},
@@ -185,7 +179,6 @@ class Recording(StepListener):
             [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks],
             len(run.parts.registry.trainable),
         )
-        del self._run
 
     def _reference(self, number: int) -> ExchangeReference:
         queue = self._exchanges[number].queue
@@ -197,17 +190,20 @@ class Recording(StepListener):
             self._operators.append(operator)
 
     def on_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
+        """Records the start of an exchange of `num_bytes`. Returns a function to call when the rank waits for it."""
         if axis == MESSAGES:
             return lambda: None
         number = self._record_exchange(BeginEvent(collective, axis, channel, num_bytes))
         return lambda: self.on_wait(number)
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
+        """Records a copy on stream number `stream`, after copy number `previous`. Returns its number. Numbers ascend."""
         is_in_step = previous is not None and previous >= self._first
         after = self._reference(previous) if previous is not None and is_in_step else None
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
+        """Records a wait of the device or the host for exchange or copy `number`."""
         if number in self._awaited:
             return
         self._awaited.add(number)

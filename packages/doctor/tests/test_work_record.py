@@ -15,9 +15,8 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
-from sley_doctor import work_recorder
-from sley_doctor.work_record import BETWEEN, DATA, DEVICE, EVALUATION, UPDATE, Spread, WorkRecord, read_records
-from sley_doctor.work_recorder import compute_quartiles, record_work
+from sley_doctor import work_record
+from sley_doctor.work_record import Location, Spread, WorkRecord, compute_quartiles, read_records, record_work
 from sley_testing.plans import small_plan
 from sley_testing.runs import fail_once
 
@@ -71,7 +70,7 @@ def slow_down(run: Run, layer: str, direction: str, clock: Clock) -> None:
 def one_step_windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"WINDOW_SHARE": 0.0, "MIN_WINDOW_STEPS": 1}.items():
-            patch.setattr(work_recorder, name, value)
+            patch.setattr(work_record, name, value)
         yield
 
 
@@ -104,7 +103,7 @@ def test_work_and_waits_add_up_to_the_step(texts: Path, tmp_path: Path) -> None:
         work = sum(spread.median for spread in window.work.values())
         assert work == pytest.approx(window.seconds.median, rel=1e-3, abs=1e-5)
         assert all(spread.median >= 0 for spread in window.work.values()), window.work
-        assert {"F0", "B0", "C0", UPDATE, DEVICE, DATA} <= window.work.keys()
+        assert {"F0", "B0", "C0", Location.UPDATE, Location.DEVICE, Location.DATA} <= window.work.keys()
 
 
 @pytest.mark.sample(2)
@@ -146,8 +145,8 @@ def test_an_evaluation_is_separate_from_work_between_steps(clock: Clock, texts: 
             assert run.parts.groups.progress.step_progress.step == 3, "an evaluation's batches are no steps"
     (record,) = read_records(tmp_path)
     for window in record.windows[1:]:
-        assert window.work[EVALUATION].median >= SLOW_S
-        assert window.work[BETWEEN].median < SLOW_S
+        assert window.work[Location.EVALUATION].median >= SLOW_S
+        assert window.work[Location.BETWEEN].median < SLOW_S
 
 
 def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
