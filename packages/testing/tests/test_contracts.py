@@ -88,6 +88,7 @@ TestStream = contract_of("data", "Stream")
 REDUCTION, BITS = "reduction_matches_record", "gradients_are_deterministic_and_equal_on_all_ranks"
 LAYOUTS, SLICES = "layouts_match_unsharded_weights", "slice_results_equal_full_attention"
 UNCHANGED, ROUND_TRIP = "hook_changes_nothing", "round_trip_preserves_all_bits"
+WRITTEN = "rows_are_on_disk_after_write_and_close"
 
 # By type of part: its name, the failing test, a part of the message, and the test's arguments other than fixtures.
 BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
@@ -153,9 +154,9 @@ BUGS: dict[str, list[tuple[Any, ...]]] = {
         ("Begins", "reopened_folder_keeps_rows", r"missing: \[\(1, 'loss'\), \(2, 'loss'\)\]"),
         ("First", "rows_with_different_names", r"missing: \[\(2, 'held_out_loss'\), \(2, 'tokens'\), \(3, 'held_out/web text"),
         ("Integers", "rows_with_different_names", r"\(1, 'loss'\) is 2, not 2.5"),
-        ("Late", "written_rows_survive_a_kill", r"a run that is killed after `write` would leave \[\]"),
+        ("Late", WRITTEN, r"a run that is killed after `write` would leave \[\]"),
         ("Deaf", "repeated_steps_are_written_once", r"these steps and names are written more than once: \[\(2, 'loss'\)\]"),
-        ("Once", "second_close_does_nothing", "a second close raises AttributeError"),
+        ("Once", WRITTEN, "a second close raises AttributeError"),
         ("Mute", "full_disk_is_an_error", "of 512 rows are written, but neither write nor close raises an error"),
         ("Strict", "non_finite_numbers_hide_no_others", r"\(1, 'lr'\) is None, next to a number that is not finite"),
     ],

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -369,24 +369,24 @@ class _LateWork(Work):
 
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start
-        self._work: Work | None = None
+
+    @cached_property
+    def _work(self) -> Work:
+        return self._start()
 
     def is_completed(self) -> bool:
         """Returns whether the exchange is complete, which is never the case before `wait`."""
-        return self._work is not None and self._work.is_completed()
+        return "_work" in vars(self) and self._work.is_completed()
 
     def wait(self) -> None:
-        self._work = self._work or self._start()
         self._work.wait()
 
     def release(self) -> None:
-        self.wait()
-        assert self._work is not None
+        self._work.wait()
         self._work.release()
 
     def wait_sent(self) -> None:
-        self.wait()
-        assert self._work is not None
+        self._work.wait()
         self._work.wait_sent()
 
 

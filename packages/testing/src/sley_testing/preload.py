@@ -20,7 +20,6 @@ from types import ModuleType
 import torch
 
 import sley_core
-from sley_core.table import Table
 
 
 def modules() -> Iterator[str]:
@@ -69,11 +68,6 @@ gc.disable()  # imports free nothing, and garbage collection would take a quarte
 for _name in modules():
     with contextlib.suppress(Exception):
         import_module(_name)
-_tables: list[type[Table]] = [Table]
-for _table in _tables:  # else pydantic builds the validator of a table at its first use
-    _tables += _table.__subclasses__()
-    with contextlib.suppress(Exception):
-        _table.model_rebuild()
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):
     assemble_once()

@@ -90,38 +90,10 @@ def _run(job: Job) -> Outcome:
             dist.init_process_group("gloo", init_method=store, rank=job.rank, world_size=size, timeout=timeout)
         with _background_failures_are_warnings():
             result = function(*args, **kwargs)
-        return Outcome(job.rank, value=_pickle_result(result))
+        return Outcome(job.rank, value=pickle.dumps(result))
     except BaseException as error:
         failure = "".join(traceback.format_exception_only(error)).strip()
         return Outcome(job.rank, failure, b"", _pickle_error(error), _format_traceback(error), time.monotonic())
-
-
-class _ResultPickler(pickle.Pickler):
-    """Pickles plain host tensors as their bytes, since torch would write a file for each."""
-
-    def reducer_override(self, value: Any) -> Any:
-        import torch
-
-        from sley_core.model.tensors import flat_bytes
-
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
-            return NotImplemented
-        if value.requires_grad or vars(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
-            return NotImplemented
-        data = bytearray(flat_bytes(value).numpy().data) if value.numel() else bytearray()
-        return _tensor, (data, value.dtype, tuple(value.shape))
-
-
-def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-def _pickle_result(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def contract_of(name: str) -> ScheduleContract:
     """Returns the contract of a schedule that claims to hold one microbatch at a time."""
 
     class BrokenSchedule(ScheduleContract):
-        pipeline: ClassVar[dict[str, Any]] = {"use": f"broken.{name}"}
+        pipeline: ClassVar[dict[str, Any]] = {"use": "broken.schedule", "bug": name}
 
         def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
             return 1
@@ -55,7 +55,7 @@ def test_schedule_bug_is_reported(name: str, test: str, message: str) -> None:
 
 def test_tie_that_is_summed_twice_is_reported(ranks: Callable[..., Ranks], texts: Path) -> None:
     class BrokenTies(TieContract):
-        pipeline: ClassVar[dict[str, Any]] = {"use": "broken.one_by_one"}
+        pipeline: ClassVar[dict[str, Any]] = {"use": "broken.schedule", "bug": "one_by_one"}
         tables: ClassVar[dict[str, Any]] = {"gradient_handlers": [{"use": "broken.twice"}]}
 
     with pytest.raises(AssertionError, match=r"differ by more than 1e-10, the worst first\n  embed"):

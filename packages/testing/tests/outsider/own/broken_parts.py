@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 import torch
 
 from sley_core.api.actions import Action, Kind, Schedule
+from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import GradientHandlerRecord, ScheduleRecord, StageLinkRecord
 from sley_wave.link import Link
-from sley_wave.plugin import HanayoConfig, NoKeys, Ties
+from sley_wave.plugin import NoKeys, Ties
 
 Lists = list[list[Action]]
 LINKS = ("reusing", "disorderly", "rigid", "late", "deaf", "patient")
@@ -130,20 +130,15 @@ def forgetful(calls: count[int], stages: int, chunks: int, micros: int) -> Lists
     return greedy(stages, chunks, micros) if next(calls) % 2 else one_by_one(stages, chunks, micros)
 
 
-GENERATORS: dict[str, Callable[[int, int, int], Lists]] = {
-    "one_by_one": one_by_one,
-    "blocked": blocked,
-    "careless": careless,
-    "greedy": greedy,
-    "forgetful": partial(forgetful, count()),
-}
+GENERATORS = {"one_by_one": one_by_one, "blocked": blocked, "careless": careless, "greedy": greedy}
 
 
-def build(name: str, config: HanayoConfig) -> Schedule:
-    return Schedule(GENERATORS[name])
+class BugConfig(Table):
+    bug: str
 
 
-build_one_by_one, build_blocked, build_careless, build_greedy, build_forgetful = (partial(build, name) for name in GENERATORS)
+def build_schedule(config: BugConfig) -> Schedule:
+    return Schedule(GENERATORS.get(config.bug, partial(forgetful, count())))
 
 
 class Twice(Ties):
@@ -156,10 +151,10 @@ class Twice(Ties):
 
 @hookimpl
 def sley_records():
-    options = {"config": HanayoConfig, "link": "wave.link", "partition": "wave.even"}
+    parts = {"link": "wave.link", "partition": "wave.even"}
     return [
         *(StageLinkRecord(name=name, config=NoKeys, build=f"broken_parts:{name.title()}") for name in LINKS),
-        *(ScheduleRecord(name=name, build=f"broken_parts:build_{name}", **options) for name in GENERATORS),
+        ScheduleRecord(name="schedule", config=BugConfig, build="broken_parts:build_schedule", **parts),
     ]
 
 
