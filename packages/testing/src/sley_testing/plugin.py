@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from sley_testing.ranks import Ranks
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("sley").addoption(
-        "--rank-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="the time limit of the ranks of a test that sets none (default 60)",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
@@ -60,7 +50,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
+def ranks() -> Iterator[Callable[..., Ranks]]:
     """Returns `ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns n results.
 
     `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`.
@@ -70,14 +60,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 
     from sley_testing.ranks import Ranks
 
-    default: float = request.config.getoption("--rank-timeout")
-
-    def make(size: int, timeout_s: float = default, *, init: bool = True) -> Ranks:
-        return Ranks(size, timeout_s, init)
-
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield make
+    yield Ranks
     torch.set_num_threads(num_threads)
 
 

@@ -1,1 +1,1 @@
-"""A plugin of somebody else's: a run saves itself as a folder of pickles."""
+"""A plugin of a third party, which saves a run as a folder of pickles."""

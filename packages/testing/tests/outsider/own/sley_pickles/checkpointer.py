@@ -32,9 +32,9 @@ class Pickles(Checkpointer):
         self.state.attempt.begin(step)
         folder = Path(path or f"{self.state.folder}/step-{step:08}")
         self.state.all_or_none(lambda: self._write(folder), "write the checkpoint", "checkpoint-failed")
-        everyone = self.control.gather_objects(self.state.rank_values(), label="what each rank keeps")
-        about = self.state.describe(step).with_ranks(everyone)  # only rank 0 knows the attempt that took the steps
-        self.state.all_or_none(lambda: self._end(folder, about), "end the checkpoint", "checkpoint-failed")
+        values_by_rank = self.control.gather_objects(self.state.rank_values(), label="the values of each rank")
+        description = self.state.describe(step).with_ranks(values_by_rank)  # only rank 0 knows the attempt that took the steps
+        self.state.all_or_none(lambda: self._write_description(folder, description), "end the checkpoint", "checkpoint-failed")
         if path is None:
             self.state.attempt.record_save(step)
         return str(folder)
@@ -52,22 +52,22 @@ class Pickles(Checkpointer):
         return RestoreResult(str(folder), saved.description.step, saved.description.lineage, notes)
 
     def _write(self, folder: Path) -> None:
-        """Writes this rank's parts of tensors: what several ranks have alike, each of them writes."""
+        """Writes this rank's parts of tensors. If several ranks have the same part, each of them writes it."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = [(one.name, one.shape, one.rectangle, one.tensor.cpu().clone()) for one in self.state.pieces()]
+        parts = [(piece.name, piece.shape, piece.rectangle, piece.tensor.cpu().clone()) for piece in self.state.pieces()]
         (folder / f"rank-{self.rank}.pickle").write_bytes(pickle.dumps(parts))
 
-    def _end(self, folder: Path, about: SavedRun) -> None:
+    def _write_description(self, folder: Path, description: SavedRun) -> None:
         if self.rank == 0:
-            (folder / "run.pickle").write_bytes(pickle.dumps(about))
+            (folder / "run.pickle").write_bytes(pickle.dumps(description))
 
     def _read(self, folder: Path) -> WholeTensors:
-        """Puts the parts together: this run may have another layout."""
-        about = pickle.loads((folder / "run.pickle").read_bytes())
+        """Joins the parts of all ranks, since this run may have another layout."""
+        description = pickle.loads((folder / "run.pickle").read_bytes())
         tensors: dict[str, Tensor] = {}
-        for rank in range(about.layout["world"]):
+        for rank in range(description.layout["world"]):
             for name, shape, rectangle, part in pickle.loads((folder / f"rank-{rank}.pickle").read_bytes()):
                 tensors.setdefault(name, torch.empty(shape, dtype=part.dtype))[rectangle.slices] = part
         if not tensors:
             raise RunError("checkpoint-damaged", f"{folder} has no tensors")
-        return WholeTensors(about, tensors, str(folder))
+        return WholeTensors(description, tensors, str(folder))

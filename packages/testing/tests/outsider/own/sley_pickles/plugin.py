@@ -1,4 +1,4 @@
-"""What the plugin `pickles` has. Imports no torch."""
+"""The plugin `pickles`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sley_core.records import CheckpointerRecord
 
 
 class PicklesConfig(CheckpointConfig):
-    """Pickles that a run of any layout resumes from."""
+    """Saves pickles, from which a run of any layout resumes."""
 
     every_steps: PositiveInt = 100
-    """Optimizer steps from one checkpoint to the next."""
+    """The number of optimizer steps between checkpoints."""
 
 
 @hookimpl
