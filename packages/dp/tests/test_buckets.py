@@ -38,6 +38,7 @@ def bucket_layouts(tables, folder, num_steps=3):
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("compute", "itemsize", "max_bytes"), [("bf16", 4, 300), ("fp64", 8, 1536)])
 def test_buckets_keep_their_limit_in_bytes(ranks, small, own, compute, itemsize, max_bytes):
     """The limit includes the alignment of accumulated gradients. Only a single parameter may exceed it."""

@@ -199,7 +199,7 @@ def record_step(tables: dict[str, Any], folder: Path) -> Any:
 NEEDS_PEERS = pytest.mark.skipif(not can_read_peers(), reason="memory of peers cannot be read here")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("attaches", [pytest.param(True, marks=NEEDS_PEERS), False])
 def test_no_table_and_no_logits_exist_in_full(ranks, sharded, texts, tied, attaches):

@@ -276,12 +276,7 @@ def test_each_gradient_is_reduced_once(ranks, sharded, texts):
             assert one["gradients"] <= 1.2 * one["shards"], "a gradient of a shard's size each, and alignment"
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {"overlap": False},
-    {},
-    {"ahead": 0},
-    {"unit": "module", "ahead": 3, "launch": "attention.output"},
-]
+VARIANTS: list[dict[str, Any]] = [{"overlap": False}, {}, {"unit": "module", "ahead": 3, "launch": "attention.output"}]
 
 
 def test_no_option_changes_a_bit(ranks, sharded, texts):

@@ -22,7 +22,7 @@ OFFLOADS = {
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_checkpoints_of_offloaded_memory_resume_bit_for_bit(own, tmp_path, offload):
     with running(BF16) as run:

@@ -38,7 +38,7 @@ ALONE = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offload", [SMALL_BUCKETS, ONE_BUCKET], ids=["small buckets", "one bucket"])
 @pytest.mark.parametrize("changes", ALONE.values(), ids=ALONE.keys())
 def test_one_process_has_the_same_bits(changes, offload, texts):

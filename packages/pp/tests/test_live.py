@@ -155,7 +155,7 @@ def simulate_peaks(pipeline, stages, micros, folder):
 @pytest.mark.parametrize(
     ("stages", "numbers", "names"),
     [
-        (3, (1, 5), list(SCHEDULES)[2:]),
+        (2, (1, 5), list(SCHEDULES)[2:]),
         *(pytest.param(stages, MORE_MICROS, list(SCHEDULES), marks=pytest.mark.campaign) for stages in (2, 3, 4)),
     ],
 )

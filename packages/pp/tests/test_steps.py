@@ -210,7 +210,7 @@ def hook_calls(plans, folder):
 def test_hooks_get_every_action_in_the_order_of_the_schedule(ranks, small, own):
     """They get forward, loss, backward and separate weight gradients."""
     changes = {"batch": {"global_size": 6, "micro_size": 2}, "activations": {"use": "core.recompute", "fraction": 0.5}}
-    plans = [small(schedule, 2, **changes) for schedule in ("pp.interleaved", "pp.zero_bubble_h1", "pp.zero_bubble_v")]
+    plans = [small(schedule, 2, **changes) for schedule in ("pp.interleaved", "pp.zero_bubble_v")]
     for results in ranks(2)(hook_calls, plans, own):
         for calls, expected in results:
             assert calls == expected

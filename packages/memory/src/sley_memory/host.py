@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import weakref
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
@@ -40,7 +40,10 @@ from sley_memory.plugin import HostConfig, match_layers
 
 MAX_WASTE = 1.25  # largest ratio of a reused slot to a request: sizes differ from step to step
 
-COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
+COUNTS = (
+    *("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes"),
+    *("copy_out_host_s", "copy_back_host_s"),
+)
 
 
 class Geometry(NamedTuple):
@@ -294,8 +297,7 @@ class HostActivations(ActivationPolicy):
         self._num_steps = 0
         self._leaving: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
         self._last: dict[tuple[int, int], LayerCall] = {}
-        self._total: Counter[str] = Counter()
-        self._seconds = {"copy_out_host_s": 0.0, "copy_back_host_s": 0.0}
+        self._total: dict[str, float] = dict.fromkeys(COUNTS, 0)
 
     def attach(self, parts: Parts) -> None:
         """Creates a copy stream and an arena of host memory."""
@@ -337,8 +339,7 @@ class HostActivations(ActivationPolicy):
         if self._parts is None:
             return {}
         return {
-            **{name: self._total[name] for name in COUNTS},
-            **self._seconds,
+            **self._total,
             "max_away_bytes": self.arena.max_lent_bytes,
             "host_bytes": self.arena.num_bytes,
             "host_allocations": self.arena.num_allocations,
@@ -445,7 +446,7 @@ class HostActivations(ActivationPolicy):
         is_away = storage.fetch()
         if is_away:
             self._total["fetched_bytes"] += storage.num_bytes
-            self._seconds["copy_back_host_s"] += time.perf_counter() - start_s
+            self._total["copy_back_host_s"] += time.perf_counter() - start_s
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
@@ -457,8 +458,9 @@ class HostActivations(ActivationPolicy):
             if not storage.is_sent:
                 start_s = time.perf_counter()
                 storage.send(sums_bits=self._num_steps == 1)
-                self._total.update(moved_bytes=storage.num_bytes, moved_storages=1)
-                self._seconds["copy_out_host_s"] += time.perf_counter() - start_s
+                self._total["moved_bytes"] += storage.num_bytes
+                self._total["moved_storages"] += 1
+                self._total["copy_out_host_s"] += time.perf_counter() - start_s
         self._leaving.append((self._stream.record(), [storage for storage in storages if storage.is_here]))
         if self._num_steps != 1 and self._leaving[-1][0].is_done():
             self._release_leaving()

@@ -63,7 +63,7 @@ BLOCKS = [pytest.param(range(start, start + 20), marks=pytest.mark.campaign) for
 """The campaign: 100 orders of each case."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ON_TWO)
 @pytest.mark.parametrize("orders", [SAMPLE, *BLOCKS])
 def test_every_order_gives_the_same_bits_on_two_ranks(
