@@ -35,7 +35,7 @@ from sley_core.engine.stage import Stage, build_stage, count_layer_parameters, n
 from sley_core.engine.state_dict import check_extra_states, collect_names, load_weights
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
-from sley_core.memory.pool import DevicePool
+from sley_core.memory.inventory import DevicePool
 from sley_core.memory.run_memory import OffloadMetrics
 from sley_core.metrics.throughput import DOCUMENTS
 from sley_core.model.attention import BACKENDS, kernel_of_attention

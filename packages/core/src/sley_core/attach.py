@@ -30,7 +30,7 @@ from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
-from sley_core.memory.inventory import MemoryInventory, OffloadManager, Part
+from sley_core.memory.inventory import DevicePool, MemoryInventory, OffloadManager, Part
 from sley_core.memory.run_memory import RunMemory, count_moves
 from sley_core.metrics.throughput import Meter
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from sley_core.comm.world import World
     from sley_core.engine.parts import Parts
     from sley_core.engine.stage import Stage
-    from sley_core.memory.pool import DevicePool
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
 

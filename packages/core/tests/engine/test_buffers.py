@@ -16,7 +16,7 @@ from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.reduction import LONG, combined_norm
 from sley_core.engine.shards import Shard
 from sley_core.engine.update import MASTER, states_of
-from sley_core.memory.pool import ALIGNMENT_BYTES
+from sley_core.memory.inventory import ALIGNMENT_BYTES
 from sley_testing.plans import small_plan
 from sley_testing.runs import running
 

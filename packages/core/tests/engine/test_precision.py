@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sley_core.errors import PlanError
-from sley_core.memory.pool import ALIGNMENT_BYTES
+from sley_core.memory.inventory import ALIGNMENT_BYTES
 from sley_core.protocols import GradientHandler
 from sley_testing.parity import assert_same_bits
 from sley_testing.runs import record, weights

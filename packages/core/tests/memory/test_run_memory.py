@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sley_core.comm.device import Device, HostMemory, free, grow, storage_id
 from sley_core.errors import StateError, UsageError
-from sley_core.memory.inventory import PARTS, Moved, Where, group_by_storage
-from sley_core.memory.pool import DevicePool, block_bytes
+from sley_core.memory.inventory import PARTS, DevicePool, Moved, Where, block_bytes, group_by_storage
 from sley_core.plan.check import check_offload
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import OffloadManagerRecord

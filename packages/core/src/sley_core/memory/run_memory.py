@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -195,7 +195,7 @@ GB = 10**9
 
 def count_moves(manager: OffloadManager) -> dict[str, float]:
     """Returns the costs of the manager's transfers that are not 0, by `<part>_<cost>`."""
-    costs = {part: manager.moved(part).numbers() for part in manager.parts}
+    costs = {part: asdict(manager.moved(part)) for part in manager.parts}
     return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
 
 

@@ -42,10 +42,11 @@ class HostModel:
                 if layer.builder is None:
                     self._factory_model.adapt_layer(layer, self._seed)
         meta_layers, host_layers = (
-            [(layer.name, layer.builder is None) for layer in built.layers] for built in (model, self._factory_model)
+            ", ".join(f"{layer.name} (a builder)" if layer.builder else layer.name for layer in built.layers)
+            for built in (model, self._factory_model)
         )
         if meta_layers != host_layers:
-            raise _differs_error(f"first the layers {_format_layers(meta_layers)}, then {_format_layers(host_layers)}")
+            raise _differs_error(f"first the layers {meta_layers}, then {host_layers}")
         modules = {layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None}
         _check_structure(model, modules)
         self._record_unreadable(modules)
@@ -213,10 +214,6 @@ def _differs_error(difference: str) -> PlanError:
     message = f"two calls of the factory returned different models: {difference}"
     hint = "let the factory depend only on its options and the data; it is called once without values and once with values"
     return PlanError("model-differs", message, path=MODEL, hint=hint)
-
-
-def _format_layers(layers: Sequence[tuple[str, bool]]) -> str:
-    return ", ".join(name if is_module else f"{name} (a builder)" for name, is_module in layers)
 
 
 def _copy_modes(source: nn.Module, module: nn.Module) -> None:
