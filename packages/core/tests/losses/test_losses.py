@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from sley_core.errors import PlanError, RunError
@@ -19,6 +16,7 @@ from sley_core.losses import cross_entropy
 from sley_core.losses.cross_entropy import ChunkedCrossEntropy, CrossEntropy
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import SplitLogits
+from sley_testing.loss_contract import LossContract
 
 CLASSES = 11
 chunked_sum: Any = ChunkedCrossEntropy.apply
@@ -86,18 +84,15 @@ def test_sum_and_gradient_are_those_of_the_definition(
     torch.testing.assert_close(gradient.double(), 0.7 * expected_gradient, rtol=tolerance, atol=tolerance)
 
 
-@given(cuts=st.lists(st.integers(1, 7), max_size=4), ignored=st.sets(st.integers(0, 55)))
-@settings(max_examples=50, deadline=None)
-def test_weights_and_losses_of_any_cut_add_up_to_the_whole(cuts: list[int], ignored: set[int]) -> None:
-    logits, labels = samples(rows=8, positions=7)
-    labels.view(-1)[list(ignored)] = -100
-    loss = CrossEntropy(CrossEntropyConfig())
-    bounds = [0, *sorted({min(cut, 8) for cut in cuts}), 8]
-    parts = [slice(*pair) for pair in pairwise(bounds)]
-    batches = [{"labels": labels[part]} for part in parts]
-    assert sum(loss.weight(batch) for batch in batches) == loss.weight({"labels": labels})
-    total = sum(float(loss.loss(logits[part].detach(), batch)) for part, batch in zip(parts, batches, strict=True))
-    assert total == pytest.approx(loss.loss(logits, {"labels": labels}).item(), rel=1e-12)
+class TestCrossEntropy(LossContract):
+    loss: ClassVar[dict[str, Any]] = {"use": "core.cross_entropy", "label_smoothing": 0.1}
+
+    def batch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        logits, labels = samples()
+        return logits.detach(), {"labels": labels}
+
+    def weightless_batch(self) -> dict[str, Tensor]:
+        return {"labels": torch.full((4, 9), -100)}
 
 
 class Split(SplitLogits):
@@ -119,16 +114,6 @@ def test_logits_that_ranks_share_are_asked_for_the_sum() -> None:
     assert split.asked == ((2, 3), 3, 0.1)
     with pytest.raises(RunError, match=r"shape \[2, 3, 11\] and torch.float64 do not fit labels of shape \[2, 2\]"):
         loss.loss(split, {"labels": labels[:, :2]})
-
-
-def test_without_a_label_that_counts_loss_and_gradient_are_zero(either_way: str) -> None:
-    logits, labels = samples()
-    labels.fill_(-100)
-    loss = CrossEntropy(CrossEntropyConfig())
-    total = loss.loss(logits, {"labels": labels})
-    (gradient,) = torch.autograd.grad(total, logits)
-    assert (loss.weight({"labels": labels}), total.item()) == (0.0, 0.0)
-    assert not gradient.any()
 
 
 def test_nothing_but_logits_and_labels_is_kept_for_the_backward() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runti
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from sley_core.records import Problem
+from sley_core.errors import KeyPath, PlanError
 from sley_core.table import Table
 
 if TYPE_CHECKING:
@@ -187,16 +187,12 @@ class DataConfig(Table):
         empty = {"held_out": 0.0, "held_out_files": ()}
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
 
-    def check_num_samples(self, num_samples: int) -> Problem | None:
-        """Returns a problem if the plan's `samples_per_epoch` is not `num_samples`, else None."""
-        if self.samples_per_epoch in (None, num_samples):
-            return None
-        return Problem(
-            ("data", "samples_per_epoch"),
-            f"the data has changed: it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}",
-            "remove `samples_per_epoch` to train on the present data",
-            "data-changed",
-        )
+    def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
+        """Raises PlanError "data-changed" if the plan's `samples_per_epoch` is not `num_samples`. path: the table's path."""
+        if self.samples_per_epoch not in (None, num_samples):
+            message = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
+            hint = "remove `samples_per_epoch` to train on the present data"
+            raise PlanError("data-changed", f"the data has changed: {message}", path=(*path, "samples_per_epoch"), hint=hint)
 
 
 class FieldConfig(Table):

@@ -243,8 +243,7 @@ def _open_set(name: str, evaluation_set: EvaluationSet, plan: Plan, parts: Parts
             raise PlanError("evaluation-set", message, path=path, hint=hint)
         return dataset, max_samples
     count = len(cast("Dataset", dataset))
-    if problem := component.config.check_num_samples(count):
-        raise PlanError(problem.code, problem.message, path=(*path, problem.path[-1]), hint=problem.hint)
+    component.config.check_num_samples(count, path)
     if not count:
         raise PlanError(
             "evaluation-set", f"the set `{name}` has no samples", path=path, hint="use other data, or remove the set"
