@@ -152,7 +152,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-MAX_MODULES = 165
+MAX_MODULES = 125
 OTHER_PACKAGES = ("sley_cma", "sley_doctor")
 """Installed packages that every run uses, although the plan does not name them."""
 
