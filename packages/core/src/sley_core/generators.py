@@ -16,7 +16,7 @@ from ctypes import memmove, string_at
 from functools import partial
 from hashlib import sha256
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ GENERATOR_LOCK: Any = threading.RLock()
 """The lock that is held for a seeded use of the generators."""
 
 _STATE_LOCK: Any = threading.RLock()
-"""The lock of `_SeededUse.running` and its state, which is held only briefly."""
+"""The lock of `_outer_states`, which is held only briefly."""
 
 for _lock in (GENERATOR_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
@@ -52,28 +52,23 @@ State = tuple[Tensor, Any, Any]
 """The states of torch's default CPU generator, of `random` and of numpy (None without numpy)."""
 
 
+_outer_states: list[State] = []
+"""The states to restore at the end of each seeded use that runs, the innermost last."""
+
+
 def host_state() -> State:
     """Returns the states of the generators that `seed_host` seeds, without the effect of a seeded use in another thread."""
     with _STATE_LOCK:
-        return _read_state() if _SeededUse.running is None else _SeededUse.running.outer_state
+        return _outer_states[-1] if _outer_states else _read_state()
 
 
 def set_host_state(state: State) -> None:
     """Restores a result of `host_state`, if necessary after a seeded use in another thread."""
     with _STATE_LOCK:
-        if _SeededUse.running is None:
-            _write_state(state)
+        if _outer_states:
+            _outer_states[-1] = state
         else:
-            _SeededUse.running.outer_state = state
-
-
-class _SeededUse:
-    """A seeded use of the generators. outer_state: the states to restore at its end."""
-
-    running: ClassVar[_SeededUse | None] = None
-
-    def __init__(self) -> None:
-        self.outer_state = _read_state()
+            _write_state(state)
 
 
 @contextmanager
@@ -81,15 +76,13 @@ def use_seed(seed: int) -> Iterator[None]:
     """Seeds the generators of the host within the block, and restores their states afterwards."""
     with GENERATOR_LOCK:
         with _STATE_LOCK:
-            outer, use = _SeededUse.running, _SeededUse()
-            _SeededUse.running = use
+            _outer_states.append(_read_state())
             seed_host(seed)
         try:
             yield
         finally:
             with _STATE_LOCK:
-                _SeededUse.running = outer
-                _write_state(use.outer_state)
+                _write_state(_outer_states.pop())
 
 
 @contextmanager

@@ -217,20 +217,14 @@ def describe_value(value: Any) -> str:
     return "a date or time"
 
 
+_BOUNDS = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
+"""The words for a bound, by its class in annotated_types."""
+
+
 def _describe_range(metadata: Iterable[Any]) -> str:
-    low = high = None
-    for item in metadata:
-        match item:
-            case limits.Ge(ge=bound):
-                low = f"at least {bound}"
-            case limits.Gt(gt=bound):
-                low = f"above {bound}"
-            case limits.Le(le=bound):
-                high = f"at most {bound}"
-            case limits.Lt(lt=bound):
-                high = f"below {bound}"
-    bounds = " and ".join(text for text in (low, high) if text)
-    return (" " if bounds.startswith(("above", "below")) else " of ") + bounds if bounds else ""
+    bounds = [(_BOUNDS[name], getattr(item, name.lower())) for item in metadata if (name := type(item).__name__) in _BOUNDS]
+    text = " and ".join(f"{words} {bound}" for words, bound in bounds)
+    return (" " if text.startswith(("above", "below")) else " of ") + text if text else ""
 
 
 def _describe_array(args: tuple[Any, ...], metadata: Sequence[Any]) -> str:

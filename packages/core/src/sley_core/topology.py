@@ -80,7 +80,10 @@ class GroupEntry:
     @property
     def label(self) -> str:
         channel = "" if self.channel == DEFAULT_CHANNEL else f".{self.channel}"
-        return f"{self.axis}{channel}[{_format_ranks(self.ranks)}]"
+        text, step = ",".join(map(str, self.ranks)), self.ranks[-1] - self.ranks[-2] if len(self.ranks) > 2 else 0
+        if step and self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1, step)):  # a range such as `0-6:2`
+            text = f"{self.ranks[0]}-{self.ranks[-1]}" + (f":{step}" if step > 1 else "")
+        return f"{self.axis}{channel}[{text}]"
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,3 @@ class Topology:
             groups.setdefault(shared, []).append(coordinates.rank)
         size = self.ranks_per_stage
         return [tuple(ranks) for ranks in groups.values() if stage is None or stage in {rank // size for rank in ranks}]
-
-
-def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """Returns ranks as text: a range `0-6:2` for three or more equidistant ranks, else a list."""
-    if len(ranks) > 2:
-        step = ranks[1] - ranks[0]
-        if step and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
-            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(str(rank) for rank in ranks)

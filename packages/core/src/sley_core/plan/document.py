@@ -17,21 +17,15 @@ import tomli  # unlike tomllib before Python 3.14, its errors have a line and a 
 from sley_core.errors import Diagnostic, KeyPath, Place, PlanError, SleyError, format_path, make_printable
 from sley_core.table import Table, describe_value
 
-
-@dataclass(frozen=True)
-class Override:
-    """One `--set`. number: its position on the command line, from 1. text: its unchanged text."""
-
-    number: int
-    text: str
-    path: KeyPath
-
-    @property
-    def place(self) -> Place:
-        return Place(f"{OVERRIDE}{self.number}", column=1, length=len(self.text))
-
-
 OVERRIDE = "--set #"
+
+
+class Override(NamedTuple):
+    """One `--set`: the path that it sets, its place, and its unchanged text."""
+
+    path: KeyPath
+    place: Place
+    text: str
 
 
 class KeySpan(NamedTuple):
@@ -308,16 +302,14 @@ def _apply_overrides(document: Document, texts: Sequence[str]) -> Document:
     overrides: list[Override] = []
     problems: list[Diagnostic] = []
     for number, text in enumerate(texts, start=1):
+        place = Place(f"{OVERRIDE}{number}", column=1, length=len(text))
         try:
-            path = apply_override(document.tables, text)
+            overrides.append(Override(apply_override(document.tables, text), place, text))
         except PlanError as error:
-            place, line = Override(number, text, ()).place, make_printable(text)
             problems += [
-                replace(problem, message=make_printable(problem.message), place=place, source_line=line)
+                replace(problem, message=make_printable(problem.message), place=place, source_line=make_printable(text))
                 for problem in error.diagnostics
             ]
-        else:
-            overrides.append(Override(number, text, path))
     if problems:
         raise PlanError.from_diagnostics(problems)
     return replace(document, overrides=tuple(overrides))

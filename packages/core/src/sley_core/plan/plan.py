@@ -267,24 +267,21 @@ def iterate_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, An
 
 def plan_sections(tables: Mapping[str, Any]) -> Iterator[str]:
     """Yields the sections of the plan's text: first the top-level keys, then each table with its header."""
-    plain_keys = {key: value for key, value in tables.items() if not value or not _is_section(value)}
-    yield _format_table(plain_keys)
+    yield _format_table({key: value for key, value in tables.items() if not _is_section(value)})
     for key, value in tables.items():
-        if key not in plain_keys:
-            if key == "evaluation" and "sets" in value:
-                pairs = [
-                    (f"[{key}]", {inner_key: inner for inner_key, inner in value.items() if inner_key != "sets"}),
-                    *((f"[{key}.sets.{_format_key(name)}]", table) for name, table in value["sets"].items()),
-                ]
-            elif isinstance(value, list):
-                pairs = [(f"[[{key}]]", table) for table in value]
-            else:
-                pairs = [(f"[{key}]", value)]
-            yield from (f"{header}\n{_format_table(table)}" for header, table in pairs)
+        if not _is_section(value):
+            continue
+        header, items = (f"[[{key}]]", value) if isinstance(value, list) else (f"[{key}]", [value])
+        sets: dict[str, Any] = value.get("sets", {}) if key == "evaluation" else {}
+        for table in items:
+            yield f"{header}\n{_format_table({name: inner for name, inner in table.items() if inner is not sets})}"
+        for name, table in sets.items():
+            yield f"[{key}.sets.{_format_key(name)}]\n{_format_table(table)}"
 
 
 def _is_section(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
+    items = value if isinstance(value, list) else [value]
+    return bool(value) and all(isinstance(item, dict) for item in items)
 
 
 def _format_table(table: Mapping[str, Any]) -> str:
