@@ -36,20 +36,17 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     outside the mode.
 
     listener: a function called after each operation with the key of the call or None, the operator, its arguments, its keyword
-    arguments and its result. has_scratch: whether the memory inside CPU operators counts. is_cached: whether results of equal
-    calls are replayed, also between modes. num_hits: the number of replayed calls. An operation whose result depends on values
-    raises torch's DataDependentOutputException or a similar exception.
+    arguments and its result. has_scratch: whether the memory inside CPU operators counts. An operation whose result depends on
+    values raises torch's DataDependentOutputException or a similar exception.
     """
 
     _results: ClassVar[dict[Hashable, _CachedResult]] = {}
 
-    def __init__(self, ledger: Ledger, *, has_scratch: bool = True, is_cached: bool = True) -> None:
+    def __init__(self, ledger: Ledger, *, has_scratch: bool = True) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.ledger = ledger
         self.listener: Callable[[Hashable | None, Any, Any, Any, Any], None] | None = None
         self.has_scratch = has_scratch
-        self.is_cached = is_cached
-        self.num_hits = 0
         self._depth = 0
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -86,14 +83,13 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 func(*args, **kwargs)
             self._track_results(args[0])
             return args[0]
-        key = _call_key(func, args, kwargs) if self.is_cached and not self._depth else None
+        key = _call_key(func, args, kwargs) if not self._depth else None
         cached = self._results.get(key) if key is not None else None
         if cached is None:
             result = self._run(func, types, args, kwargs, key)
             if key is not None:
                 self._store(key, func, args, kwargs, result)
             return result
-        self.num_hits += 1
         inputs, new_tensors = _fake_tensors(args, kwargs), list[Tensor]()
         results = [self._replay(recipe, inputs, new_tensors) for recipe in cached.recipes]
         result = cached.container(results) if cached.container is not None else results[0]

@@ -92,9 +92,7 @@ def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None
         yield f"  {result.dropped:,} fit by the formula, but not by `estimate`"
     if not result.fastest:
         if result.smallest is None or limit is None:
-            hints = (result.hints.get(reason) for reason, _ in result.refused.most_common())
-            hint = next((f" (hint: {hint})" for hint in hints if hint), "")
-            yield f"no layout of this plan is possible in this world, for the reasons above{hint}"
+            yield "no layout of this plan is possible in this world, for the reasons above"
         else:
             num_bytes = format_bytes(result.min_bytes)
             yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {result.smallest}"

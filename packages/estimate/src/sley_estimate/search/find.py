@@ -45,8 +45,8 @@ class Result(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The result of a search. refused: the counts of invalid layouts by reason. hints: the hints by reason. too_large: the
-    number of layouts that do not fit by the formula.
+    """The result of a search. refused: the counts of invalid layouts by reason. too_large: the number of layouts that do not
+    fit by the formula.
 
     fastest: the layouts that fit, fastest first. smallest, min_bytes: the layout with the fewest bytes by the formula.
     num_exact: the number of layouts that ran their own steps. dropped: the number of layouts that fit only by the formula.
@@ -55,7 +55,6 @@ class SearchResult:
     num_layouts: int = 0
     too_large: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    hints: dict[str, str] = field(default_factory=dict)
     fastest: list[Result] = field(default_factory=list)
     smallest: Layout | None = None
     min_bytes: float = math.inf
@@ -64,10 +63,7 @@ class SearchResult:
 
     def refuse(self, error: SleyError) -> None:
         problem = error.diagnostics[0]
-        reason = f"{problem.code}: {problem.message}"
-        self.refused[reason] += 1
-        if problem.hint:
-            self.hints[reason] = problem.hint
+        self.refused[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
 
 
 def search_layouts(

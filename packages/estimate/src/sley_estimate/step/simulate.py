@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from sley_core.actions.action import Action
@@ -110,7 +111,7 @@ class ProgramSimulator:
         self._queues: dict[tuple[str, int], deque[Hashable]] = defaultdict(deque)
         # A dict keeps the insertion order. The order of a set differs between processes.
         self._active_on_link: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)
-        self._events: list[tuple[float, int, str, Hashable, int]] = []
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
 
     def run(self) -> None:
@@ -118,18 +119,8 @@ class ProgramSimulator:
         for rank in range(len(self.programs)):
             self._run_rank(rank, 0.0)
         while self._events:
-            now_s, _, event, key, version = heapq.heappop(self._events)
-            if event == "rank":
-                assert isinstance(key, int), key
-                self._run_rank(key, now_s)
-            elif (running := self._running.get(key)) is not None and running.version == version:
-                if event == "bytes":
-                    running.updated_s = now_s
-                    for link in running.exchange.links:
-                        self._active_on_link[link][key] = None
-                    self._update_shares(running, now_s)
-                else:
-                    self._end(running, now_s)
+            now_s, _, event = heapq.heappop(self._events)
+            event(now_s)
         stuck = [rank for rank, program in enumerate(self.programs) if self._next[rank] < len(program)]
         if stuck:
             waits = [self.programs[rank][self._next[rank]] for rank in stuck]
@@ -147,7 +138,7 @@ class ProgramSimulator:
                 self.computed.append((rank, instruction, now_s, end_s))
                 self._next[rank] += 1
                 if instruction.seconds:
-                    self._schedule(end_s, "rank", rank)
+                    self._schedule(end_s, partial(self._run_rank, rank))
                     return
                 continue
             if isinstance(instruction, Begin):
@@ -168,7 +159,7 @@ class ProgramSimulator:
             self.exposed.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
         self._next[rank] += 1
         if exchange.member_work_s:
-            self._schedule(end_s, "rank", rank)
+            self._schedule(end_s, partial(self._run_rank, rank))
         else:
             self._run_rank(rank, now_s)
 
@@ -196,7 +187,14 @@ class ProgramSimulator:
             self._followers[exchange.after].append(key)
             return
         running.start_s, running.remaining_s = now_s, exchange.work_s
-        self._schedule(now_s + exchange.latency_s, "bytes", key, running.version)
+        self._schedule(now_s + exchange.latency_s, partial(self._start_bytes, running))
+
+    def _start_bytes(self, running: _Running, now_s: float) -> None:
+        """Lets an exchange use its links, after its latency."""
+        running.updated_s = now_s
+        for link in running.exchange.links:
+            self._active_on_link[link][running.exchange.key] = None
+        self._update_shares(running, now_s)
 
     def _update_shares(self, running_exchange: _Running, now_s: float) -> None:
         """Computes new ends of exchanges that share a link with `running_exchange`. Each runs at 1/n, with n exchanges on its
@@ -212,10 +210,13 @@ class ProgramSimulator:
             fullest = max((len(self._active_on_link[link]) for link in running.exchange.links), default=1)
             running.share = 1.0 / fullest
             running.version += 1
-            self._schedule(now_s + max(0.0, running.remaining_s) * fullest, "end", key, running.version)
+            self._schedule(now_s + max(0.0, running.remaining_s) * fullest, partial(self._end, running, running.version))
 
-    def _end(self, running: _Running, now_s: float) -> None:
+    def _end(self, running: _Running, version: int, now_s: float) -> None:
+        """Ends an exchange, unless its end has moved since `version`."""
         exchange = running.exchange
+        if running.version != version:
+            return
         del self._running[exchange.key]
         self._completed[exchange.key] = exchange
         for link in exchange.links:
@@ -232,12 +233,10 @@ class ProgramSimulator:
         for rank, wait_start_s in self._waits.pop(exchange.key, ()):
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
-    def _schedule(self, time_s: float, event: str, key: Hashable, version: int = 0) -> None:
-        """Schedules an event: "rank" continues a rank, "bytes" ends a latency, "end" ends an exchange. Events of older versions
-        are ignored.
-        """
+    def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
+        """Schedules a call of `event` with the time."""
         self._count += 1
-        heapq.heappush(self._events, (time_s, self._count, event, key, version))
+        heapq.heappush(self._events, (time_s, self._count, event))
 
 
 @dataclass(frozen=True)
