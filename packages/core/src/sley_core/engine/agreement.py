@@ -188,13 +188,13 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{suffix}"
 
 
-Parts = Callable[[], Mapping[str, str]]
-
 MAX_SHOWN_PARTS = 3
 """The largest number of differing parts that an error names."""
 
 
-def agree(facts: Mapping[str, str], control: Group, parts: Mapping[str, Parts] = MappingProxyType({})) -> None:
+def agree(
+    facts: Mapping[str, str], control: Group, parts: Mapping[str, Callable[[], Mapping[str, str]]] = MappingProxyType({})
+) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks. A blocking collective on `control`.
 
     parts: functions by fact name that return the parts of the fact; called only if ranks differ. Raises RunError

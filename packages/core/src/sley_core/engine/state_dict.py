@@ -22,8 +22,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -283,15 +283,6 @@ class LoadedWeights(NamedTuple):
     unknown: list[str]
 
 
-@dataclass
-class _LoadReport:
-    """Holds one rank's faults, its unknown names, and the checksums of its values by name."""
-
-    faults: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    sums: dict[str, int] = field(default_factory=dict)
-
-
 class ModelNames(NamedTuple):
     """The names of a full model. first: the registry's name by parameter name. buffers: buffers and extra states."""
 
@@ -324,7 +315,7 @@ def load_weights(
 
 
 class _WeightLoader:
-    """Holds the state of one call of `load_weights` on this rank."""
+    """Holds the state of one call of `load_weights` on this rank. sums: the checksums of the values by name."""
 
     def __init__(self, names: ModelNames, parts: Parts, masters: Masters) -> None:
         self.names = names
@@ -336,7 +327,9 @@ class _WeightLoader:
             name: buffer for layer in parts.layers for name, buffer in layer.module.named_buffers(layer.name, True, False)
         }
         self.extra = dict(modules_with_extra_state(parts.layers))
-        self.report = _LoadReport()
+        self.faults: list[str] = []
+        self.unknown: list[str] = []
+        self.sums: dict[str, int] = {}
         self.received_names: set[str] = set()
 
     def check_pairs(self, pairs: Pairs, *, writes: bool = False) -> None:
@@ -344,10 +337,10 @@ class _WeightLoader:
         try:
             for name, value in pairs:
                 self._check_value(name, value)
-                if writes and not self.report.faults:
+                if writes and not self.faults:
                     self.write(name, value)
         except Exception as error:
-            self.report.faults.append(f"the weights could not be read: {format_cause(error)}")
+            self.faults.append(f"the weights could not be read: {format_cause(error)}")
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -355,7 +348,7 @@ class _WeightLoader:
         param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
         if param is not None:
             if param.name in self.base:
-                self.base[param.name] = self.report.sums[param.name]
+                self.base[param.name] = self.sums[param.name]
             local_value = value.detach() if param.shard is None else param.shard.cut(value.detach())
             self.masters.set(param, local_value)
         elif buffer is not None:
@@ -364,37 +357,36 @@ class _WeightLoader:
             set_extra_state(self.extra[name], value)
 
     def exchange_reports(self, strict: bool) -> LoadedWeights:
-        """Exchanges reports over all ranks, and returns missing and unknown names. Raises the same RunError on all ranks."""
+        """Exchanges faults, names and checksums over all ranks, and returns missing and unknown names. Raises the same RunError
+        on all ranks.
+        """
         control = self.control
         missing = [name for name in self.params if name not in self.received_names]
         if strict:
-            self.report.faults += [f"{name!r} is missing" for name in missing]
-            self.report.faults += [f"{name!r} is unknown" for name in self.report.unknown]
+            self.faults += [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in self.unknown]
         # over all ranks: each of them reaches this, even with faults
-        reports = control.gather_objects([asdict(self.report), missing], label="the reports on loaded weights")
-        reports_and_missing = [(_LoadReport(**report), names) for report, names in reports]
-        faults = list(dict.fromkeys(line for report, _ in reports_and_missing for line in report.faults))
+        report = [self.faults, missing, self.unknown, self.sums]
+        *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
+        faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)
         if faults:
             suffix = f", and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
             message = f"these are not the weights of this model: {', '.join(faults[:_MAX_SHOWN])}{suffix}"
             raise RunError("weights-mismatch", message, hint="use the names of `run.registry`, or strict=False")
         sums: dict[str, tuple[int, int]] = {}
-        for rank, (report, _) in zip(control.ranks, reports_and_missing, strict=True):
-            for name, value in report.sums.items():
+        for rank, sums_of_rank in zip(control.ranks, sums_of_ranks, strict=True):
+            for name, value in sums_of_rank.items():
                 known_checksum, first_rank = sums.setdefault(name, (value, rank))
                 if known_checksum != value:
                     message = f"ranks {first_rank} and {rank} received different values of {name!r}"
                     raise RunError("weights-differ", message, hint="pass the same state on all ranks")
-        all_missing = dict.fromkeys(name for _, names in reports_and_missing for name in names)
-        unknown = dict.fromkeys(name for report, _ in reports_and_missing for name in report.unknown)
-        return LoadedWeights(list(all_missing), list(unknown))
+        return LoadedWeights(missing, unknown)
 
     def _check_value(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
         first = self.names.first.get(name, name)
         self.received_names.add(first)
         if name not in self.names.first and name not in self.names.buffers:
-            self.report.unknown.append(name)
+            self.unknown.append(name)
         param, buffer = self.params.get(first), self.buffers.get(name)
         if param is not None:
             shape = param.shape
@@ -413,7 +405,7 @@ class _WeightLoader:
             fault = "is on meta and has no values"
         else:
             digest = checksum(value)
-            if self.report.sums.setdefault(first, digest) != digest:
+            if self.sums.setdefault(first, digest) != digest:
                 fault = "has different values than the parameter that it is tied to"
         if fault:
-            self.report.faults.append(f"{name!r} {fault}")
+            self.faults.append(f"{name!r} {fault}")

@@ -58,9 +58,9 @@ class StepTotals:
 
     values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
     global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same;
-    the plugins' numbers; the terms of `SourceSums`. own_loss,
-    own_exchanges: this rank's share of the loss, a scalar, and its exchanges, for errors. loss_scale: the scale in fp16, else
-    None. end: the moment at which the step ends on the device, from `fetch` on.
+    the plugins' numbers; the terms of `SourceSums`. own_loss, own_exchanges: this rank's share of the loss, a scalar, and its
+    exchanges, for errors. loss_scale: the scale in fp16, else None. end: the moment at which the step ends on the device, from
+    `fetch` on.
     """
 
     values: Tensor
@@ -70,9 +70,6 @@ class StepTotals:
     loss_scale: float | None = None
     end: Moment = field(default=0.0, init=False)
 
-    def host_values(self) -> list[float]:
-        return self.device.read(self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))])
-
     def fetch(self) -> None:
         """Starts to copy the values to the host. Called at the end of the step."""
         self.values = self.device.fetch(self.values)
@@ -81,22 +78,18 @@ class StepTotals:
     def read(self) -> StepResult:
         """Waits for the copy of the values, but for no later work on the device, and returns them."""
         self.device.wait_until(self.end)
-        loss, grad_norm, weight, stops, saves, differs, *numbers = self.host_values()
+        loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read(
+            self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))]
+        )
         skipped = self.loss_scale is not None and not math.isfinite(grad_norm)
         mean = loss / weight if weight else 0.0
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, skipped)
 
     @property
     def allow_a_step(self) -> Tensor:
-        """Returns the result of the function `allow_a_step` as a bool tensor, without waiting for the device."""
+        """Returns `StepResult.is_allowed` as a bool tensor, without waiting for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
-
-
-def allow_a_step(values: Sequence[float]) -> bool:
-    """Returns whether loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
-    is_number = math.isfinite(values[LOSS]) and math.isfinite(values[NORM])
-    return is_number and values[WEIGHT] > 0 and values[DIFFERS] == 0
 
 
 @dataclass(frozen=True)
@@ -121,9 +114,14 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
+    def is_allowed(self) -> bool:
+        """Returns whether loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
+        return self.is_finite and self.weight > 0 and not self.ranks_differ
+
+    @property
     def is_refused(self) -> bool:
         """Returns whether an error prevented the step. A skip by the fp16 loss scale is not an error."""
-        return self.ranks_differ or (not self.skipped and not (self.is_finite and self.weight > 0))
+        return self.ranks_differ or not (self.skipped or self.is_allowed)
 
     @property
     def is_skippable(self) -> bool:

@@ -1,8 +1,8 @@
 """Ends a step after all gradients are reduced: unscales and votes, computes the norm, clips, and runs the optimizer.
 
 The norm counts every gradient once: a gradient on `copies` ranks adds 1/copies on each of them, so one sum over all ranks is
-the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: the overflow vote of
-fp16, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
+the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: fp16, whose scale
+depends on overflows, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
 
 If the loss or the norm is not finite, or the batch has weight 0, no rank updates: weights, masters and optimizer states stay as
 they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
@@ -14,7 +14,6 @@ saved weights use the averages; training keeps the raw weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
-from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes, allow_a_step
+from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
 from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
@@ -119,7 +118,7 @@ class Update:
         gradients = list(self.store.norm_groups())
         totals = self._totals(gradients, loss, weight, votes)
         if self.scale is not None:
-            overflowed = not math.isfinite(totals.host_values()[NORM])  # the same on every rank; waits for the device
+            overflowed = totals.read().skipped  # the same on every rank; waits for the device
             self.scale.update(step, overflowed=overflowed)
             if overflowed:
                 return totals
@@ -129,10 +128,10 @@ class Update:
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]
         else:
-            host_totals = totals.host_values()
-            if not allow_a_step(host_totals):
+            result = totals.read()
+            if not result.is_allowed:
                 return totals
-            norm = host_totals[NORM]
+            norm = result.grad_norm
         if self.clip_norm is not None:
             self._clip(gradients, norm, self.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
