@@ -54,10 +54,8 @@ def differing(tables: dict[str, Any], folder: Path) -> list[str]:
     cases: list[tuple[int, Change]] = [
         (0, freeze("head.bias")),
         (1, freeze("head.bias", "blocks.0.inner.weight")),
-        (1, freeze(*(f"blocks.{at}.inner.weight" for at in range(4)))),
         (0, other_value),
         (1, evaluates),
-        (0, evaluates),
         (2, loads),
     ]
     with World.join("cpu") as world:
@@ -82,14 +80,12 @@ def test_ranks_that_differ_are_told_alike(ranks, small, own, size):
     found = ranks(size)(differing, tables, own)
     assert all(said == found[0] for said in found)
     odd = size - 1
-    frozen, two, four, value, evaluated, evaluated_first, loaded = found[0]
+    frozen, two, value, evaluated, loaded = found[0]
     assert all("ranks-differ" in said for said in found[0])
     assert f"head.bias is trained on rank 0, but frozen on rank {odd}\n" in frozen
     assert "(1 more parameters differ)" in two
-    assert "(3 more parameters differ)" in four
     assert f"first values differ between rank 0 and rank {odd}: blocks.1.inner.weight\n" in value
     assert f"rank {odd} starts an evaluation, but rank 0 starts step 2" in evaluated
-    assert f"rank {odd} starts an evaluation, but rank 0 starts step 1" in evaluated_first
     assert f"rank {odd} starts loading weights, but rank 0 starts step 3" in loaded
 
 

@@ -89,7 +89,7 @@ def halve_the_scale_after_the_first(run):
     run.listeners.append(halve)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
