@@ -43,11 +43,11 @@ from manifests import (
     Package,
     alone_program,
     assert_licensed,
-    named,
-    needed_by_tests,
-    third_party,
+    external_requirements,
+    external_test_requirements,
+    selected_packages,
     torch_floor,
-    with_needs,
+    with_dependencies,
 )
 from thirdparty import Outside, check
 
@@ -80,7 +80,7 @@ SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 2), "--dist", "worksteal")
 def dev(session: nox.Session) -> None:
     """Make .nox/dev: every package editable, with what its tests need. Point an editor here."""
     session.log("installs all packages and what their tests need: minutes at first, mostly for torch; `nox -R` skips it")
-    install_editable(session, *needed_by_tests(), "pytest-xdist", "mypy")
+    install_editable(session, *external_test_requirements(), "pytest-xdist", "mypy")
 
 
 def install_editable(
@@ -111,14 +111,14 @@ def quickstart(session: nox.Session) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-@nox.session(venv_backend="none", requires=[] if named(sys.argv) else ["dev"])
+@nox.session(venv_backend="none", requires=[] if selected_packages(sys.argv) else ["dev"])
 def tests(session: nox.Session) -> None:
     """All tests of all packages in one environment; with the folder of a package those of that package, with only
     what they need installed.
 
     `nox -s tests -- packages/dp -k parity`: in an environment of its own, as in the session `isolated`.
     """
-    if named(session.posargs):
+    if selected_packages(session.posargs):
         session.notify("isolated", session.posargs)
         return
     in_dev(session, "python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, **FOR_TESTS)
@@ -154,14 +154,14 @@ def isolated(session: nox.Session) -> None:
 
     All wheels and their requirements are installed once. Each package gets an environment of links to the ones it requires.
     """
-    chosen = named(session.posargs)
+    chosen = selected_packages(session.posargs)
     folders = [package.folder for package in chosen]
     options = [argument for argument in session.posargs if argument.rstrip("/") not in folders]
     packages = chosen or [package for package in PACKAGES if not package.is_example]
-    required = third_party(need for package in PACKAGES for need in package.requirements())
-    session.install(*CONSTRAINTS, "build", "pytest-xdist", *BACKENDS, *required, *needed_by_tests())
+    required = external_requirements(need for package in PACKAGES for need in package.requirements())
+    session.install(*CONSTRAINTS, "build", "pytest-xdist", *BACKENDS, *required, *external_test_requirements())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as lanes:
-        needed = list({other.module: other for package in packages for other in with_needs(package)}.values())
+        needed = list({other.module: other for package in packages for other in with_dependencies(package)}.values())
         wheels = list(lanes.map(lambda package: checked_wheel(session, package, Path(folder, package.module)), needed))
         together = Path(folder, "site-packages")  # a folder of this name holds no user's code
         session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--target", str(together), *wheels)
@@ -316,7 +316,7 @@ def floor(session: nox.Session) -> None:
         constraints = Path(folder, "constraints.txt")
         pinned = Path("constraints.txt").read_text("utf-8")
         constraints.write_text(re.sub(r"^torch==.*$", f"torch=={oldest}", pinned, flags=re.MULTILINE), "utf-8")
-        install_editable(session, *needed_by_tests(), "pytest-xdist", constraints=str(constraints))
+        install_editable(session, *external_test_requirements(), "pytest-xdist", constraints=str(constraints))
         session.run("python", "-c", f"import torch; assert torch.__version__.startswith('{oldest}'), torch.__version__")
         run = ("train-cli", "run", "examples/plans/quickstart.toml", "--set", "run.steps=3", "--set", "parallel.dp=2")
         session.run(*run, "--set", f'run.folder="{Path(folder).as_posix()}"')

@@ -1,4 +1,4 @@
-"""The packages of this repository, as their own manifests say, and what a wheel of one must be."""
+"""Reads the packages of this repository from their manifests, and checks their wheels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CORE = "sley-core"
 
 
 class Package:
-    """A folder with a pyproject.toml: `folder` relative to the root, `module` its import name.
+    """Holds the manifest of a package. folder: relative to the root. module: the import name.
 
-    is_tool: whether it may import all of core, which it says by pinning core to its own version. is_plugin: whether it imports
-    only what core makes public.
+    is_tool: whether the package may import all of core; its manifest then pins core to the package's version. is_plugin:
+    whether the package imports only public modules of core.
     """
 
     def __init__(self, pyproject: Path) -> None:
@@ -38,76 +38,81 @@ class Package:
         self.is_plugin = not self.is_core and not self.is_tool
 
     def build_requirements(self) -> list[str]:
-        """What makes its archives; `build` refuses to where one is missing."""
+        """Returns the requirements of the build backend, without which `build` fails."""
         return list(self.manifest["build-system"]["requires"])
 
     def requirements(self) -> list[str]:
-        """What the package itself requires."""
+        """Returns the requirements of the package itself."""
         return list(self.manifest["project"].get("dependencies", ()))
 
     def test_requirements(self) -> list[str]:
-        """What the package's own tests need: its dependency group `tests`."""
+        """Returns the requirements of the package's tests: its dependency group `tests`."""
         return list(nox.project.dependency_groups(self.manifest, "tests"))
 
     def sley_requirements(self, *, tests: bool) -> set[str]:
-        """Which of the distributions of this repository the package needs, directly; and its tests, if they are asked for."""
+        """Returns the distributions of this repository that the package requires directly. tests: whether to add those of its
+        tests.
+        """
         needs = [*self.requirements(), *(self.test_requirements() if tests else ())]
         return {match[0] for need in needs if (match := re.match(r"sley-[a-z0-9-]*[a-z0-9]", need))}
 
 
 def find_packages() -> list[Package]:
-    """All packages, core first: the others need it."""
+    """Returns all packages. Core is the first, since the others require it."""
     patterns = ("packages/*/pyproject.toml", "apps/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
-    found = [Package(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    return sorted(found, key=lambda package: package.module != "sley_core")
+    packages = [Package(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return sorted(packages, key=lambda package: package.module != "sley_core")
 
 
 PACKAGES = find_packages()
 BACKENDS = sorted({need for package in PACKAGES for need in package.build_requirements()})
-"""What builds the packages."""
+"""The requirements of all build backends."""
 
 
-def third_party(needs: Iterable[str]) -> list[str]:
-    """Those of `needs` that are no packages of this repository."""
-    own = tuple(one.distribution for one in PACKAGES)
-    return [need for need in dict.fromkeys(needs) if not need.startswith(own)]
+def external_requirements(requirements: Iterable[str]) -> list[str]:
+    """Returns the requirements that are not packages of this repository."""
+    distributions = tuple(package.distribution for package in PACKAGES)
+    return [requirement for requirement in dict.fromkeys(requirements) if not requirement.startswith(distributions)]
 
 
-def needed_by_tests() -> list[str]:
-    """What all tests need beyond the packages of this repository, which pip looks for on the index where it is named."""
-    return third_party(need for package in PACKAGES for need in package.test_requirements())
+def external_test_requirements() -> list[str]:
+    """Returns the requirements of all tests that are not packages of this repository."""
+    return external_requirements(requirement for package in PACKAGES for requirement in package.test_requirements())
 
 
-def named(arguments: Iterable[str]) -> list[Package]:
-    """The packages whose folders are among the arguments."""
+def selected_packages(arguments: Iterable[str]) -> list[Package]:
+    """Returns the packages whose folders are among the arguments."""
     folders = {argument.rstrip("/") for argument in arguments}
     return [package for package in PACKAGES if package.folder in folders]
 
 
-def with_needs(package: Package, *, tests: bool = True) -> list[Package]:
-    """The package and all of this repository that it needs, and its tests if they are asked for, directly or not."""
-    by_name = {one.distribution: one for one in PACKAGES}
-    found = {package.distribution}
-    left = sorted(package.sley_requirements(tests=tests))
-    while left:
-        if (name := left.pop()) not in found:
-            found.add(name)
-            left += by_name[name].sley_requirements(tests=False)
-    return [one for one in PACKAGES if one.distribution in found]
+def with_dependencies(package: Package, *, tests: bool = True) -> list[Package]:
+    """Returns the package and all packages of this repository that it requires, directly or not. tests: whether to add those of
+    its tests.
+    """
+    by_name = {other.distribution: other for other in PACKAGES}
+    required = {package.distribution}
+    pending = sorted(package.sley_requirements(tests=tests))
+    while pending:
+        if (name := pending.pop()) not in required:
+            required.add(name)
+            pending += by_name[name].sley_requirements(tests=False)
+    return [other for other in PACKAGES if other.distribution in required]
 
 
 LOWEST_TORCH = re.compile(r"torch>=([0-9.]+)$")
 
 
 def torch_floor() -> str:
-    """The version of torch from which core's requirements begin, with all three numbers."""
+    """Returns the lowest version of torch that core allows, as three numbers."""
     (core,) = (package for package in PACKAGES if package.module == "sley_core")
-    (lowest,) = (found[1] for need in core.manifest["project"]["dependencies"] if (found := LOWEST_TORCH.match(need)))
+    requirements = core.manifest["project"]["dependencies"]
+    (lowest,) = (match[1] for requirement in requirements if (match := LOWEST_TORCH.match(requirement)))
     return lowest if lowest.count(".") == 2 else f"{lowest}.0"
 
 
 def assert_licensed(package: Package, archives: Path) -> None:
-    """Both archives of the package, in the folder `archives`, have the licence that its metadata name."""
+    """Asserts that both archives of the package in the folder `archives` contain the licence that its metadata name."""
     if "license" not in package.manifest["project"]:
         return
     with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel, tarfile.open(next(archives.glob("*.tar.gz"))) as sdist:
@@ -116,23 +121,22 @@ def assert_licensed(package: Package, archives: Path) -> None:
 
 
 def alone_program(package: Package) -> str:
-    """A program that fails unless `package` comes from a wheel, all of it imports, and no sibling can be imported but
-    those that it requires.
+    """Returns a program that fails unless `package` comes from a wheel, all its modules can be imported, and no sibling can be
+    imported that it does not require.
 
-    A module may lack what an extra of the package brings; a module of a tool may lack another tool, as `verify` does the test
-    kit.
+    A module may fail to import a requirement of an extra, and a module of a tool may fail to import another tool.
     """
-    beside = {one.distribution for one in with_needs(package, tests=False)}
-    absent = [other.module for other in PACKAGES if other.distribution not in beside]
+    required = {other.distribution for other in with_dependencies(package, tests=False)}
+    absent = [other.module for other in PACKAGES if other.distribution not in required]
     extras = package.manifest["project"].get("optional-dependencies", {}).values()
     optional = sorted({re.split(r"\W", requirement)[0] for extra in extras for requirement in extra})
     return f"""
 import importlib, importlib.util, pkgutil
 import {package.module} as package
 assert "site-packages" in package.__file__, package.__file__
-# A folder in which pip left what pytest had compiled has no origin.
-found = [name for name in {absent} if (spec := importlib.util.find_spec(name)) and spec.origin]
-assert not found, f"siblings can be imported: {{found}}"
+# A folder in which pip left compiled modules has no origin.
+siblings = [name for name in {absent} if (spec := importlib.util.find_spec(name)) and spec.origin]
+assert not siblings, f"siblings can be imported: {{siblings}}"
 for module in pkgutil.walk_packages(package.__path__, "{package.module}."):
     if not module.name.endswith("__main__"):
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nox
-from manifests import PACKAGES, Package, with_needs
+from manifests import PACKAGES, Package, with_dependencies
 
 FILE = "releases.toml"
 
@@ -99,5 +99,5 @@ def installed_alone(session: nox.Session, made: dict[str, Path], package: Packag
     """
     others = (other.distribution for other in PACKAGES)
     session.run("pip", "uninstall", "-q", "-y", *others, silent=True)
-    needed = sorted(str(made[one.distribution]) for one in with_needs(package, tests=tests))
+    needed = sorted(str(made[one.distribution]) for one in with_dependencies(package, tests=tests))
     session.run("python", "-m", "pip", "install", "-q", "-c", "constraints.txt", *needed)

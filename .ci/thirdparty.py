@@ -1,4 +1,4 @@
-"""The example plugins as an outsider has them: from wheels, in an environment and a folder outside the repository."""
+"""Tests the example plugins as wheels, in an environment and a folder outside the repository."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import nox
 from manifests import BACKENDS, PACKAGES, ROOT, Package
 
 WITH = ("sley-core", "sley-data", "sley-models", "sley-metrics", "sley-checkpoint", "sley-testing", "sley-train-cli")
-"""What an outsider's environment has of Sley beside a plugin."""
+"""The distributions of Sley in the environment of a third party."""
 
 FEW_STEPS = ("--set", "run.steps=3", "--overwrite")
 
 
 class Outside:
-    """A fresh environment in `folder`, outside the repository, with the wheels of `WITH`."""
+    """Creates an environment in `folder`, outside the repository, with the wheels of `WITH`."""
 
     def __init__(self, session: nox.Session, folder: Path, constraints: Path) -> None:
         self._session = session
@@ -28,39 +28,39 @@ class Outside:
         session.chdir(folder)
 
     def install(self, *requirements: str) -> None:
-        """Installs what pip is told."""
+        """Installs requirements or wheels."""
         self.run("python", "-m", "pip", "install", "-q", "-c", self._constraints, *requirements)
 
     def wheel(self, source: str | Path) -> str:
         """Builds a package from the folder `source`; returns the wheel's path."""
-        made = self._folder / "wheels" / str(len(list(self._folder.glob("wheels/*"))))
-        build = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(made))
+        out = self._folder / "wheels" / str(len(list(self._folder.glob("wheels/*"))))
+        build = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out))
         self.run(*build, str((ROOT / source).resolve()))
-        (found,) = made.glob("*.whl")
-        return str(found)
+        (wheel,) = out.glob("*.whl")
+        return str(wheel)
 
     def run(self, command: str, *arguments: str, code: int = 0) -> str:
-        """Runs a command of the environment; returns what it prints. Fails the session unless it exits with `code`."""
+        """Runs a command of the environment and returns its output. The session fails unless the exit code is `code`."""
         program = str(self._folder / "env" / "bin" / command)
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None}
-        found = self._session.run(program, *arguments, env=env, external=True, silent=True, success_codes=[code])
-        return str(found)
+        output = self._session.run(program, *arguments, env=env, external=True, silent=True, success_codes=[code])
+        return str(output)
 
     def copied(self, source: str, name: str) -> Path:
-        """Copies a folder of the repository here, under this name; returns the copy."""
+        """Copies a folder of the repository into this folder as `name`, and returns the copy."""
         return Path(shutil.copytree(ROOT / source, self._folder / name))
 
 
 def check(session: nox.Session, outside: Outside, package: Package) -> None:
-    """An example plugin: refused where it is not installed, then installed, its plan trained and its tests passed."""
+    """Asserts that an example plan is refused before its plugin is installed and trained after it. Runs the plugin's tests."""
     name = package.distribution.removeprefix("sley-")
     session.log(f"{package.distribution}, from its wheel")
     here = outside.copied(package.folder, package.distribution)
     plan = here / "plan.toml"
     if plan.exists():
-        told = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
-        assert f"there is no plugin `{name}`" in told, told
-        assert f"install its package, usually `{package.distribution}`" in told, told
+        output = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
+        assert f"there is no plugin `{name}`" in output, output
+        assert f"install its package, usually `{package.distribution}`" in output, output
     outside.install(wheel := outside.wheel(here), *package.test_requirements())
     if plan.exists():
         outside.run("train-cli", "run", str(plan), *FEW_STEPS)
@@ -70,13 +70,13 @@ def check(session: nox.Session, outside: Outside, package: Package) -> None:
 
 
 def refuse_two_of_one_name(outside: Outside, package: Package, plan: Path) -> None:
-    """Another distribution with the same plugin: a plan that names it is refused, and both are named."""
+    """Installs another distribution with the same plugin, and asserts that the plan is refused with the names of both."""
     other = f"other-{package.distribution}"
     copy = outside.copied(package.folder, other)
     manifest = copy / "pyproject.toml"
     manifest.write_text(manifest.read_text("utf-8").replace(f'name = "{package.distribution}"', f'name = "{other}"'))
     outside.install("--no-deps", outside.wheel(copy))
-    told = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
-    assert package.distribution in told.replace(other, ""), told
-    assert other in told, told
+    output = outside.run("train-cli", "run", str(plan), *FEW_STEPS, code=4)
+    assert package.distribution in output.replace(other, ""), output
+    assert other in output, output
     outside.run("python", "-m", "pip", "uninstall", "-q", "-y", other)
