@@ -42,15 +42,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_text_files(folder: Path) -> None:
-    files = (folder / "none.txt", folder / "five.txt", folder / "empty.txt", folder / "*.md")
-    assert found(text(*files)) == [
-        (("data", "files", 0), "data-missing"),
-        (("data", "files", 2), "data-empty"),
-        (("data", "files", 3), "data-missing"),
-    ]
-
-
 def test_token_files(folder: Path) -> None:
     assert found(tokens(folder / "none.bin", held_out_files=(folder / "odd.bin",))) == [
         (("data", "files", 0), "data-missing"),

@@ -85,6 +85,9 @@ def prepare_parts(
         folder.mkdir(parents=True, exist_ok=True)
         with _hold_lock(folder):
             if (complete := _read_complete(folder)) is None:
+                if (folder / _COMPLETE).exists():  # some file is damaged
+                    for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
+                        path.unlink()
                 num_parts = _write_parts(folder, documents, size_of, encode, num_bytes)
                 summary = summarize(list_parts(folder, num_parts))
                 complete = {"parts": num_parts, "sizes": _file_sizes(folder), **summary}
@@ -115,17 +118,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     """Returns the size of each file by name, without the lock, `complete.json` and temporary files."""
     paths = (path for path in sorted(folder.iterdir()) if path.name not in ("lock", _COMPLETE) and path.name[0] != ".")
     return {path.name: path.stat().st_size for path in paths}
-
-
-def _is_complete(part: Part) -> bool:
-    """Returns whether a part exists and its number of tokens matches its lengths."""
-    if not part.tokens.exists() or not part.lengths.exists():
-        return False
-    lengths = part.lengths.read_bytes()
-    if len(lengths) % 8:
-        return False
-    num_tokens = sum(array("q", lengths))
-    return part.tokens.stat().st_size in (num_tokens, 2 * num_tokens, 4 * num_tokens)
 
 
 class _Batch(NamedTuple):
@@ -173,7 +165,7 @@ def _write_parts(
     def missing_batches() -> Iterator[_Batch]:
         nonlocal num_parts, skipped_bytes
         for number, batches in groupby(_split_batches(documents, size_of), lambda batch: batch.part):
-            num_parts, is_complete = number + 1, _is_complete(_part_paths(folder, number))
+            num_parts, is_complete = number + 1, _part_paths(folder, number).lengths.exists()
             for batch in batches:
                 if is_complete:
                     skipped_bytes += batch.num_bytes
