@@ -30,7 +30,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
     numel = prod(shape)
     first = data.draw(st.integers(0, numel))
@@ -43,7 +43,7 @@ def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(1, 3), st.integers(1, 3), st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_parts_of_all_ranks_are_the_whole_and_nothing_twice(shape, count, spans, data):
     """Shards along any dim, padded, each cut into spans of its elements, as a sharded optimizer has them."""
     dim = data.draw(st.integers(0, len(shape) - 1))

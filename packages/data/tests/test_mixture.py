@@ -111,7 +111,7 @@ def check_sequence(table: dict[str, Any], random: Random) -> None:
             assert sorted(own[at : at + length]) == list(range(length)), "each sample once in an epoch of its source"
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(table=drawn(), random=st.randoms(use_true_random=False))
 def test_there_is_one_sequence(table: dict[str, Any], random: Random) -> None:
     check_sequence(table, random)
@@ -124,6 +124,7 @@ def test_there_is_one_sequence_of_many_mixtures(table: dict[str, Any], random: R
     check_sequence(table, random)
 
 
+@settings(max_examples=40)
 @given(weights=st.lists(st.floats(0.001, 1000, allow_nan=False), min_size=1, max_size=30), start=st.integers(0, 10**15))
 def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) -> None:
     shares = integer_shares(weights)
@@ -133,6 +134,7 @@ def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) 
         assert abs(count - 1000 * share / order.total) <= 10
 
 
+@settings(max_examples=40)
 @given(shares=st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_counts_are_those_of_the_choices(shares: list[int]) -> None:
     order = Interleave(shares)

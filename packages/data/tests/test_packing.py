@@ -96,6 +96,7 @@ def test_the_most_documents_are_counted_block_by_block(monkeypatch: pytest.Monke
     assert build_samples([[0] * size for size in (10, 1, 1, 1, 1, 16)], "pack", 4).max_documents == 3
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=9), min_size=1, max_size=5), st.data())
 def test_parts_read_as_one_stream(parts: list[list[int]], data: st.DataObject) -> None:
     tokens = list(chain.from_iterable(parts))

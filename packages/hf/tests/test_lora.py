@@ -99,7 +99,7 @@ def record_all(plans: list[Tables], folder: Path) -> list[Recorded]:
 
 
 def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
-    """All cases share two ranks, since each rank imports transformers and peft."""
+    """All cases share two ranks, since each new rank imports peft."""
     one_layer = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
     tied_adapters = plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]})
     trained_head = plan(base, adapters=LORA | {"train": ["head.*"]})
