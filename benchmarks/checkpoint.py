@@ -23,8 +23,8 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
@@ -78,7 +78,7 @@ def with_dcp(run: Run, count: int, folder: Path) -> Callable[[], None]:
 
         def save() -> None:
             shutil.rmtree(folder, ignore_errors=True)
-            futures.append(dcp.async_save(state_of(run), checkpoint_id=str(folder)))
+            futures.append(async_save(state_of(run), checkpoint_id=str(folder)))
 
         steps(run, count, save)()
         futures[0].result()
@@ -118,7 +118,7 @@ def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
 
     def save() -> None:
         copy()
-        place.write("parts.bin", [memoryview(one.numpy()) for one in aside])
+        place.write("parts.bin", [bytes_of(one) for one in aside])
         file_crc(place, "parts.bin")
 
     write()

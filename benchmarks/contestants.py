@@ -128,7 +128,7 @@ class Torch:
             with self._synced(syncs_always or number == self.micros - 1):
                 logits = self.model(tokens)
                 loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten()) / self.micros
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total.item()
 

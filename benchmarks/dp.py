@@ -102,7 +102,7 @@ def late(rounds: int) -> dict[str, object]:
     handlers = [{"use": "dp.bucketed", "bucket_mb": EQUAL_BUCKET_MB}]
     contestant = Sley(plan({**SHAPE, "sequence": 512}, 1, handlers, **SOCKETS), backward_only=True)
     batch = contestant.batch()
-    transport = contestant.run.groups["stage"].transport()
+    transport: Any = contestant.run.groups["stage"].transport()
     plain, wire = transport.all_reduce, latency.Wire()
 
     def step(form: str) -> None:

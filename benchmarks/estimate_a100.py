@@ -15,7 +15,7 @@ import csv
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,10 @@ class GPTHead(nn.Module):
 class TokenLoss(Loss):
     """The sum of the cross-entropies."""
 
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        return float(batch["labels"].numel())
+
+    def loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
@@ -213,7 +216,7 @@ def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
             message_cost(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
             for stage in range(row.pp - 1)
         ]
-        behind = {}
+        behind: dict[int, list[Begin | Await | Compute]] = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
             summed = Exchange(stage, "sum", (stage,), *cost)
             update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + step_s

@@ -136,7 +136,9 @@ def main() -> None:
         machines: dict[Hashable, MachineFile] = {}
         for layout, row in rows:
             if layout.measured_by not in machines:
-                (machines[layout.measured_by], *_) = ranks(measured, layout)
+                machine = ranks(measured, layout)[0]
+                assert machine is not None, layout
+                machines[layout.measured_by] = machine
             step = estimate_plan(plan_from_dict(layout.tables()), RANKS, machines[layout.measured_by]).step
             row.estimated.append(step.seconds)
             row.real.append(max(ranks(taken, layout, chosen.steps)))

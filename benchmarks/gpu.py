@@ -272,7 +272,7 @@ def needs_sharing() -> bool:
 
 def shared_nccl(device: str) -> dict[str, str]:
     """Returns the environment in which NCCL lets two ranks share a device, or nothing if this NCCL cannot."""
-    if device == "cpu" or not needs_sharing() or torch.cuda.nccl.version() < (2, 30):
+    if device == "cpu" or not needs_sharing() or torch.cuda.nccl.version() < (2, 30):  # type: ignore[no-untyped-call]
         return {}
     return {SHARED_NCCL: "1"}
 
@@ -325,7 +325,7 @@ def attention_kernels(shape: AttentionShape, device: str) -> dict[str, Kernel]:
         from torch.nn.attention import flex_attention as flex
 
         sizes = (None, None, shape.sequence, shape.sequence)
-        mask = flex.create_block_mask(lambda b, h, query, key: query >= key, *sizes, device=device)  # type: ignore[arg-type]
+        mask = flex.create_block_mask(lambda b, h, query, key: query >= key, *sizes, device=device)
         return torch.compile(partial(flex.flex_attention, block_mask=mask))
 
     def attend_with_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -49,18 +49,19 @@ class PlainLoop:
         tokens, labels = (batch[name].to(self.device, non_blocking=True) for name in ("tokens", "labels"))
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
-        for rows in zip(tokens.split(self.micro_size), labels.split(self.micro_size), strict=True):
+        parts = zip(torch.split(tokens, self.micro_size), torch.split(labels, self.micro_size), strict=True)
+        for rows in parts:
             output = rows[0]
             for forward in self.forwards:
                 output = forward(output)
             loss = self.compute_loss(output, rows[1]) / labels.numel()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             self._add_gradients()
         nn.utils.clip_grad_norm_(self.masters, CLIP_NORM)
         self.optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
+            torch._foreach_copy_([*self.weights], [*self.masters])
         return total.item()
 
     def _add_gradients(self) -> None:

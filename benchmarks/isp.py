@@ -8,6 +8,7 @@ communication removed; live bytes <= FSDP2's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "isp, everything ahead": {"ahead": 8},
     "isp, compiled": {"compile": True},
 }
-ONCE = {"isp, reduced per step": {"reduce": "step"}, "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False}}
+ONCE: dict[str, dict[str, Any]] = {
+    "isp, reduced per step": {"reduce": "step"},
+    "isp, per step, sockets": {"reduce": "step", "cross_memory_attach": False},
+}
 """With several microbatches only."""
 
 
@@ -55,12 +59,16 @@ def contestants(tokens: int, micros: int = 1) -> dict[str, Callable[[], Any]]:
         "no communication": "none",
         "no communication, compiled": "none-compiled",
     }
-    found: dict[str, Callable[[], Any]] = {
-        name: lambda kind=kind: Cleared(Torch(whole, kind, micros)) for name, kind in torchs.items()
-    }
-    for name, options in (VARIANTS | (ONCE if micros > 1 else {})).items():
-        found[name] = lambda options=options: Sley(tables(tokens, options, micros=micros), backward_only=True)
-    return found
+
+    def build_torch(kind: str) -> Cleared:
+        return Cleared(Torch(whole, kind, micros))
+
+    def build_sley(options: dict[str, Any]) -> Sley:
+        return Sley(tables(tokens, options, micros=micros), backward_only=True)
+
+    found: dict[str, Callable[[], Any]] = {name: partial(build_torch, kind) for name, kind in torchs.items()}
+    variants = VARIANTS | (ONCE if micros > 1 else {})
+    return found | {name: partial(build_sley, options) for name, options in variants.items()}
 
 
 def times(tokens: int, micros: int, rounds: int, names: Sequence[str]) -> dict[str, list[float]]:
@@ -95,7 +103,8 @@ def counts(tokens: int) -> dict[str, Any]:
     communicator: Any = contestant.run.stepper.executor.weights
     for _ in range(3):
         contestant.step(batch)
-    return communicator.counts()
+    counted: dict[str, Any] = communicator.counts()
+    return counted
 
 
 def removed(rows: list[Ratio]) -> float:

@@ -102,7 +102,7 @@ class _LateGathers(Published):
         self.published.wait_sent()
 
 
-class _LateTransport(Transport):
+class _LateTransport:
     """The transport of a channel, whose gathers and reductions go over `wire`."""
 
     def __init__(self, transport: Transport, wire: Wire) -> None:
@@ -115,8 +115,8 @@ class _LateTransport(Transport):
     def publish(self, shards: Any, *, label: str) -> Published:
         return _LateGathers(self.transport.publish(shards, label=label), self.wire)
 
-    def num_scratch_rows(self, num_rows: int) -> int:
-        return self.transport.num_scratch_rows(num_rows)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
 
     def reduce_scatter(self, tensors: Any, scratches: Any, *, label: str, contents: int = 0) -> Work:
         return self.wire.carry(self.transport.reduce_scatter(tensors, scratches, label=label, contents=contents), label)
@@ -134,7 +134,7 @@ def measured(fraction: float, rounds: int) -> tuple[dict[str, list[float]], int,
         activations={"use": "core.recompute", "fraction": fraction},
     )
     contestant = Sley(tables, backward_only=True)
-    transports = contestant.run.groups["wp"].transports
+    transports: Any = contestant.run.groups["wp"].transports
     wires = [Wire(channel) for channel in transports]
     for wire in wires:
         transports[wire.operation] = _LateTransport(transports[wire.operation], wire)

@@ -74,7 +74,8 @@ def counts(name: str) -> dict[str, Any]:
     for _ in range(3):
         contestant.step(batch)
     communicator: Any = contestant.run.stepper.executor.weights
-    return communicator.counts()
+    counted: dict[str, Any] = communicator.counts()
+    return counted
 
 
 def main() -> None:

@@ -42,12 +42,12 @@ class Microbatch:
             self.gradient += rows.t() @ inputs
 
     def backward(self, total: Tensor) -> None:
-        total.backward(self.scale)
+        total.backward(self.scale)  # type: ignore[no-untyped-call]
         self.hidden.grad = None
 
     def all_logits(self) -> None:
         sink: Any = WeightGradientSink(self.accumulate, WeightQueue())
-        logits: Any = DirectLinear.apply(self.hidden, self.weight, None, sink, None)
+        logits: Any = DirectLinear.apply(self.hidden, self.weight, None, sink, None)  # type: ignore[no-untyped-call]
         total = cross_entropy_of_logits(logits, self.labels, IGNORED, 0.0)
         del logits
         self.backward(total)
@@ -67,8 +67,8 @@ class Microbatch:
         return F.cross_entropy(F.linear(self.hidden, self.weight).float(), self.labels, reduction="sum")
 
     def linear_cross_entropy(self) -> Tensor:
-        options = nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]  # from torch 2.13
-        return F.linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum", options=options)  # type: ignore[attr-defined]
+        options = nn.LinearCrossEntropyOptions()  # from torch 2.13
+        return F.linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum", options=options)
 
 
 class _Head(LogitsHead):
@@ -78,11 +78,11 @@ class _Head(LogitsHead):
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.weight = microbatch.weight
         super().__init__(HeadChunks("", "", None, BatchWeight(lambda: len(microbatch.labels))), linear)
-        self.accumulate = microbatch.accumulate  # type: ignore[method-assign]
+        self.accumulate = microbatch.accumulate  # type: ignore[assignment, method-assign]
 
 
 def contestants(microbatch: Microbatch) -> dict[str, Callable[[], None]]:
-    result = {
+    result: dict[str, Callable[[], None]] = {
         BASE: microbatch.all_logits,
         AGAIN: microbatch.all_logits,
         "in chunks": microbatch.in_chunks,

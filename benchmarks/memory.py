@@ -125,7 +125,7 @@ def _states_mib(contestant: Sley | Torch) -> float:
         return (held["optimizer_states"] + held["masters"]) / 2**20
     optimizer = getattr(contestant.optimizer, "optim", contestant.optimizer)
     tensors = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    return sum(getattr(value, "_local_tensor", value).nbytes for value in tensors) / 2**20
+    return float(sum(getattr(value, "_local_tensor", value).nbytes for value in tensors) / 2**20)
 
 
 def park(device: str, rounds: int) -> dict[str, Any]:

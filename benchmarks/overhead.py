@@ -63,7 +63,7 @@ class PlainLoop:
         for tokens, labels in parts:
             logits = self.layers(tokens)
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / weight
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.layers.parameters(), 1.0)
         self.optimizer.step()

@@ -148,7 +148,8 @@ class Ours:
     def __init__(self, name: str, stages: int) -> None:
         self.sley = Sley(tables(name, stages), backward_only=True)
         for layer in self.sley.run.layers:
-            layer.module.queue = self.sley.run.stepper.executor.queue
+            module: Any = layer.module
+            module.queue = self.sley.run.stepper.executor.queue
         self.batch = {"x": torch.zeros(MICROS, WIDTH)}
         self.number = 0
 
