@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from ctypes import memmove, string_at
 from functools import partial
 from hashlib import sha256
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -106,7 +105,7 @@ def use_program_seed(seed: int) -> Iterator[None]:
 
 def _read_state() -> State:
     numpy = sys.modules.get("numpy")
-    return torch.default_generator.get_state(), random.getstate(), numpy and _read_numpy(numpy.random)
+    return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
 def _write_state(state: State) -> None:
@@ -114,36 +113,7 @@ def _write_state(state: State) -> None:
     torch.default_generator.set_state(torch_state)
     random.setstate(python_state)
     if numpy_state is not None:
-        _write_numpy(sys.modules["numpy"].random, numpy_state)
-
-
-_NUMPY_BYTES = 625 * 4
-"""The bytes of the state of numpy's Mersenne twister: 624 words and the position."""
-
-_last_numpy: tuple[Any, bytes] = None, b""
-"""The last read state of numpy, without a normal number in reserve, and the memory that has it."""
-
-
-def _read_numpy(numpy_random: Any) -> Any:
-    """Returns `get_state()`, which takes as long as a layer, or the last result if the generator's memory is still the same."""
-    global _last_numpy
-    if type(numpy_random.get_bit_generator()) is not numpy_random.MT19937:
-        return numpy_random.get_state()
-    memory = string_at(numpy_random.get_bit_generator().ctypes.state_address, _NUMPY_BYTES)
-    if memory != _last_numpy[1]:
-        state = numpy_random.get_state()
-        if state[3]:  # the second of two drawn normal numbers is in reserve, and not in this memory
-            return state
-        _last_numpy = state, memory
-    return _last_numpy[0]
-
-
-def _write_numpy(numpy_random: Any, state: Any) -> None:
-    if state is not _last_numpy[0]:
-        numpy_random.set_state(state)
-        return
-    numpy_random.seed(0)  # drops a normal number in reserve
-    memmove(numpy_random.get_bit_generator().ctypes.state_address, _last_numpy[1], _NUMPY_BYTES)
+        sys.modules["numpy"].random.set_state(numpy_state)
 
 
 def comparable_state() -> tuple[Any, ...]:
