@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import NamedTuple
 
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
@@ -57,7 +58,7 @@ class Block:
     @property
     def step_s(self) -> float:
         """Returns the seconds per step, as the median over ranks."""
-        return median(work.window.seconds.median for work in self.ranks.values())
+        return median_low(work.window.seconds.median for work in self.ranks.values())
 
     def has_idle_host(self, rank: int) -> bool:
         """Returns whether the host of `rank` waits for its device, so more work on the host would not lengthen a step."""
@@ -75,12 +76,6 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
         )
         for span in steps[(len(steps) - 1) % stride :: stride]
     ]
-
-
-def median(values: Iterable[float]) -> float:
-    """Returns the median of `values`, the lower of two middle values; 0 without values."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,7 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
         return None
     if not times:
         return None
-    usual = Spread(*map(median, zip(*times, strict=True)))
+    usual = Spread(*map(median_low, zip(*times, strict=True)))
     # The excess must be larger than the spread of steps.
     if spent.median <= max(ratio * usual.median, usual.high) or spent.low <= usual.median:
         return None
@@ -236,7 +231,7 @@ def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) ->
         location,
         locations[location],
         usual[location],
-        median(block.step_s for block, _ in slow_blocks),
+        median_low(block.step_s for block, _ in slow_blocks),
         slow_blocks[0][0].first,
         slow_blocks[-1][0].last,
     )
@@ -254,8 +249,8 @@ def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
     ]
     if not _covers_most(slow_blocks, blocks):
         return []
-    seconds = median(min(work.window.data_s for work in block.ranks.values()) for block in slow_blocks)
-    step_s, first, last = median(block.step_s for block in slow_blocks), slow_blocks[0].first, slow_blocks[-1].last
+    seconds = median_low(min(work.window.data_s for work in block.ranks.values()) for block in slow_blocks)
+    step_s, first, last = median_low(block.step_s for block in slow_blocks), slow_blocks[0].first, slow_blocks[-1].last
     return [Cause("data", tuple(slow_blocks[0].ranks), Location.DATA, seconds, 0.0, step_s, first, last)]
 
 
@@ -335,16 +330,16 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
     for rank in blocks[0].ranks if blocks else ():
         windows = [block.ranks[rank].window for block in blocks]
         spent = {
-            location: median(window.work[location].median for window in windows if location in window.work)
+            location: median_low(window.work[location].median for window in windows if location in window.work)
             for location in windows[-1].work
             if location != Location.DEVICE
         }
         longest = sorted((name for name in spent if spent[name] >= MIN_SHOWN_S), key=lambda name: -spent[name])[:3]
         parts = ", ".join(f"{location} {_format_seconds(spent[location])}" for location in longest)
-        work = _format_seconds(median(window.working_s for window in windows))
+        work = _format_seconds(median_low(window.working_s for window in windows))
         waits = [
-            (median(window.waits.median for window in windows), "other ranks"),
-            (median(window.device_s for window in windows), "its device"),
+            (median_low(window.waits.median for window in windows), "other ranks"),
+            (median_low(window.device_s for window in windows), "its device"),
         ]
         waited = " and ".join(f"{_format_seconds(s)} for {target}" for s, target in waits if s >= MIN_SHOWN_S)
         yield (
