@@ -23,6 +23,7 @@ from sley_core.plan.kinds import COMPONENTS, type_name
 from sley_core.plan.loader import CORE, Loader
 from sley_core.plan.plan import format_value
 from sley_core.plan.tables import FORMAT, OPTIONAL_TABLES, SOURCE_FOLDER, TABLES
+from sley_core.records import ScheduleRecord
 from sley_core.table import Table, describe_type
 
 HEADINGS = ("Called", "Ranks", "May communicate", "Returns", "Since", "Example")
@@ -157,8 +158,8 @@ def plan_page() -> str:
         )
         if spec.default:
             choice += f'; left out, `use = "{spec.default}"`'
-        elif spec.schedule_default:
-            choice += f"; left out, the record that the schedule names, or else `{spec.schedule_default}`"
+        elif spec.required_table not in (None, spec.key):
+            choice += f"; left out, the record that the schedule names, by default `{getattr(ScheduleRecord, spec.key)}`"
         parts.append(f"## `{spec.header}`\n\n{spec.summary} {choice}.")
         for plugin in plugins:
             for record in plugin.records_of(spec.record_type).values():

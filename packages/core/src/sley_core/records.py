@@ -182,13 +182,13 @@ class ScheduleRecord(Record):
     The fields name the default parts of a plan that uses this schedule. Each is the full name of a record (`"pp.link"`), of
     this plugin or another one:
 
-    link: the stage link. None selects `pp.link`.
-    partition: the partitioner. None selects `pp.balanced`.
+    link: the stage link.
+    partition: the partitioner.
     ties: the gradient handler that sums the gradients of parameters shared by several stages. None selects none.
     """
 
-    link: str | None = None
-    partition: str | None = None
+    link: str = "pp.link"
+    partition: str = "pp.balanced"
     ties: str | None = None
 
 

@@ -84,8 +84,6 @@ def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
         name=name,
         config=table,
         build="sley_pp.schedules:build_csv" if table is CsvConfig else "sley_pp.schedules:build",
-        link="pp.link",
-        partition="pp.balanced",
         ties="pp.shared_modules",
     )
 

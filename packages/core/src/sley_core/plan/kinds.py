@@ -70,7 +70,7 @@ class ComponentTable:
     factory: the model of a table with `factory`; None if factories are not allowed. factory_argument: the name of the run's
     argument that is passed to a factory whose signature has it. build: `build(config, *args)`, which replaces the call of the
     factory. is_list: whether the plan has an array `[[key]]` of these tables. required_table: the table without which this
-    table is not allowed; an optional table names itself. schedule_default: the default if the schedule's record names none.
+    table is not allowed; an optional table names itself.
     """
 
     key: str
@@ -82,7 +82,6 @@ class ComponentTable:
     build: str | None = None
     is_list: bool = False
     required_table: str | None = None
-    schedule_default: str | None = None
 
     @property
     def header(self) -> str:
@@ -131,18 +130,13 @@ COMPONENTS = (
         required_table="pipeline",
     ),
     ComponentTable(
-        "partition",
-        records.PartitionerRecord,
-        "How the layers are divided into pipeline stages.",
-        required_table="pipeline",
-        schedule_default="pp.balanced",
+        "partition", records.PartitionerRecord, "How the layers are divided into pipeline stages.", required_table="pipeline"
     ),
     ComponentTable(
         "link",
         records.StageLinkRecord,
         "How outputs and their gradients are sent between pipeline stages.",
         required_table="pipeline",
-        schedule_default="pp.link",
     ),
     ComponentTable(
         "weights",

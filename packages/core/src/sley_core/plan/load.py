@@ -1,7 +1,7 @@
 """Loads a plan from a file, a text or a program's tables: imports the plugins that it names, checks every table, adds defaults.
 
-All problems are reported together. The default of some tables is the record that the schedule names
-(`ComponentTable.schedule_default`). Plugins that the plan does not name are not imported.
+All problems are reported together. The default of some tables is the record that the schedule names (`ScheduleRecord`). Plugins
+that the plan does not name are not imported.
 """
 
 from __future__ import annotations
@@ -129,11 +129,9 @@ class _Resolver:
                 message = f"{spec.header} has no effect without [{spec.required_table}]"
                 self._add_problem("table-without-effect", message, (spec.key,), f"add [{spec.required_table}], or remove it")
             return None
-        default = spec.default
-        if spec.schedule_default is not None and self.schedule is not None:
-            default = getattr(self.schedule.record, spec.key) or spec.schedule_default
+        default = getattr(self.schedule.record, spec.key, spec.default) if self.schedule else spec.default
         if spec.key not in self.tables and default is None:
-            if spec.schedule_default is None:  # otherwise [pipeline] itself has a problem
+            if spec.required_table in (None, spec.key):  # otherwise [pipeline] itself has a problem
                 choices = "`use` or `factory`" if spec.factory else "`use`"
                 message = f"the plan needs a table [{spec.key}] with {choices}"
                 self._add_problem("missing-table", message, (spec.key,), self._suggest_record(spec))
@@ -239,10 +237,9 @@ class _Resolver:
         """Returns the component that `use` names, with a valid config; None if it has a problem."""
         name = table["use"]
         use_path, prefix = (*path, "use"), ""
-        if self.schedule and not self.document.origin(use_path):
-            is_ties = isinstance(self.schedule.record, ScheduleRecord) and name == self.schedule.record.ties
-            if is_ties or spec.schedule_default is not None:
-                use_path, prefix = (*self.schedule.path, "use"), f"`{self.schedule.name}` needs `{name}`: "
+        record = self.schedule.record if self.schedule and not self.document.origin(use_path) else None
+        if self.schedule and isinstance(record, ScheduleRecord) and name in (record.link, record.partition, record.ties):
+            use_path, prefix = (*self.schedule.path, "use"), f"`{self.schedule.name}` needs `{name}`: "
         plugin_name, _, record_name = name.partition(".") if isinstance(name, str) else ("", "", "")
         if not plugin_name or not record_name:
             message = f'`{format_path(use_path)}` must be the name of a record, "plugin.record", not {describe_value(name)}'
