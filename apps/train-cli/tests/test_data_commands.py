@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,27 +114,3 @@ def test_export_writes_files_for_data_tokens(folder: Path, capsys: pytest.Captur
         assert expected["sample"] == actual["sample"]
         assert expected["samples"] == actual["samples"]
     assert main(["data", "export", path, "--out", str(out)]) == 2, "chats have no stream"
-
-
-DATA = (
-    'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
-    'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
-    'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
-)
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from train_cli.main import main
-plan, *changes = sys.argv[1:]
-sys.exit(any([main(["data", "show", plan, "--set", change]) for change in changes]))
-"""
-
-
-@pytest.mark.timeout(60)
-def test_show_needs_no_torch(folder: Path) -> None:
-    (folder / "tokens.bin").write_bytes(b"tokens" * 100)
-    changes = [f"data={{{data}, sequence=160}}" for data in DATA]
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(folder / "plan.toml"), *changes]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.count("trained") >= len(DATA)

@@ -16,20 +16,9 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_same_bits, train_tensors
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import (
-    BF16_SUMS,
-    Recorded,
-    assert_parity_of_parts,
-    assert_resumed_parity,
-    assert_same_run,
-    record,
-    record_reference,
-    running,
-    save_at,
-)
+from sley_testing.runs import Recorded, assert_parity_of_parts, assert_resumed_parity, assert_same_run, record, running, save_at
 
 PLAN = small_plan(
     run__steps=6,
@@ -97,41 +86,6 @@ def test_fast_sums_have_other_bits(ranks: Any, texts: Path) -> None:
     assert any(not torch.equal(canonical[name], value) for name, value in fast.items() if name.endswith("weight"))
     for name in ("step 2: loss", "step 2: grad_norm"):
         torch.testing.assert_close(fast[name], canonical[name], rtol=1e-4, atol=0.0)
-
-
-def record_late(tables: Tables, folder: Path) -> Recorded:
-    with late_exchanges():
-        return record(tables, 2, folder=folder)
-
-
-WEIGHTS_BY_MODULE = {"weights": {"use": "isp.communicator", "unit": "module"}}
-LATE: dict[str, tuple[str, Tables]] = {
-    "wp2, by layer": ("wp2", {}),
-    "wp2, by module": ("wp2", WEIGHTS_BY_MODULE),
-    "wp2, reduced once per step": ("wp2", {"weights": {"use": "isp.communicator", "reduce": "step"}}),
-    "wp2, vocabulary": ("wp2", {"weights": {"use": "isp.communicator", "head": "vocabulary", "embedding": "hidden"}}),
-    "wp2 pp2, by module": ("wp2 pp2", WEIGHTS_BY_MODULE),
-    "wp2 wdp2 sharded": ("wp2 wdp2 sharded", {}),
-    "sp2": ("sp2", {}),
-    "dp2 bucketed": ("dp2 bucketed", {}),
-    "dp2 bucketed in bf16": (
-        "dp2 bucketed",
-        {"gradient_handlers": [{"use": "dp.bucketed", "bucket_mb": 0.01, "reduction": "bf16"}]},
-    ),
-    "dp2 sharded": ("dp2 sharded", {}),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", LATE)
-def test_exchanges_that_happen_as_late_as_the_waits_allow_change_no_number(ranks: Any, texts: Path, case: str) -> None:
-    """On CUDA, exchanges run on streams of their own, and only waits order them."""
-    name, changes = LATE[case]
-    plan = changed(PLAN, model__tie_embeddings=False)
-    tables = layout_of(name, plan, **changes, parallel__cross_memory_attach=False)
-    layouts = ranks(num_ranks(tables), 180)(record_late, tables, texts)
-    reference = record_reference(plan, 2, folder=texts)
-    assert_parity_of_parts(reference, layouts, BF16_SUMS if "bf16" in case else "fp64")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

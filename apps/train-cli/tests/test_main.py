@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli
+from chat_folder import write_chats
 
 from sley_core.errors import RunError
 from train_cli.main import COMMANDS, foreign_commands
@@ -91,27 +92,40 @@ def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyP
 
 
 LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["doctor", "."]]
+DATA = (
+    'use="data.chat", files=["chats.jsonl"], tokenizer="tokenizer"',
+    'use="data.text", files=["chats.jsonl"], tokenizer="tokenizer", separator="\\n"',
+    'use="data.tokens", files=["tokens.bin"], vocab_size=65536',
+)
 
 
 def test_light_commands_do_not_import_torch(plan: Path) -> None:
-    """The sizes of a model folder are read without torch, too."""
+    """The sizes of a model folder are read without torch, too. Datasets do not need it."""
     (plan.parent / "base").mkdir()
     config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     config |= {"intermediate_size": 48, "vocab_size": 256}
     (plan.parent / "base" / "config.json").write_text(json.dumps(config), "utf-8")
-    from_files = ["show", "plan.toml", "--set", "model={use='models.llama', weights='base'}"]
+    commands = [*LIGHT, ["show", "plan.toml", "--set", "model={use='models.llama', weights='base'}"]]
+    chats = plan.parent / "chats"
+    chats.mkdir()
+    write_chats(chats)
+    (chats / "tokens.bin").write_bytes(b"tokens" * 100)
+    data_commands = [["data", "show", "chats/plan.toml", "--set", f"data={{{data}, sequence=160}}"] for data in DATA]
     program = f"""
 import sys
 from train_cli.main import main
-for arguments in {[*LIGHT, from_files]!r}:
+for arguments in {commands!r}:
     code = main(arguments)
     heavy = [name for name in ("torch", "rich") if name in sys.modules]
     if code or heavy:
         sys.exit(f"{{arguments}}: {{code}}, imported {{heavy}}")
+sys.modules["torch"] = None  # libraries for data may import it if it is there
+sys.exit(any([main(arguments) for arguments in {data_commands!r}]))
 """
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, timeout=60, check=False)
     assert process.returncode == 0, process.stderr
+    assert process.stdout.count("trained") >= len(DATA)
 
 
 # -- commands of other packages ----------------------------------------------------------------------------------------

@@ -44,7 +44,9 @@ def test_measured_costs_balance_stages_and_change_no_bit(ranks: Any) -> None:
     measured = ranks(2)(record_costs, PLAN)
     (_, first, costs), (_, second, second_costs) = measured
     assert costs == second_costs
-    assert [round(cost / SLOW_S / 3) for cost in costs] == [1, 1, 1, 3]  # F, I and W
+    unit_s = min(costs)
+    assert 3 * SLOW_S <= unit_s < 6 * SLOW_S, "F, I and W"
+    assert [round(cost / unit_s) for cost in costs] == [1, 1, 1, 3]
     assert (len(first), len(second)) == (3, 1)
     written = changed(PLAN, partition={"use": "pp.measured", "layer_costs": (1.0, 1.0, 1.0, 3.0)})
     for (actual, *_), (expected, *_) in zip(measured, ranks(2)(record_costs, written), strict=True):

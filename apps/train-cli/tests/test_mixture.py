@@ -109,6 +109,7 @@ def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, refere
                 assert math.isclose(expected[key], actual[key], rel_tol=tolerance), (key, expected, actual)
 
 
+@pytest.mark.campaign
 def test_canonical_losses_of_sources_have_the_bits_of_one_process(ranks: Any, folder: Path) -> None:
     canonical = mixed_plan(parallel__reduction="canonical", batch={"global_size": 8, "micro_size": 1})
     expected = record(canonical, NUM_STEPS, folder=folder)

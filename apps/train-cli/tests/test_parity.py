@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sley_core.comm.world import World
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import CrossEntropyConfig
+from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
@@ -29,10 +31,12 @@ Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
 
 
-def train(tables: Tables, folder: Path, step: str) -> Recorded:
-    """Takes three steps on this rank. step: "second skipped" makes the gradients of the second step NaN."""
+def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> Recorded:
+    """Takes three steps on this rank. step: "second skipped" makes the gradients of the second step NaN. late: whether
+    exchanges happen as late as the waits allow, since on CUDA only waits order them.
+    """
     recorded = Recorded()
-    with running(tables, folder) as run:
+    with late_exchanges() if late else nullcontext(), running(tables, folder) as run:
         recorded.first = weights(run)
         if step == "second skipped" and run.world.rank == run.world.size - 1:
             param = next(param for param in run.registry if "norm" in param.name)
@@ -86,7 +90,7 @@ def plain_loop(key: Key, folder: Path) -> Recorded:
 def check(ranks: Any, folder: Path, row: Row) -> None:
     """Compares losses, norms, gradients, weights and the held-out loss of each rank. Replicas must have equal bits."""
     size = table.num_ranks(row)
-    recorded = ranks(size, 120)(train, table.layout(row), folder, row["step"])
+    recorded = ranks(size, 120)(train, table.layout(row), folder, row["step"], late=row["transport"] == "late")
     precision = BF16_SUMS if row["reducer"] == "dp.bucketed in bf16" else row["compute"]
     key = row["model"], row["compute"], row["step"]
     assert_parity_of_parts(one_process(key, folder), recorded, precision)

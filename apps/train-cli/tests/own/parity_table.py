@@ -34,6 +34,7 @@ signs of gradients, which rounding decides where a gradient is almost zero.
 BUCKETS = {"use": "dp.bucketed", "bucket_mb": 0.002}
 WEIGHTS = {"use": "isp.communicator"}
 SMALL = {"bucket_mb": 0.01}
+SOCKETS = {"parallel__cross_memory_attach": False}
 FACTORS: dict[str, dict[str, Tables]] = {
     "model": {
         "tied and packed": {"model__tie_embeddings": True, "data__documents": "pack"},
@@ -78,7 +79,7 @@ FACTORS: dict[str, dict[str, Tables]] = {
     },
     "accumulation": {"auto": {}, "direct": {"precision__accumulation": "direct"}},
     "logits": {"whole": {}, "in chunks": {"loss": {"use": "core.cross_entropy", "chunk_tokens": 10}}},
-    "transport": {"memory": {}, "sockets": {"parallel__cross_memory_attach": False}},
+    "transport": {"memory": {}, "sockets": SOCKETS, "late": SOCKETS},
 }
 REFERENCE = ("model", "compute", "step")
 """The factors that the one-process run has too; no other may change a number."""
