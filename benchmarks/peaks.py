@@ -10,7 +10,7 @@ import gc
 import torch
 
 from protocol import Step
-from sley_core.metrics.throughput import resident_mb
+from sley_core.metrics.throughput import memory_mb
 from sley_testing.live_bytes import memory_profile, peak_bytes
 
 
@@ -26,6 +26,6 @@ def peak_resident_mb(work: Step) -> float:
     """MiB by which `work` raises the high-water mark of this process's resident memory."""
     torch.set_num_threads(1)
     gc.collect()
-    before = resident_mb()
+    before = memory_mb(torch.device("cpu"))
     work()
-    return resident_mb() - before
+    return memory_mb(torch.device("cpu")) - before

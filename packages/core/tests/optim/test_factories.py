@@ -88,6 +88,3 @@ def test_a_writer_of_ones_own_gets_every_row(texts: Path, tmp_path: Path) -> Non
     with World.alone("cpu") as world, assemble(plan_from_dict(tables, HERE), world, folder=tmp_path) as run:
         losses = [run.step()["loss"] for _ in range(2)]
     assert [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()] == losses
-    tables["metrics"] = [{"factory": "test_factories:nothing"}]
-    with World.alone("cpu") as world, pytest.raises(PlanError, match=r"an object with `write\(row\)` and `close\(\)`"):
-        assemble(plan_from_dict(tables, HERE), world, folder=tmp_path)

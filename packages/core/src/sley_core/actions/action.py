@@ -46,10 +46,8 @@ class Kind(StrEnum):
     @property
     def makes_gradients(self) -> bool:
         """Returns whether an action of this type may change a gradient."""
-        return self in _GRADIENT_KINDS
+        return self in SENDS_GRADIENT or self is Kind.WEIGHT_GRADIENT
 
-
-_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 
 SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """The types of actions that compute the gradient of a chunk's input from the gradient of its output."""

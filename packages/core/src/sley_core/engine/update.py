@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,6 @@ from sley_core.optim.shared import (
     changed_values,
     copy_attributes,
     copy_gradients_first,
-    copy_values,
     is_equal,
     set_training_mode,
     set_values,
@@ -392,7 +392,7 @@ def step_buckets(
     calls leave different values, and `optimizer-groups` if a call changes the number of groups.
     """
     all_params = [group["params"] for group in optimizer.param_groups]
-    before = copy_values(shared_values(optimizer))
+    before = deepcopy(shared_values(optimizer))  # at once, since locations may share a tensor
     after: Shared = {}
     try:
         with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
@@ -401,7 +401,7 @@ def step_buckets(
                 for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
                 if after:
-                    set_values(optimizer, copy_values(before))
+                    set_values(optimizer, deepcopy(before))
                 step()
                 if len(optimizer.param_groups) != len(all_params):
                     raise RunError(

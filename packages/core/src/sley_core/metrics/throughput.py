@@ -247,18 +247,11 @@ STATUS = Path("/proc/self/status")
 def memory_mb(device: torch.device) -> float:
     """Returns the peak memory in MiB: torch's allocations on a CUDA device, or the resident set of this process on a CPU.
 
-    The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files.
+    The resident set includes torch's libraries (about 200 MiB), the stacks of threads and mapped files. It is read from /proc
+    if that exists, since getrusage may report the peak of the parent process at the fork.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resident_mb()
-
-
-def resident_mb() -> float:
-    """Returns the peak resident set of this process in MiB.
-
-    Reads /proc if it exists, since getrusage may report the peak of the parent process at the fork.
-    """
     try:
         status = STATUS.read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10

@@ -37,11 +37,6 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
     return values
 
 
-def copy_values(values: Shared) -> Shared:
-    """Returns copies of the values. Locations that share a tensor share its copy."""
-    return copy.deepcopy(values)
-
-
 def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
     """Moves `values` to their locations in the optimizer, and removes all other values. A dict stays the same object."""
     owners = dict(_owners(optimizer))
@@ -91,7 +86,7 @@ def load_optimizer_state(
         if saved := states.get(id(parameter)):
             state_by_key[parameter] = _restore_dtypes(state_by_key[parameter], saved, dtypes[id(parameter)])
     current = {location: value for location, value in shared_values(optimizer).items() if location[0] == "option"}
-    set_values(optimizer, current | copy_values(initial) | shared)
+    set_values(optimizer, current | copy.deepcopy(initial) | shared)
 
 
 PLAN_OPTIONS = ("params", "lr", "initial_lr", "weight_decay", "role")
@@ -135,7 +130,7 @@ def shared_to_save(optimizer: torch.optim.Optimizer, initial: Shared) -> Shared:
 
 def copy_attributes(optimizer: torch.optim.Optimizer) -> Shared:
     """Returns copies of the attributes that are plain data."""
-    return copy_values({key: value for key, value in shared_values(optimizer).items() if key[0] == "attribute"})
+    return copy.deepcopy({key: value for key, value in shared_values(optimizer).items() if key[0] == "attribute"})
 
 
 def _find_containing_dict(
