@@ -22,8 +22,7 @@ from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_core.topology import Topology
-from sley_powersgd.handler import LowRankSums
-from sley_powersgd.low_rank import view_as_matrix
+from sley_powersgd.handler import LowRankSums, view_as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
 from sley_testing.contract import ALONE, EACH, GradientHandlerContract, observe
 from sley_testing.parity import assert_same_bits, relative_errors
