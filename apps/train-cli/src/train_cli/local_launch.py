@@ -40,7 +40,7 @@ KILL_DELAY_S = 2
 REPEAT_S = 1.5
 """Seconds between two SIGTERMs, so that a rank does not take them for one."""
 
-_END_POLL_S, _POLL_S = 0.05, 0.1
+_POLL_S = 0.05
 _REFUSED_CODES = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
 """The exit codes of a run that is refused."""
 
@@ -115,8 +115,9 @@ class LocalRanks:
     def ask_to_stop(self, number: signal.Signals) -> None:
         """Passes a signal of the user on, so that each rank finishes its step or ends within its time limit."""
         self._is_asked_to_stop = True
+        pids = [process.pid for process in self._processes]
         # Ranks have no terminal that could hang up.
-        send_signal(self._pids(), signal.SIGTERM if number == signal.SIGHUP else number)
+        send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def wait(self) -> list[FailedRank]:
         """Waits for all ranks, and ends them if one fails. Returns the failed ranks."""
@@ -128,12 +129,9 @@ class LocalRanks:
         self._collect(failed)
         return list(failed.values())
 
-    def _pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def kill_sessions(self) -> None:
         """Kills the remaining processes in the sessions of ranks."""
-        send_signal(self._pids(), signal.SIGKILL)
+        send_signal([process.pid for process in self._processes], signal.SIGKILL)
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
@@ -164,7 +162,7 @@ class LocalRanks:
         """Waits for the ranks to end. Returns the process ids, by rank, of those that have not."""
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and time.monotonic() < deadline:
-            time.sleep(_END_POLL_S)
+            time.sleep(_POLL_S)
         return alive
 
 

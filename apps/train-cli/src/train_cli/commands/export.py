@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -267,7 +267,13 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
     from sley_core.engine.registry import ParameterRegistry
 
     registry = ParameterRegistry([model.layers])
-    buffers = dict(_buffers_of(model))
+    buffers = {
+        (id(module), name): f"{prefix}.{name}"
+        for layer in model.layers
+        for prefix, module in layer.module.named_modules(prefix=layer.name)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
     parameters = {id(param.parameter): param.name for param in registry}
     layers = {id(layer.module) for layer in model.layers}
     complete = [
@@ -291,12 +297,3 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
                 names[buffers[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
     exported = {name for aliases in names.values() for name in aliases}
     return ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in exported])
-
-
-def _buffers_of(model: Model) -> Iterable[tuple[tuple[int, str], str]]:
-    """Yields (module id, attribute) and the registry name of each persistent buffer."""
-    for layer in model.layers:
-        for prefix, module in layer.module.named_modules(prefix=layer.name):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield (id(module), name), f"{prefix}.{name}"

@@ -132,7 +132,11 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     scale = _columns_per_second(timeline, max_columns)
     rows = [_shorten(_draw_row(timeline, stage, scale), max_columns) for stage in stages]
     lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]
-    lines += _legend_lines(timeline)
+    kinds = {span.action.kind for span in timeline.spans}
+    legend = [name for kind, name in NAMES.items() if kind in kinds]
+    if last_chunk := max((span.action.chunk for span in timeline.spans), default=0):
+        legend.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
+    lines += [", ".join(legend)] if legend else []
     if (columns := round(timeline.makespan_s * scale)) > max_columns:
         lines.append(f"/: {columns - max_columns + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more")
     return "\n".join(lines) + "\n"
@@ -170,15 +174,6 @@ def _shorten(row: str, max_columns: int) -> str:
         return row
     tail = (max_columns - len(CUT)) // 2
     return row[: max_columns - len(CUT) - tail] + CUT + row[len(row) - tail :]
-
-
-def _legend_lines(timeline: Timeline) -> list[str]:
-    kinds = {span.action.kind for span in timeline.spans}
-    words = [name for kind, name in NAMES.items() if kind in kinds]
-    last_chunk = max((span.action.chunk for span in timeline.spans), default=0)
-    if last_chunk:
-        words.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
-    return [", ".join(words)] if words else []
 
 
 _COLUMN = 44
