@@ -112,7 +112,7 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
 
 
 @pytest.mark.parametrize(
-    ("records", "told"),
+    ("records", "words"),
     [
         ([ProcessGroupRecord("dp", ((0, 1),))], "'dp' has the name of one of core's own"),
         ([ProcessGroupRecord("tie[0,1]", ((0, 1),))], "core's own"),
@@ -124,9 +124,9 @@ def test_groups_of_a_plugin_are_there_on_all_ranks(ranks, texts):
         ([("a", ((0, 1),))], "must be a ProcessGroupRecord"),
     ],
 )
-def test_groups_that_cannot_be(monkeypatch, records, told):
+def test_groups_that_cannot_be(monkeypatch, records, words):
     monkeypatch.setattr(Plan, "call", lists(*records))
     with pytest.raises(PluginError) as caught:
         list(plugin_groups(plan_from_dict(PLAN, Path.cwd()), Topology.from_sizes(4)))
-    assert told in str(caught.value)
+    assert words in str(caught.value)
     assert "plugin `zeta` (sley-zeta 1.0) failed in sley_process_groups" in str(caught.value)
