@@ -68,8 +68,7 @@ class StepState:
         self.step = -1
         self.num_micros = 0
         self.first_micro = 0
-        self._was_taken = True
-        self._read_was_taken: Callable[[], bool] | None = None
+        self._was_taken: bool | Callable[[], bool] = True
         self.action: Action | None = None
         self.after_first: Callable[[], None] | None = None
         self._last: dict[int, Action] = {}
@@ -91,17 +90,14 @@ class StepState:
     @property
     def was_taken(self) -> bool:
         """Returns whether the last step changed weights. Otherwise a handler's copies of its gradients are useless."""
-        if self._read_was_taken is not None:
-            self.was_taken = self._read_was_taken()
+        if callable(self._was_taken):
+            self._was_taken = self._was_taken()
         return self._was_taken
 
     @was_taken.setter
-    def was_taken(self, taken: bool) -> None:
-        self._was_taken, self._read_was_taken = taken, None
-
-    def defer_was_taken(self, read: Callable[[], bool]) -> None:
-        """Sets `was_taken` to the result of `read`, which is called when it is first read and may wait for the device."""
-        self._read_was_taken = read
+    def was_taken(self, taken: bool | Callable[[], bool]) -> None:
+        """taken: the value, or a function that returns it when it is first read, and may wait for the device."""
+        self._was_taken = taken
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
         return MicroStep(action.chunk, action.micro, phase, self.step, self.first_micro + action.micro)

@@ -104,7 +104,7 @@ class Stepper:
             if skips is not None:
                 skips.follow(totals)
                 if self.device.is_async and self.update.was_taken:  # the host does not know yet
-                    self.state.defer_was_taken(lambda: not totals.read().is_skippable)
+                    self.state.was_taken = lambda: not totals.read().is_skippable
             for event in self.events.after_update:
                 event()
             for handler in self.handlers:
