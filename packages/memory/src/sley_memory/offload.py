@@ -122,8 +122,8 @@ class BetweenSteps(Mover):
 class Manager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
-    With `when = "between_steps"` optimizer states are always away except during the update; other parts move by call. On a
-    device without memory the manager is not attached, and does nothing.
+    With `when = "between_steps"` optimizer states are on the device only during the update. `memory.host_optimizer` keeps them
+    and the master weights on the host. Other parts move by call. On a device without memory the manager is not attached.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
