@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
-from sley_core.actions.action import Action, Kind, Lowered, Placement, Transfer
+from sley_core.actions.action import Action, Lowered, Placement
 from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -22,9 +22,9 @@ from sley_estimate.calibrate import bench, device, links
 from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import layer_keys, layer_works
 from sley_estimate.machine import machine_from_dict
-from sley_estimate.step.estimate import message_exchange
+from sley_estimate.step.estimate import list_instructions
 from sley_estimate.step.links import Cost
-from sley_estimate.step.simulate import Await, Begin, Compute, Instruction, StepTime, simulate_programs
+from sley_estimate.step.simulate import Compute, Instruction, StepTime, simulate_programs
 from sley_testing.plans import Tables, changed
 from train_cli.meta_model import meta_micro_batch
 
@@ -92,18 +92,14 @@ def plain_step(
     """Returns the simulated step of lowered lists without a plan. layers: the layers of each position. messages: the cost
     between position i and i + 1. final_instructions: the last instructions of the programs, by stage.
     """
-    programs = []
-    for stage, steps in enumerate(lists):
-        program: list[Instruction] = []
-        for step in steps:
-            if isinstance(step, Transfer):
-                program.append(Begin(message_exchange(step, stage, placement, messages.__getitem__)))
-            elif isinstance(step, Action) and step.kind is not Kind.CHUNK_DONE:
-                position = placement.position(stage, step.chunk)
-                delivery = placement.input_of(step, position)
-                if delivery is not None and placement.holder(delivery.origin).stage != stage:
-                    program.append(Await(delivery))
-                seconds = sum(layer.action_s(step.kind) for layer in layers[position])
-                program.append(Compute(seconds, step, sum(layer.host_action_s(step.kind) for layer in layers[position])))
-        programs.append([*program, *(final_instructions or {}).get(stage, ())])
-    return simulate_programs(programs)
+
+    def program(stage: int, steps: Lowered) -> Iterator[Instruction]:
+        def compute(action: Action) -> Iterator[Instruction]:
+            chunk_layers = layers[placement.position(stage, action.chunk)]
+            host_s = sum(layer.host_action_s(action.kind) for layer in chunk_layers)
+            yield Compute(sum(layer.action_s(action.kind) for layer in chunk_layers), action, host_s)
+
+        yield from list_instructions(stage, steps, placement, messages.__getitem__, compute)
+        yield from (final_instructions or {}).get(stage, ())
+
+    return simulate_programs([list(program(stage, steps)) for stage, steps in enumerate(lists)])

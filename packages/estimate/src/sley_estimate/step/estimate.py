@@ -12,7 +12,7 @@ from the rank, in its order. A rank represents its whole stage, since the ranks 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,17 +118,10 @@ class _Pricing:
 
         yield from map(begin, step.carried)
         yield from instructions(step.opening, None)
-        recorded = iter(step.actions)
-        for entry in entries:
-            if isinstance(entry, Transfer):
-                yield Begin(message_exchange(entry, stage, self.placement, self._message_cost))
-            elif entry.kind is not Kind.CHUNK_DONE:
-                action, events = next(recorded)
-                assert action == entry, (action, entry)
-                delivery = self.placement.input_of(action, self.placement.position(stage, action.chunk))
-                if delivery is not None and self.placement.holder(delivery.origin).stage != stage:
-                    yield Await(delivery)
-                yield from instructions(events, action)
+        events = dict(step.actions)
+        yield from list_instructions(
+            stage, entries, self.placement, self._message_cost, lambda action: instructions(events[action], action)
+        )
         yield from instructions(step.closing, None)
         waited_s = self._engine_s(stage, 0) if self.waits else 0.0
         yield Compute(waited_s, None, self._engine_s(stage, self.num_micro_batches))
@@ -206,18 +199,31 @@ class _Pricing:
         return slowest_message_cost(first.messages[position], ends, first.topology, self.machine.links)
 
 
-def message_exchange(entry: Transfer, stage: int, placement: Placement, cost: Callable[[int], Cost]) -> Exchange:
-    """Returns the message that `entry` sends or receives at `stage`; it is equal at both ends. cost: the cost by the message's
-    lower position.
+def list_instructions(
+    stage: int,
+    entries: Lowered,
+    placement: Placement,
+    message_cost: Callable[[int], Cost],
+    action_instructions: Callable[[Action], Iterable[Instruction]],
+) -> Iterator[Instruction]:
+    """Yields the program of a stage's list: its messages, the waits for the inputs of actions, and each action's instructions.
+    A message is equal at both ends. message_cost: the cost of a message by its lower position.
     """
-    if entry.op == "send":
-        position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer
-    else:
-        position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
-    delivery = Delivery(entry.flow, position, entry.micro)
-    channel = f"{direction_of(sender, receiver)} {sender}>{receiver}"
-    ports = ("sends", sender), ("receives", receiver)
-    return Exchange(delivery, channel, (sender, receiver), *cost(min(delivery.position, delivery.origin)), links=ports)
+    for entry in entries:
+        if isinstance(entry, Transfer):
+            if entry.op == "send":
+                position, sender, receiver = placement.position(entry.peer, entry.peer_chunk), stage, entry.peer
+            else:
+                position, sender, receiver = placement.position(stage, entry.chunk), entry.peer, stage
+            message = Delivery(entry.flow, position, entry.micro)
+            channel = f"{direction_of(sender, receiver)} {sender}>{receiver}"
+            ports, cost = (("sends", sender), ("receives", receiver)), message_cost(min(message.position, message.origin))
+            yield Begin(Exchange(message, channel, (sender, receiver), *cost, links=ports))
+        elif entry.kind is not Kind.CHUNK_DONE:
+            delivery = placement.input_of(entry, placement.position(stage, entry.chunk))
+            if delivery is not None and placement.holder(delivery.origin).stage != stage:
+                yield Await(delivery)
+            yield from action_instructions(entry)
 
 
 @dataclass(frozen=True)
