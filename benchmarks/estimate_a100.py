@@ -36,7 +36,7 @@ from sley_estimate.layers.trace import trace_layer
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.links import collective_cost, message_cost
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange
-from sley_estimate.testing import plain_step
+from sley_estimate.testing import simulate_without_plan
 from sley_pp.schedules import one_f_one_b
 
 VOCABULARY = 51_200
@@ -221,7 +221,7 @@ def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
             summed = Exchange(stage, "sum", (stage,), *cost)
             update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + step_s
             behind[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
-        return plain_step(lists_of(row.pp, row.micros), loop(row.pp), parts, between, behind).seconds
+        return simulate_without_plan(lists_of(row.pp, row.micros), loop(row.pp), parts, between, behind).seconds
 
     return predict
 

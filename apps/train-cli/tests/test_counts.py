@@ -35,7 +35,7 @@ def sent_bytes(plans: dict[str, Tables], folder: Path) -> dict[str, tuple[dict[s
             run.step()
             run.evaluate()  # an evaluation after the last step does not count
             gradients = {param: run.store.gradient(param).nbytes for param in run.registry}
-            ties = sum(size for param, size in gradients.items() if param.tie_group)
+            ties = sum(size for param, size in gradients.items() if param.tie_axis)
             results[name] = run.counts, sum(gradients.values()), ties
     return results
 

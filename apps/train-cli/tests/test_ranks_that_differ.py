@@ -184,7 +184,7 @@ def own_batch(case: Case, coord: int, num_dp: int, step: int, is_odd: bool) -> l
 def change(run: Run, case: Case) -> None:
     """Makes this rank the odd one."""
     blocks = [layer for layer in run.layers if layer.name.startswith("blocks")]
-    tied = [param for param in run.registry if param.tie_group is not None]
+    tied = [param for param in run.registry if param.tie_axis is not None]
     first = (tied or list(run.registry))[0].parameter
     match case.kind:
         case "frozen later":

@@ -279,7 +279,7 @@ def test_braces_are_no_text_unless_the_plan_says_so(path: Path, name: str) -> No
     ("line", "message"),
     [
         ('{"body": "x"}', r"row 4 of `.*corpus.jsonl` has no `text`"),
-        ('{"text": ["x"]}', "row 4 of .* has no text as `text`"),
+        ('{"text": ["x"]}', "row 4 of .* has no text in the field `text`"),
         ('["x"]', "row 4 of .* is not a JSON object"),
         ('{"text": "x"', "row 4 of .* cannot be read"),
         ('{"text": "\\ud800"}', "row 4 of .* cannot be read"),

@@ -60,10 +60,10 @@ def test_windows_cover_every_label_once_and_are_full(num_tokens: int, sequence: 
 def test_packed_and_cut_windows(documents: list[list[int]], sequence: int) -> None:
     packed = build_samples(documents, "pack", sequence)
     expected = [naive_window(documents, index, sequence) for index in range(len(packed))]
-    assert packed.max_documents == max((len(window["starts"]) for window in expected), default=0)
+    assert packed.max_documents_per_window == max((len(window["starts"]) for window in expected), default=0)
     for index, window in enumerate(expected):
         sample = packed.sample(index)
-        padding = [sequence] * (packed.max_documents + 1 - len(window["starts"]))
+        padding = [sequence] * (packed.max_documents_per_window + 1 - len(window["starts"]))
         window["cu_seqlens"] = window.pop("starts") + padding
         assert {name: values.tolist() for name, values in sample.items()} == window
         assert sample["cu_seqlens"].dtype == np.int32
@@ -93,7 +93,7 @@ def test_padded_documents(documents: list[list[int]], sequence: int) -> None:
 
 def test_the_most_documents_are_counted_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "WINDOW_BLOCK", 2)
-    assert build_samples([[0] * size for size in (10, 1, 1, 1, 1, 16)], "pack", 4).max_documents == 3
+    assert build_samples([[0] * size for size in (10, 1, 1, 1, 1, 16)], "pack", 4).max_documents_per_window == 3
 
 
 @settings(max_examples=40)

@@ -121,8 +121,8 @@ def test_forms_of_a_conversation(tmp_path: Path, row: dict[str, Any], roles: str
         ({"messages": "hello"}, "`messages` that is not a list"),
         ({"messages": ["hello"]}, "message 1 that is not an object"),
         ({"messages": [{"content": "a"}]}, "no `role` in message 1"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no text as `content` of message 1"),
-        ({"messages": [{"role": "user"}]}, "no text as `content` of message 1"),
+        ({"messages": [{"role": "user", "content": 3}]}, "no text in the field `content` of message 1"),
+        ({"messages": [{"role": "user"}]}, "no text in the field `content` of message 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image' in message 1"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "`from` 'narrator'"),
         ({"messages": [], "tools": {"a": 1}}, "`tools` that are not a list"),
@@ -172,7 +172,7 @@ def test_a_column_of_something_else_is_named(tmp_path: Path, name: str) -> None:
     for number, value in enumerate([["a"], {"a": "b"}, 3, [None]]):
         (tmp_path / str(number)).mkdir()
         path = written(tmp_path / str(number) / name, [{"text": value}] * 2)
-        with pytest.raises(PlanError, match=rf"row 1 of `{path}.*has no text as `text`"):
+        with pytest.raises(PlanError, match=rf"row 1 of `{path}.*has no text in the field `text`"):
             texts(path)
 
 

@@ -43,7 +43,7 @@ from sley_estimate.step.links import (
     slowest_message_cost,
 )
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, ProgramSimulator, StepTime
-from sley_estimate.testing import plain_step, small_machine, timed_layers
+from sley_estimate.testing import simulate_without_plan, small_machine, timed_layers
 from sley_testing.plans import small_plan
 from sley_testing.runs import random_action_lists
 
@@ -56,14 +56,14 @@ def test_a_step_without_shared_links_equals_the_simulation_of_actions(seed):
     lowered = lower(random_action_lists(placement, micros, rng), placement, micros)
     even = Costs.even(placement.num_positions, forward=1.0, input_gradient=1.25, weight_gradient=0.5)
     layers = [[LayerSeconds(1.0, 1.75, 1.25, 0.5)]] * placement.num_positions
-    step = plain_step(lowered, placement, layers, [NOTHING] * (placement.num_positions - 1))
+    step = simulate_without_plan(lowered, placement, layers, [NOTHING] * (placement.num_positions - 1))
     assert step.timeline.spans == simulate(lowered, placement, even).timeline.spans
 
 
 def test_a_message_delays_the_stage_that_needs_it():
     actions = [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]
     lists = lower([actions, actions], loop(2), 1)
-    step = plain_step(lists, loop(2), [[LayerSeconds(1.0, 2.0)]] * 2, [Cost(0.25, 0.5)])
+    step = simulate_without_plan(lists, loop(2), [[LayerSeconds(1.0, 2.0)]] * 2, [Cost(0.25, 0.5)])
     assert step.seconds == pytest.approx(6 + 2 * 0.75)
     assert step.exposed_s(0) == {"down": pytest.approx(0.75 + 3.0 + 0.75)}
 
@@ -118,7 +118,7 @@ WIDE = LayerSeconds(4.0, 8.0, 4.0, 4.0, host_forward=2.0, host_backward=3.0)
 def stepped(layers: Sequence[LayerSeconds], micros: int = 1, behind: Sequence[Instruction] = ()) -> StepTime:
     """A step of one stage: all forwards and backwards of a microbatch, one after the other."""
     actions = [Action(kind, 0, micro) for micro in range(micros) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    return plain_step(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})
+    return simulate_without_plan(lower([actions], loop(1), micros), loop(1), [layers], [], {0: behind})
 
 
 @pytest.mark.parametrize(

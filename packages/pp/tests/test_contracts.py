@@ -15,38 +15,38 @@ from sley_testing.schedule_contract import ScheduleContract, TieContract
 class TestGPipe(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.gpipe"}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return micros
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return num_microbatches
 
 
 @pytest.mark.campaign  # other tests train with it
 class TestOneFOneB(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.one_f_one_b"}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return min(stages - stage, micros)
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return min(num_stages - stage, num_microbatches)
 
 
 class TestInterleaved(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.interleaved", "chunks": 3}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return min(3 * micros, 2 * round_sizes(stages, micros)[0] + 2 * (stages - stage) - 1)
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return min(3 * num_microbatches, 2 * round_sizes(num_stages, num_microbatches)[0] + 2 * (num_stages - stage) - 1)
 
 
 @pytest.mark.campaign  # other tests train with it
 class TestZeroBubbleH1(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.zero_bubble_h1"}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return min(stages, micros)
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return min(num_stages, num_microbatches)
 
 
 class TestZeroBubbleV(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "pp.zero_bubble_v"}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return 2 * min(stages, micros)
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return 2 * min(num_stages, num_microbatches)
 
 
 class TestSharedModules(TieContract):

@@ -68,7 +68,7 @@ def sums_of_ties(tables, folder):
         run.step()
         with collectives() as calls:
             run.step()
-        groups = [param.tie_group for param in run.registry if param.tie_group is not None]
+        groups = [param.tie_axis for param in run.registry if param.tie_axis is not None]
         ties = [call.group.partition("][")[0] + "]" for call in calls if call.group.startswith("tie")]
         return ties, Counter(groups)
 

@@ -188,7 +188,7 @@ def check_layers(
     if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
     stages = (
-        [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).stages]
+        [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).layers_by_position]
         if topology.pp > 1
         else []
     )

@@ -108,13 +108,13 @@ def open_trained_run(
 
 
 class NoData:
-    """A dataset without samples."""
+    """A placeholder dataset: its length is 1, but it has no sample to read."""
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Sample:
-        raise AssertionError(f"sample {index} of a dataset without samples")
+        raise AssertionError(f"sample {index} of a placeholder dataset")
 
 
 def _without_data(plan: Plan) -> Plan:

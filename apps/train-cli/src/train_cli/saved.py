@@ -89,7 +89,7 @@ def is_remote(path: str) -> bool:
 
 
 def checkpoint_folder(plan: Plan, folder: Path) -> str:
-    """Returns the path or URL of the checkpoint folder of the run of `plan` in `folder`."""
+    """Returns the path or URL of the checkpoint folder for a run of `plan` in `folder`."""
     return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
 
 

@@ -164,7 +164,7 @@ def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
 @wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-pp")
 def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
     """Resets the moments of the tied table on the stage that did not save them."""
-    is_lost = self.state.parts.world.rank and stepped.param.tie_group is not None
+    is_lost = self.state.parts.world.rank and stepped.param.tie_axis is not None
     return {} if is_lost else original(self, stepped)
 
 

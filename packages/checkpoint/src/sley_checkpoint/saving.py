@@ -198,7 +198,7 @@ def _check_equal(values: list[str], description: str, ranks: tuple[int, ...]) ->
     """Raises RunError `ranks-differ` if the ranks' `values` differ. description: a noun for the values in the error."""
     for rank, value in zip(ranks, values, strict=True):
         if value != values[0]:
-            message = f"ranks {ranks[0]} and {rank} cannot save together: they have a different {description}"
+            message = f"ranks {ranks[0]} and {rank} cannot save together: their {description} differs"
             raise RunError("ranks-differ", message, hint="save the same run on all ranks at the same time")
 
 

@@ -89,11 +89,11 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if communicator is not None:
             communicator.prepare(model.layers)
         shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
-        check_hooks(stage.stages, shards, topology.sp)
+        check_hooks(stage.layers_by_position, shards, topology.sp)
         notes += describe_dtypes(plan, model)
         if simulation is None:
             notes += describe_attention(plan, model, world.device.torch_device)
-        reduction_class(plan.parallel.reduction).check_model(stage.stages, model.per_rank_buffers)
+        reduction_class(plan.parallel.reduction).check_model(stage.layers_by_position, model.per_rank_buffers)
         announced, has_values = None, True
         if simulation is None:
             shards = _initialize_weights(plan, world, model, stage, shards)
@@ -105,7 +105,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
             sequence.prepare(sliced_info(dataset.info, topology.sp))
             sequence.attach(model.layers)
             undo.callback(sequence.detach)
-        registry = ParameterRegistry(stage.chunks, stage.stages, shards)
+        registry = ParameterRegistry(stage.chunks, stage.layers_by_position, shards)
         registry.base = model.base_digests
         if simulation is not None:
             shard_on_meta(stage.layers, shards)

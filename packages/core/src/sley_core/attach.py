@@ -124,7 +124,7 @@ def build_stepper(
     )
     executor = Executor(
         stage.chunks,
-        Crossing(stage.lists.placement, stage.lists.stage, link),
+        Crossing(stage.action_lists.placement, stage.action_lists.stage, link),
         caller,
         loss,
         fields,
@@ -140,7 +140,7 @@ def build_stepper(
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
     stepper = Stepper(
         executor,
-        stage.lists,
+        stage.action_lists,
         parts.store,
         handlers,
         update,
@@ -151,7 +151,7 @@ def build_stepper(
         parts.events,
         plan.model.config.attention,
     )
-    undo.callback(patch_layers(parts, splits=stage.lists.splits_backward(plan.num_micros(topology))))
+    undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_micros(topology))))
     if parts.head is not None:
         from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
 

@@ -115,6 +115,7 @@ class Attempt:
 
 
 def new_attempt(step: int = 0) -> Attempt:
+    """Returns an attempt with a random id and no earlier attempts. step: the number of steps done before the attempt."""
     return Attempt((AttemptStart(secrets.token_hex(ID_LENGTH // 2), step),), job=slurm_job_id(), torchrun=torchrun_id())
 
 

@@ -100,7 +100,10 @@ class StateError(RunError):
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> StateError:
-        """Returns the error `memory-away` for an offloaded part of the run's memory. caller: such as "a step"."""
+        """Returns the `memory-away` error for an offloaded part of the run's memory.
+
+        caller: what needs the part, such as "a step".
+        """
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
         return StateError("memory-away", message, hint=hint)

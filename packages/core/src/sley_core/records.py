@@ -367,7 +367,11 @@ def call_factory(
     except SleyError:
         raise
     except (Exception, SystemExit) as error:
-        hint = f"install the package with `{error.name}`" if isinstance(error, ModuleNotFoundError) and error.name else None
+        hint = (
+            f"install the package that provides `{error.name}`"
+            if isinstance(error, ModuleNotFoundError) and error.name
+            else None
+        )
         message = f"`{name}` failed: {format_cause(error)}"
         raise PlanError("factory-failed", message, path=(*path, "factory"), hint=hint) from error
 

@@ -130,7 +130,7 @@ class Topology:
         return self.world // prod(sizes[name] for name in SHARED_COORDINATES[axis])
 
     def groups(self) -> Iterator[GroupEntry]:
-        """Yields the communicators of all groups, in the order in which every rank creates them.
+        """Yields an entry per communicator (group and channel), in the order in which every rank creates them.
 
         A group of one rank has no communicator, except `control`.
         """

@@ -140,7 +140,7 @@ def test_an_output_that_is_no_logits_of_the_labels_is_refused(output: Any, messa
 
 
 def test_a_missing_field_of_labels_is_the_plans_fault() -> None:
-    with pytest.raises(PlanError, match=r"`labels`, but a batch has `images`, `tokens`") as error:
+    with pytest.raises(PlanError, match=r"`labels`, but the batch has only `images`, `tokens`") as error:
         CrossEntropy(CrossEntropyConfig()).weight({"tokens": torch.zeros(1), "images": torch.zeros(1)})
     assert error.value.diagnostics[0].path == ("loss", "labels")
 

@@ -141,7 +141,7 @@ def test_a_factory_gets_its_options_and_what_its_signature_names(build: Callable
         ("my_own_parts:loss", {"skale": 1}, "unexpected keyword argument 'skale'"),
         ("my_own_parts:fails", {}, r"my_own_parts.py:5"),
         ("my_own_parts:ends", {}, "SystemExit: 3"),
-        ("my_own_parts:lacks", {}, "install the package with `nowhere_at_all`"),
+        ("my_own_parts:lacks", {}, "install the package that provides `nowhere_at_all`"),
     ],
 )
 def test_a_factory_that_fails_is_the_users(build: Callable[..., Any], factory: str, options: Any, code: str) -> None:

@@ -286,7 +286,8 @@ _MAX_CHECKED = 64
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
     """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
 
-    Renders all conversations of small files, but only the first conversations of large files.
+    Renders all conversations, but only the first few conversations of the first file if the total size of the files exceeds
+    ALWAYS_READ. A PlanError, such as `held-out` for an evaluation without held-out data, becomes a problem.
     """
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
     files, problems = document_files(config, "train")

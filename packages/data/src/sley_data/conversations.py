@@ -140,7 +140,7 @@ def _parse_message(value: Any, number: int) -> Message:
     elif content is None and message.get("tool_calls"):
         message["content"] = ""
     elif not isinstance(content, str):
-        raise ValueError(f"has no text as `content` of message {number}")
+        raise ValueError(f"has no text in the field `content` of message {number}")
     for call in message.get("tool_calls") or ():
         _parse_arguments(call)
     json.dumps(message, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is a ValueError

@@ -29,49 +29,49 @@ WINDOW_BLOCK = 1 << 20
 """The number of windows whose documents are counted in one operation."""
 
 
-def num_windows(num_tokens: int, sequence: int) -> int:
-    """Returns the number of windows over `num_tokens`: ceil((num_tokens - 1) / sequence), or 0 if no window is full."""
-    return -(-(num_tokens - 1) // sequence) if num_tokens > sequence else 0
+def num_windows(num_tokens: int, sequence_length: int) -> int:
+    """Returns the number of windows over `num_tokens`: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full."""
+    return -(-(num_tokens - 1) // sequence_length) if num_tokens > sequence_length else 0
 
 
-def locate_window(index: int, num_tokens: int, sequence: int) -> tuple[int, int]:
+def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[int, int]:
     """Returns the start of window `index` in the stream, and the number of its labels that earlier windows include.
 
     The last window starts earlier, so that it is full. No token is dropped or added, and each label counts once.
 
-        stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence = 4
+        stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence_length = 4
         window 0 a b c d .                 labels 1..4
         window 1         a b c d .         labels 5..8
         window 2           x x x d .       starts at 5; labels 6..8 are ignored, 9 is new
     """
-    regular_start = index * sequence
-    start = min(regular_start, num_tokens - 1 - sequence)
+    regular_start = index * sequence_length
+    start = min(regular_start, num_tokens - 1 - sequence_length)
     return start, regular_start - start
 
 
 class StreamSamples:
-    """The samples of `sequence` tokens of a stream. Each label of the data occurs once per epoch."""
+    """The samples of `sequence_length` tokens of a stream. Each label of the data occurs once per epoch."""
 
-    def __init__(self, stream: Stream, documents: Documents, sequence: int) -> None:
-        self.stream, self.documents, self.sequence = stream, documents, sequence
+    def __init__(self, stream: Stream, documents: Documents, sequence_length: int) -> None:
+        self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
         self._lengths = np.diff(stream.offsets)
 
     def __len__(self) -> int:
         if self.documents == "pad":
             return int(self._chunk_ends[-1]) if len(self._chunk_ends) else 0
-        return num_windows(len(self.stream), self.sequence)
+        return num_windows(len(self.stream), self.sequence_length)
 
     def sample(self, index: int) -> dict[str, Integers]:
-        """Returns sample `index`: tokens and labels, int64 [sequence], and for "pack" also positions and `cu_seqlens`.
+        """Returns sample `index`: tokens and labels, int64 [sequence_length], and for "pack" also positions and `cu_seqlens`.
 
         Labels that earlier windows include are ignored, and no label of "pack" and "pad" crosses a document boundary.
-        `positions`, int64 [sequence], restarts at 0 at the start of each document and of the window. `cu_seqlens`, int32
-        [max_documents + 1], contains the starts of the documents in the window, padded with `sequence`.
+        `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window. `cu_seqlens`, int32
+        [max_documents_per_window + 1], contains the starts of the documents in the window, padded with `sequence_length`.
         """
         if self.documents == "pad":
             return self._padded_sample(index)
-        start, num_covered = locate_window(index, len(self.stream), self.sequence)
-        values = self.stream.read(start, start + self.sequence + 1)
+        start, num_covered = locate_window(index, len(self.stream), self.sequence_length)
+        values = self.stream.read(start, start + self.sequence_length + 1)
         labels = values[1:].copy()
         labels[:num_covered] = IGNORE_INDEX
         sample = {"tokens": values[:-1], "labels": labels}
@@ -80,12 +80,12 @@ class StreamSamples:
     def _add_boundaries(self, start: int, labels: Integers) -> dict[str, Integers]:
         """Ignores the labels that cross a boundary, and returns the positions and `cu_seqlens`."""
         offsets = self.stream.offsets
-        first, last = np.searchsorted(offsets, [start, start + self.sequence], side="right")
+        first, last = np.searchsorted(offsets, [start, start + self.sequence_length], side="right")
         boundaries = offsets[first:last] - start
         labels[boundaries - 1] = IGNORE_INDEX
-        starts = np.concatenate([[0], boundaries[boundaries < self.sequence]])
-        positions = np.arange(self.sequence) - np.repeat(starts, np.diff(starts, append=self.sequence))
-        cu_seqlens = np.full(self.max_documents + 1, self.sequence, np.int32)
+        starts = np.concatenate([[0], boundaries[boundaries < self.sequence_length]])
+        positions = np.arange(self.sequence_length) - np.repeat(starts, np.diff(starts, append=self.sequence_length))
+        cu_seqlens = np.full(self.max_documents_per_window + 1, self.sequence_length, np.int32)
         cu_seqlens[: len(starts)] = starts
         return {"positions": positions, "cu_seqlens": cu_seqlens}
 
@@ -96,25 +96,26 @@ class StreamSamples:
         """
         document = int(np.searchsorted(self._chunk_ends, index, side="right"))
         first_sample = int(self._chunk_ends[document - 1]) if document else 0
-        start = int(self.stream.offsets[document]) + (index - first_sample) * self.sequence
-        values = self.stream.read(start, min(start + self.sequence + 1, int(self.stream.offsets[document + 1])))
-        tokens, labels = np.zeros(self.sequence, np.int64), np.full(self.sequence, IGNORE_INDEX)
+        start = int(self.stream.offsets[document]) + (index - first_sample) * self.sequence_length
+        values = self.stream.read(start, min(start + self.sequence_length + 1, int(self.stream.offsets[document + 1])))
+        tokens, labels = np.zeros(self.sequence_length, np.int64), np.full(self.sequence_length, IGNORE_INDEX)
         tokens[: len(values) - 1], labels[: len(values) - 1] = values[:-1], values[1:]
         return {"tokens": tokens, "labels": labels}
 
     @cached_property
     def _chunk_ends(self) -> Integers:
         """The number of samples of padded documents up to the end of each document."""
-        return np.cumsum(-(-(self._lengths - 1) // self.sequence))
+        return np.cumsum(-(-(self._lengths - 1) // self.sequence_length))
 
     @cached_property
-    def max_documents(self) -> int:
+    def max_documents_per_window(self) -> int:
         """The largest number of documents in a window, including partial documents."""
-        offsets, largest, count = self.stream.offsets, 0, num_windows(len(self.stream), self.sequence)
+        offsets, largest, count = self.stream.offsets, 0, num_windows(len(self.stream), self.sequence_length)
         for first in range(0, count, WINDOW_BLOCK):
-            starts = np.arange(first, min(first + WINDOW_BLOCK, count)) * self.sequence
-            starts = starts.clip(max=len(self.stream) - 1 - self.sequence)
-            num_starts = np.searchsorted(offsets, starts + self.sequence) - np.searchsorted(offsets, starts, side="right")
+            starts = np.arange(first, min(first + WINDOW_BLOCK, count)) * self.sequence_length
+            starts = starts.clip(max=len(self.stream) - 1 - self.sequence_length)
+            num_earlier = np.searchsorted(offsets, starts, side="right")
+            num_starts = np.searchsorted(offsets, starts + self.sequence_length) - num_earlier
             largest = max(largest, int(num_starts.max()) + 1)
         return largest
 

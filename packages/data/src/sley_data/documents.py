@@ -86,7 +86,7 @@ _MAX_COMPARE_BYTES = 1 << 30
 def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:
     """Yields each document in `files`, the files of a split, and whether the document belongs to the split.
 
-    Raises PlanError with all problems of held-out files, or for the first row that is not a document.
+    Raises PlanError listing every problem with the held-out files, or at the first row that is not a document.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
@@ -197,8 +197,10 @@ def _read_texts(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
         text = row.get(field, "" if file.format.is_table else None)  # null in a table
         if not isinstance(text, str):
             keys = ", ".join(f"`{key}`" for key in row)
-            reason = f"has no text as `{field}`" if field in row else f"has no `{field}`"
-            raise row_error(file, number, reason, f"use one of the keys {keys}" if keys and field not in row else None)
+            reason = f"has no text in the field `{field}`" if field in row else f"has no `{field}`"
+            raise row_error(
+                file, number, reason, f"set `field` to one of these keys: {keys}" if keys and field not in row else None
+            )
         try:
             content = text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair

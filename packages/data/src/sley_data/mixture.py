@@ -230,24 +230,24 @@ class Mixture:
             raise IndexError(index)
         epoch = self._epoch
         if self._starts_over:
-            number, position = self._interleave[index]
+            source, position = self._interleave[index]
         else:
-            number, count = self._interleave[epoch * len(self) + index]
-            epoch, position = divmod(count, self.lengths[number])
-        return number, epoch, self._order(number, epoch)[position]
+            source, samples_before = self._interleave[epoch * len(self) + index]
+            epoch, position = divmod(samples_before, self.lengths[source])
+        return source, epoch, self._order(source, epoch)[position]
 
     def __getitem__(self, index: int) -> Sample:
         """Returns sample `index` with the field `source`, int64. Pads `cu_seqlens` to the same length for all sources."""
-        number, epoch, source_index = self.locate(index)
-        source = self._sources[number]
+        source_number, epoch, sample_index = self.locate(index)
+        source = self._sources[source_number]
         if epoch != source.epoch:
             set_epoch(source.dataset, epoch)
             source.epoch = epoch
-        sample = self._read(source, epoch * self.lengths[number] + source_index, source_index)
+        sample = self._read(source, epoch * self.lengths[source_number] + sample_index, sample_index)
         if self._num_starts is not None:
             starts = sample["cu_seqlens"]
             sample = {**sample, "cu_seqlens": torch.cat([starts, starts[-1:].expand(self._num_starts - len(starts))])}
-        return {**sample, SOURCE: torch.tensor(number)}
+        return {**sample, SOURCE: torch.tensor(source_number)}
 
     def _read(self, source: _Source, number: int, index: int) -> Sample:
         with locate_errors(source.number, source.table.name):

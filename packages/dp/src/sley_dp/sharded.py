@@ -139,7 +139,7 @@ class ShardedReducer(GradientHandler):
         buckets, shards = [], []
         size_of = partial(self._parts.store.aligned_bytes, is_sharded=True)
         for family in families:
-            is_tied = family[0].tie_group is not None
+            is_tied = family[0].tie_axis is not None
             ordered = sorted(family, key=lambda param: param.name) if is_tied else family
             group = self._parts.groups[shards_axis(family[0].reduce_group)]
             for bucket in split_by_size(ordered, size_of, self._config.bucket_bytes):

@@ -82,24 +82,24 @@ def short_calibration() -> Iterator[None]:
         yield
 
 
-def plain_step(
+def simulate_without_plan(
     lists: Sequence[Lowered],
     placement: Placement,
     layers: Sequence[Sequence[LayerSeconds]],
     messages: Sequence[Cost],
     final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepTime:
-    """Returns the simulated step of lowered lists without a plan. layers: the layers of each position. messages: the cost
+    """Simulates a step from lowered lists, without a plan. layers: the layers of each position. messages: the cost
     between position i and i + 1. final_instructions: the last instructions of the programs, by stage.
     """
 
-    def program(stage: int, steps: Lowered) -> Iterator[Instruction]:
+    def program(stage: int, entries: Lowered) -> Iterator[Instruction]:
         def compute(action: Action) -> Iterator[Instruction]:
             chunk_layers = layers[placement.position(stage, action.chunk)]
             host_s = sum(layer.host_action_s(action.kind) for layer in chunk_layers)
             yield Compute(sum(layer.action_s(action.kind) for layer in chunk_layers), action, host_s)
 
-        yield from list_instructions(stage, steps, placement, messages.__getitem__, compute)
+        yield from list_instructions(stage, entries, placement, messages.__getitem__, compute)
         yield from (final_instructions or {}).get(stage, ())
 
-    return simulate_programs([list(program(stage, steps)) for stage, steps in enumerate(lists)])
+    return simulate_programs([list(program(stage, entries)) for stage, entries in enumerate(lists)])

@@ -125,7 +125,7 @@ class GradientReducer:
         all_buckets: whether to reduce all buckets, for a backward outside a step, whose last contribution is not known.
         """
         for bucket in self._ordered_buckets():
-            if all_buckets or bucket.group.options.reduce != "step" or self.store.state.is_last_of_list(bucket.chunks):
+            if all_buckets or bucket.group.options.reduce != "step" or self.store.state.are_gradients_final(bucket.chunks):
                 self._start_reduction(bucket)
         self._current = None
         self._passed_groups.clear()
@@ -169,7 +169,7 @@ class GradientReducer:
     def _is_complete(self, bucket: Bucket) -> bool:
         """Returns whether no group adds to the bucket's gradients any more, in this and later actions of the list."""
         has_passed = all(bucket.users[param] <= self._passed_groups for param in bucket.full_gradients)
-        return has_passed and self.store.state.is_last_of_list(bucket.chunks)
+        return has_passed and self.store.state.are_gradients_final(bucket.chunks)
 
     def _open(self, bucket: Bucket) -> None:
         """Opens a bucket with leased memory for its full gradients, whose contents are undefined."""

@@ -154,22 +154,22 @@ VARLEN = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
 
 
-class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts operators below autograd: keeps attention results in the first forward, and returns them in the
     recomputation.
     """
 
-    def __init__(self, results: KeptAttention, *, is_first: bool) -> None:
+    def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = results
-        self._is_first = is_first
+        self._kept = kept
+        self._is_first_forward = is_first_forward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func in ATTENTION or func.name() == VARLEN
-        if is_attention and not self._is_first and (result := self._kept.next_result()) is not None:
+        if is_attention and not self._is_first_forward and (result := self._kept.next_result()) is not None:
             return tuple(result)
         result = func(*args, **(kwargs or {}))
-        if is_attention and self._is_first:
+        if is_attention and self._is_first_forward:
             names = [argument.name for argument in func._schema.arguments]
             options = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             self._kept.add(result, has_dropout=float(options.get("dropout_p") or 0.0) > 0)
@@ -183,11 +183,11 @@ class _AttentionMode(TorchFunctionMode):
     stops there. The recomputation starts with the first result.
     """
 
-    def __init__(self, results: KeptAttention, *, is_first: bool) -> None:
+    def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
         super().__init__()
-        self.results = results
-        self.is_first = is_first
-        self._operators = _OperatorMode(results, is_first=is_first)
+        self._kept = kept
+        self.is_first_forward = is_first_forward
+        self._operators = _KeepAttentionMode(kept, is_first_forward=is_first_forward)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "").lower()  # also matches operators that a library has registered
@@ -197,14 +197,14 @@ class _AttentionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> _AttentionMode:
-        results = self.results
-        results.rewind()
-        if self.is_first:
+        kept = self._kept
+        kept.rewind()
+        if self.is_first_forward:
             # The checkpoint's hooks, entered just before. Hooks within the layer save other tensors.
             pack, unpack = _top_saved_tensors_default_hooks(False)
 
             def save(tensor: Tensor) -> Any:
-                results.on_save()
+                kept.on_save()
                 return pack(tensor)
 
             self._hooks = saved_tensors_hooks(save, unpack)
@@ -214,11 +214,11 @@ class _AttentionMode(TorchFunctionMode):
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        if self.is_first:
+        if self.is_first_forward:
             self._hooks.__exit__(kind, *error)
             del self._hooks  # it references the kept results, which must be freed with the graph
         elif kind is None or kind is _StopRecomputationError:
-            self.results.check_all_reused()
+            self._kept.check_all_reused()
 
 
 def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
@@ -251,7 +251,7 @@ class SelectiveRecompute(Recompute):
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Returns the contexts of a layer's first forward, which keeps attention, and of its recomputation, which reuses it."""
         results = KeptAttention(self.stats)
-        return _AttentionMode(results, is_first=True), _AttentionMode(results, is_first=False)
+        return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
         """Returns counts of kept and recomputed attentions; those of compiled layers are not counted."""

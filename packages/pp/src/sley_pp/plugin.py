@@ -42,7 +42,7 @@ class CsvConfig(Table):
 
 
 class LinkConfig(Table):
-    """Sends point-to-point messages between stages, and posts each receive before its message is sent."""
+    """Configures point-to-point messages between stages. Each receive is posted before its message is sent."""
 
 
 class UniformConfig(Table):

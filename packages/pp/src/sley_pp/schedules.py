@@ -1,6 +1,9 @@
 """Pipeline schedules: functions `(stages, chunks, num_microbatches) -> one list of compute actions per stage`, without torch.
 
-The drawings show P = 4 stages and M = 4 microbatches. Capital letters are chunk 0, small letters chunk 1.
+P is the number of stages and M the number of microbatches; the drawings show P = 4 and M = 4. F is a forward, B a backward, I
+and W its halves for inputs and weights; the microbatch follows. Capital letters are chunk 0, small letters chunk 1. Three
+characters are a unit of time. An action is filled up to its length, with `-` if it is a forward, with `=` for B and I, and with
+`~` for W; `.` is idle time.
 """
 
 from __future__ import annotations
@@ -168,6 +171,7 @@ def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list
 
 def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
     """Returns the ZB-V lists: two chunks per stage in a V, with split backwards (arXiv 2401.10241, section 6).
+    The drawing shows the start of a step with P = 4 and M >= 8; the module's docstring explains its symbols.
 
         stage 0  F0-F1-F2-F3-F4-F5-F6-f0-i0=w0~f1-i1=w1~f2-i2=w2~f3-i3=w3~F7-I0=W0~f4-i4=w4~ ...
         stage 1  ...F0-F1-F2-F3-F4-f0-F5-f1-i0=w0~f2-i1=w1~f3-i2=w2~F6-I0=W0~f4-i3=w3~F7-I1= ...
@@ -178,8 +182,8 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
     its first backward directly follows a forward. The pattern has at least 2P - 1 microbatches. If M is smaller, the actions
     of the missing microbatches are removed, and weight gradients fill the gaps.
 
-    A stage holds at most 2 min(P, M) inputs of chunks, each half as large as a stage, as 1F1B does. If F, I and W take the same
-    time and M >= P, the bubble is P - 1 of these times, which is the skew at the start.
+    A stage holds at most 2 min(P, M) chunk inputs. A chunk is half a stage, so the peak equals that of 1F1B. If F, I and W
+    take the same time and M >= P, the bubble is P - 1 times that long, which is the skew at the start.
     """
     patterns = [
         number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)

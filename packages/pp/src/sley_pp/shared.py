@@ -35,7 +35,7 @@ class SharedModules(GradientHandler):
         self._parts = parts
         self._groups = parts.groups
         self._store = parts.store
-        ties = sorted((str(param.tie_group), param.name) for param in parts.registry if param.tie_group is not None)
+        ties = sorted((str(param.tie_axis), param.name) for param in parts.registry if param.tie_axis is not None)
         self._ties: dict[str, list[Param]] = {axis: [] for axis, _ in ties}
         for axis, name in ties:
             self._ties[axis].append(parts.registry[name])

@@ -240,19 +240,21 @@ class Walker:
         ]
 
     def _output(self, position: int, micro_batch: int) -> tuple[Description, list[Tensor]]:
-        """Returns the output of the chunk at `position`: several dtypes, an empty, a repeated and two overlapping tensors."""
+        """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
+        tensor and two that overlap.
+        """
         random_generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
         hidden = torch.randn(length + 2, 3, generator=random_generator)
         counts = torch.randint(0, 99, (2,), generator=random_generator)
         scalar = torch.randn((), generator=random_generator, dtype=torch.float64)
         tensors = [hidden, counts, scalar, torch.empty(0, length), hidden[1:3], counts]
-        gradients = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
-        specs = [
-            Leaf(tensor.dtype, tuple(tensor.shape), requires_gradient)
-            for tensor, requires_gradient in zip(tensors, gradients, strict=True)
+        requires_grad = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
+        leaves = [
+            Leaf(tensor.dtype, tuple(tensor.shape), has_gradient)
+            for tensor, has_gradient in zip(tensors, requires_grad, strict=True)
         ]
-        specs[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
-        return Description(tuple(specs), {"tuple": list(range(6))}), tensors
+        leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
+        return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
         """Returns the input gradients of the chunk at `position`."""

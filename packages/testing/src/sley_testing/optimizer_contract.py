@@ -54,15 +54,15 @@ def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Observation:
-    """Holds one rank's results. first: the initial values of the stepped parameters. step_gradients: the gradients of each
-    step. rates: the learning rate of each step. stepped: the final values of the stepped parameters. weights: the final
-    model weights.
+    """Holds one rank's results. initial_parameters, final_parameters: the values of the optimizer's parameters before the first
+    step and after the last. step_gradients: the gradients of each step. learning_rates: the learning rate of each step.
+    weights: the final model weights.
     """
 
-    first: Tensors = field(default_factory=dict)
+    initial_parameters: Tensors = field(default_factory=dict)
     step_gradients: list[Tensors] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    stepped: Tensors = field(default_factory=dict)
+    learning_rates: list[float] = field(default_factory=list)
+    final_parameters: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
 
 
@@ -80,20 +80,23 @@ def train(
             run.load_checkpoint(load)
         stepped = run.stepper.update.masters.stepped
 
+        def copy_parameters() -> Tensors:
+            return {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
+
         def record_gradients() -> None:  # clones, since the update may write to gradients
             trained = [stepped_param.param for stepped_param in stepped if stepped_param.param in run.store]
             observation.step_gradients.append({param.name: run.store.part(param).clone() for param in trained})
 
         run.parts.events.gradients_done.append(record_gradients)
-        observation.first = {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
+        observation.initial_parameters = copy_parameters()
         while run.num_steps_done < NUM_STEPS:
             if load is not None and run.num_steps_done == NUM_STEPS - 1:
                 run.evaluate()
             row = run.step()
-            observation.rates.append(float(row["lr"]))
+            observation.learning_rates.append(float(row["lr"]))
             if save is not None and run.num_steps_done == SAVED_AT:
                 run.save_checkpoint(save)
-        observation.stepped = {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
+        observation.final_parameters = copy_parameters()
         observation.weights = weights(run)
     return observation
 
@@ -104,12 +107,15 @@ def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates
     """
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
-    copies = [NamedParameter(name, nn.Parameter(value.clone()), value.ndim > 1) for name, value in observation.first.items()]
+    copies = [
+        NamedParameter(name, nn.Parameter(value.clone()), value.ndim > 1)
+        for name, value in observation.initial_parameters.items()
+    ]
     model = as_model(layers(**plan.model.config.options))
     groups = parameter_groups(copies, config, roles=parameter_roles(plan.optimizer, model.layers))
     optimizer: Any = set_training_mode(plan.optimizer.build(groups, torch.device("cpu")))
     generators = optimizer_generators(optimizer)
-    for step, (gradients, step_lr) in enumerate(zip(observation.step_gradients, observation.rates, strict=True)):
+    for step, (gradients, step_lr) in enumerate(zip(observation.step_gradients, observation.learning_rates, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
@@ -144,9 +150,11 @@ class OptimizerContract:
         tables = self._plan(precision={"compute": compute})
         observation = train(tables)
         expected = train_plainly(tables, observation)
-        assert_close_gradients(expected, observation.stepped, EXACT if compute == "fp64" else 1e-5)
-        for name, parameter in observation.stepped.items():
-            assert not torch.equal(parameter, observation.first[name]), f"{name} has not changed since before the first step"
+        assert_close_gradients(expected, observation.final_parameters, EXACT if compute == "fp64" else 1e-5)
+        for name, parameter in observation.final_parameters.items():
+            assert not torch.equal(parameter, observation.initial_parameters[name]), (
+                f"{name} has not changed since before the first step"
+            )
             weight = observation.weights[name]
             assert torch.equal(weight, parameter.to(weight.dtype)), (
                 f"the weight {name} is not the rounded parameter of the optimizer"
@@ -159,7 +167,7 @@ class OptimizerContract:
         tables = self._plan()
         observation = train(tables, steps_separately=True)
         if not self._probe(torch.float64)[0].draws:
-            assert_close_gradients(train_plainly(tables, observation), observation.stepped, EXACT)
+            assert_close_gradients(train_plainly(tables, observation), observation.final_parameters, EXACT)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
@@ -167,7 +175,8 @@ class OptimizerContract:
         tables = self._plan(precision={"compute": compute})
         uninterrupted = train(tables, save=tmp_path / "saved")
         resumed = train(tables, load=tmp_path / "saved")
-        assert_same_bits(uninterrupted.stepped, resumed.stepped)  # else the optimizer has state outside the checkpoint
+        # If they differ, the optimizer has state outside the checkpoint.
+        assert_same_bits(uninterrupted.final_parameters, resumed.final_parameters)
 
     @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
     def test_two_ranks_match_one_process(self, ranks: Callable[..., Ranks], handler: str, tmp_path: Path) -> None:

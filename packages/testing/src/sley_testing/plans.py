@@ -43,7 +43,7 @@ def small_plan(**changes: Any) -> Tables:
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
-    """Returns a loader with only `plugins`, by name, and the plugins that `small_plan` and checkpoints need."""
+    """Returns a loader with `plugins` (a mapping from names) and the plugins that `small_plan` and checkpoints need."""
     return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
 
 

@@ -3,8 +3,8 @@
     class TestHanayo(ScheduleContract):
         pipeline = {"use": "mine.hanayo", "waves": 2}
 
-        def max_micro_batches(self, stage, stages, micros):
-            return 4 * min(stages, micros)
+        def max_micro_batches(self, stage, num_stages, num_microbatches):
+            return 4 * min(num_stages, num_microbatches)
 
 Most tests start no process. They draw numbers of stages and microbatches at random, and generate, lower and simulate action
 lists with random durations. Then a small decoder is trained on two stages and compared with one process.
@@ -49,7 +49,7 @@ class ScheduleContract:
     micros: ClassVar[Sequence[int]] = range(1, 25)
     num_draws: ClassVar[int] = 24
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
         """Returns the maximum number of microbatches that `stage` holds at a time, each counted once per chunk. A stage holds
         a microbatch from its forward until all its gradients, including weight gradients, are complete.
         """
@@ -59,50 +59,54 @@ class ScheduleContract:
 
     def test_lists_complete_at_any_size(self) -> None:
         """Simulates steps and evaluations with random durations, and expects no deadlock."""
-        for stages, micros, generator in self._sizes():
+        for num_stages, num_microbatches, generator in self._sizes():
             schedule = self._schedule()
-            placement = schedule.placement(stages)
-            lists = schedule.lists(stages, micros)
+            placement = schedule.placement(num_stages)
+            lists = schedule.lists(num_stages, num_microbatches)
             # Random durations of actions at each position and of transfers, between 0 and 3 units.
             seconds = {kind: tuple(generator.uniform(0.1, 3) for _ in range(placement.num_positions)) for kind in Kind}
             zeros = (0,) * placement.num_positions
             costs = Costs(seconds, tuple(generator.uniform(0, 3) for _ in zeros[1:]), zeros, zeros, zeros[1:])
-            simulate(lower(lists, placement, micros), placement, costs)
+            simulate(lower(lists, placement, num_microbatches), placement, costs)
             forwards = [forward_only(actions) for actions in lists]
-            simulate(lower(forwards, placement, micros, training=False), placement, costs)
+            simulate(lower(forwards, placement, num_microbatches, training=False), placement, costs)
 
     def test_each_micro_batch_visits_each_chunk_once(self) -> None:
         """Expects one forward, then one backward or its two halves in order."""
-        for stages, micros, _ in self._sizes():
+        for num_stages, num_microbatches, _ in self._sizes():
             schedule = self._schedule()
-            lists = schedule.lists(stages, micros)
-            assert len(lists) == stages, f"{len(lists)} lists for {stages} stages"
+            lists = schedule.lists(num_stages, num_microbatches)
+            assert len(lists) == num_stages, f"{len(lists)} lists for {num_stages} stages"
             for stage, actions in enumerate(lists):
-                _assert_once_in_order(actions, schedule.chunks, micros, f"stage {stage} of {stages}")
+                _assert_once_in_order(actions, schedule.chunks, num_microbatches, f"stage {stage} of {num_stages}")
 
     def test_peak_equals_max_micro_batches(self) -> None:
-        """Expects at most `max_micro_batches` microbatches at every size, and exactly as many at one size."""
+        """Expects that no stage ever holds more than `max_micro_batches` microbatches, and that at least one stage holds
+        exactly that many.
+        """
         is_reached = False
-        for stages, micros, _ in self._sizes():
+        for num_stages, num_microbatches, _ in self._sizes():
             schedule = self._schedule()
-            placement = schedule.placement(stages)
-            lowered = lower(schedule.lists(stages, micros), placement, micros)
+            placement = schedule.placement(num_stages)
+            lowered = lower(schedule.lists(num_stages, num_microbatches), placement, num_microbatches)
             peaks = simulate(lowered, placement, Costs.even(placement.num_positions)).peaks
             for stage, peak in enumerate(peaks):
-                limit = self.max_micro_batches(stage, stages, micros)
-                label = f"stage {stage} of {stages}, {micros} microbatches"
+                limit = self.max_micro_batches(stage, num_stages, num_microbatches)
+                label = f"stage {stage} of {num_stages}, {num_microbatches} microbatches"
                 assert peak.pairs <= limit, f"{label}: holds {peak.pairs}, but `max_micro_batches` is {limit}"
                 is_reached |= peak.pairs == limit
         assert is_reached, "`max_micro_batches` is larger than the peak of every stage at every size"
 
     def test_lists_are_deterministic(self) -> None:
         """Expects lists that depend neither on earlier calls nor on chance, since every rank generates all lists."""
-        for stages, micros, _ in self._sizes():
+        for num_stages, num_microbatches, _ in self._sizes():
             schedule = self._schedule()
-            first = schedule.lists(stages, micros)
-            is_equal = first == schedule.lists(stages, micros) == self._schedule().lists(stages, micros)
+            first = schedule.lists(num_stages, num_microbatches)
+            is_equal = (
+                first == schedule.lists(num_stages, num_microbatches) == self._schedule().lists(num_stages, num_microbatches)
+            )
             assert is_equal, (
-                f"{stages} stages, {micros} microbatches: two calls return different lists, so ranks would not agree"
+                f"{num_stages} stages, {num_microbatches} microbatches: two calls return different lists, so ranks would differ"
             )
 
     def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:

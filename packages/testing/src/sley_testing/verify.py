@@ -45,21 +45,21 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the allowed relative errors. near: the limit in the first step, where weights are still equal. far: the limit of
-    later steps and of weights. reduced: the sum of the tolerances of the plan's gradient handlers.
+    """Holds the allowed relative errors. first_step: the limit in the first step, where weights are still equal. later_steps:
+    the limit of later steps and of weights. handlers: the sum of the tolerances of the plan's gradient handlers.
     """
 
-    near: float
-    far: float
-    reduced: float = 0.0
+    first_step: float
+    later_steps: float
+    handlers: float = 0.0
 
-    def of(self, quantity: Quantity, step: int) -> float:
-        """Returns the limit of `quantity` in `step`. First values must be bit-identical."""
+    def limit_for(self, quantity: Quantity, step: int) -> float:
+        """Returns the limit for `quantity` at `step`. Initial values must be bit-identical."""
         if quantity == "first value":
             return 0.0
-        base = self.near if step == 1 and quantity != "weight" else self.far
+        base = self.first_step if step == 1 and quantity != "weight" else self.later_steps
         # The loss of the first step comes before any gradient.
-        return base if step == 1 and quantity == "loss" else base + self.reduced
+        return base if step == 1 and quantity == "loss" else base + self.handlers
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[
 
 
 def _share_of_limit(comparison: Comparison, limits: Limits) -> float:
-    allowed = limits.of(comparison.quantity, comparison.step)
+    allowed = limits.limit_for(comparison.quantity, comparison.step)
     return comparison.error / allowed if allowed else (float("inf") if comparison.error else 0.0)
 
 
 def _differs_only_by_noise(comparison: Comparison, limits: Limits) -> bool:
     """Returns whether all differences are in elements whose gradient is rounding noise."""
-    limit = limits.of(comparison.quantity, comparison.step)
+    limit = limits.limit_for(comparison.quantity, comparison.step)
     return comparison.num_noise > 0 and comparison.error_without_noise <= limit < comparison.error
 
 
@@ -132,7 +132,7 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
         ((comparison.step, QUANTITIES.index(comparison.quantity), rank.stage, position, rank.rank), rank, comparison)
         for rank in ranks
         for position, comparison in enumerate(rank.comparisons)
-        if not comparison.error <= limits.of(comparison.quantity, comparison.step)
+        if not comparison.error <= limits.limit_for(comparison.quantity, comparison.step)
         and not _differs_only_by_noise(comparison, limits)
     ]
     return [(rank, comparison) for _, rank, comparison in sorted(keyed, key=lambda entry: entry[0])]
@@ -154,7 +154,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         location += "before the first step" if largest.step == 0 else f"step {largest.step}"
         location += f" (of {num_names})" if num_names > 1 else ""
         location = location if largest.error else "equal"
-        limit = limits.of(largest.quantity, largest.step)
+        limit = limits.limit_for(largest.quantity, largest.step)
         yield f"{largest.quantity:<16}{largest.error:>14.2g}{limit:>12.2g}  {location}"
     if noisy := _noisy_parameters(ranks, limits):
         omitted = f" and {len(noisy) - _MAX_NAMES} more" if len(noisy) > _MAX_NAMES else ""
@@ -188,7 +188,7 @@ def findings_to_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: i
         "ranks": len(ranks),
         "steps": num_steps,
         "largest": [
-            {**_to_json(largest), "allowed": limits.of(largest.quantity, largest.step), "num_names": num_names}
+            {**_to_json(largest), "allowed": limits.limit_for(largest.quantity, largest.step), "num_names": num_names}
             for largest, num_names in largest_errors(ranks, limits)
         ],
         "differs": [
@@ -251,9 +251,9 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
         (handler.record, handler.config)  # type: ignore[misc]  # a list of handlers has no factories
         for handler in plan.gradient_handlers
     ]
-    reduced = sum(record.tolerance_for(config) for record, config in handlers)
+    handler_tolerance = sum(record.tolerance_for(config) for record, config in handlers)
     precision = BF16_SUMS if plan.precision.gradients == "bf16" else plan.precision.compute
-    return Limits(GRADIENTS[precision], WEIGHTS[precision], reduced)
+    return Limits(GRADIENTS[precision], WEIGHTS[precision], handler_tolerance)
 
 
 def save_reference(run: Run, num_steps: int, folder: Path) -> None:
@@ -283,7 +283,7 @@ class StepComparer:
         # Parameters whose gradient norm was below the noise floor in this or an earlier step: their weights are random.
         self._noise_parameters: set[str] = set()
         self._noise_floor = 0.0
-        self._weight_limit = WEIGHTS[precision] + limits(run.plan).reduced
+        self._weight_limit = WEIGHTS[precision] + limits(run.plan).handlers
         self._noise_masks: dict[str, Tensor] = {}
 
     def compare(self, num_steps: int) -> RankFindings:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("installed")
 class TestHanayo(ScheduleContract):
     pipeline: ClassVar[dict[str, Any]] = {"use": "wave.hanayo", "waves": 1}
 
-    def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
-        return 2 * min(stages, micros)
+    def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
+        return 2 * min(num_stages, num_microbatches)
 
 
 def contract_of(name: str) -> ScheduleContract:
@@ -32,7 +32,7 @@ def contract_of(name: str) -> ScheduleContract:
     class BrokenSchedule(ScheduleContract):
         pipeline: ClassVar[dict[str, Any]] = {"use": "broken.schedule", "bug": name}
 
-        def max_micro_batches(self, stage: int, stages: int, micros: int) -> int:
+        def max_micro_batches(self, stage: int, num_stages: int, num_microbatches: int) -> int:
             return 1
 
     return BrokenSchedule()

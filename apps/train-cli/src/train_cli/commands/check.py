@@ -70,11 +70,11 @@ def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> 
         )
 
 
-def env(form: FormatOption = OutputFormat.text) -> None:
+def env(output_format: FormatOption = OutputFormat.text) -> None:
     """Print versions and devices for a bug report."""
     from train_cli.environment import machine_info
 
     info = machine_info()
     width = max(map(len, info))
     lines = [f"{name:{width}}  {value}" for name, value in info.items()]
-    typer.echo(json.dumps(info, indent=2) if form is OutputFormat.json else "\n".join(lines))
+    typer.echo(json.dumps(info, indent=2) if output_format is OutputFormat.json else "\n".join(lines))

@@ -42,7 +42,7 @@ def show(
     ] = "train",
     sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Also show sample N.")] = None,
     overrides: SetOption = None,
-    form: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.text,
 ) -> None:
     """Print counts of the plan's data, and a sample with its trained tokens, context and documents."""
     resolved = load_plan(plan, overrides or [])
@@ -58,7 +58,7 @@ def show(
     if sample is not None and sample >= len(dataset):
         raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
     row = _read_row(dataset, sample) if sample is not None else None
-    if form is OutputFormat.json:
+    if output_format is OutputFormat.json:
         value = {"split": split, "samples": len(dataset), **counts}
         if row is not None:
             value["sample"] = row

@@ -34,14 +34,14 @@ def plugins(
     dist: Annotated[
         str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)
     ] = None,
-    form: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.text,
 ) -> None:
     """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
 
     `plugins check DIST` runs the contract tests of every record in DIST.
     """
     if name == "check":
-        raise typer.Exit(_check_distribution(dist, form))
+        raise typer.Exit(_check_distribution(dist, output_format))
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = Loader()
@@ -52,10 +52,10 @@ def plugins(
         plugin_name, _, record_name = name.partition(".")
         content = list(_record_descriptions(loader.load(plugin_name), record_name))
         text = _descriptions_text(content)
-    typer.echo(json.dumps(content, indent=2) if form is OutputFormat.json else text)
+    typer.echo(json.dumps(content, indent=2) if output_format is OutputFormat.json else text)
 
 
-def _check_distribution(dist: str | None, form: OutputFormat) -> int:
+def _check_distribution(dist: str | None, output_format: OutputFormat) -> int:
     """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
     if dist is None:
         raise UsageError(
@@ -65,9 +65,9 @@ def _check_distribution(dist: str | None, form: OutputFormat) -> int:
     verdicts = []
     for verdict in certify(dist):
         verdicts.append(verdict)
-        if form is OutputFormat.text:
+        if output_format is OutputFormat.text:
             typer.echo(verdict)
-    if form is OutputFormat.json:
+    if output_format is OutputFormat.json:
         typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
     if not verdicts:
         message = f"`{dist}` is not installed, or has no plugin for Sley"

@@ -63,7 +63,7 @@ def run(
         start = _resume_source(resume, overwrite=overwrite)
         resolved = load_plan(plan, changes)
         size = int(os.environ["WORLD_SIZE"]) if is_rank else nproc or resolved.world_size(num_devices(resolved))
-        check_size(resolved, size)
+        check_world_size(resolved, size)
         if start is not None and start != AUTO and not is_restarted():  # a restarted run uses its own checkpoints
             check_checkpoint_path(resolved, start)
         folder = run_folder(resolved)
@@ -109,11 +109,11 @@ def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settin
     return fault.exit_code
 
 
-def check_size(plan: Plan, size: int) -> int:
-    """Returns `size` if `plan` can run on `size` ranks, else raises PlanError with all problems."""
-    if problems := check_plan(plan, size):
+def check_world_size(plan: Plan, world_size: int) -> int:
+    """Returns `world_size` if `plan` can run on that many ranks, else raises PlanError with all problems."""
+    if problems := check_plan(plan, world_size):
         raise PlanError.from_diagnostics(problems)
-    return size
+    return world_size
 
 
 def num_devices(plan: Plan) -> int | None:

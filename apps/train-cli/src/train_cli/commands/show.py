@@ -187,7 +187,7 @@ def show(
     nodes: NodesOption = None,
     per_node: PerNodeOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")] = None,
-    form: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.text,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step.")] = False,
     machine: Annotated[
         Path | None,
@@ -208,7 +208,7 @@ def show(
         typer.echo("\n".join(estimates.draw_step(resolved, topology.world, machine_file)))
     elif timeline:
         typer.echo("\n".join(timeline_lines(resolved, topology)))
-    elif form is OutputFormat.json:
+    elif output_format is OutputFormat.json:
         typer.echo(json.dumps(_json_output(resolved, topology, rank), indent=2))
     else:
         typer.echo("\n".join(_text_output(resolved, topology, rank)))

@@ -20,7 +20,7 @@ import typer
 
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, UsageError
 from sley_core.plan.load import load_plan
-from train_cli.commands.run import check_size, num_devices
+from train_cli.commands.run import check_world_size, num_devices
 from train_cli.console import (
     FormatOption,
     OutputFormat,
@@ -54,18 +54,18 @@ def verify(
             help="The allowed relative error; default: that of the plan's precision and gradient handlers.",
         ),
     ] = None,
-    world: WorldOption = None,
-    form: FormatOption = OutputFormat.text,
+    world_size: WorldOption = None,
+    output_format: FormatOption = OutputFormat.text,
 ) -> None:
-    """Compare a plan's layout with one process of the same plan: loss, gradient norm, every gradient and weight."""
+    """Compare a plan's layout with a single-process run of the same plan: loss, gradient norm, every gradient and weight."""
     settings = context.ensure_object(Settings)
     if "RANK" in os.environ:
         raise UsageError("verify-ranks", "`verify` starts its own ranks", hint="run it without a launcher")
     import_optional("testing", "sley_testing", "`train-cli verify`")
-    changes = overrides or []
-    loaded = load_plan(plan, changes)
-    size = check_size(loaded, world or loaded.world_size(num_devices(loaded)))
-    if size == 1 and not has_layout(loaded):
+    overrides = overrides or []
+    loaded = load_plan(plan, overrides)
+    world_size = check_world_size(loaded, world_size or loaded.world_size(num_devices(loaded)))
+    if world_size == 1 and not has_layout(loaded):
         hint = "use a layout such as `--set parallel.dp=2`, or `--world 2` if the plan does not set the number of ranks"
         raise UsageError("nothing-to-verify", "the plan has one process, so there is nothing to compare", hint=hint)
     if steps > loaded.run.steps:
@@ -73,13 +73,13 @@ def verify(
         raise UsageError("verify-steps", f"the plan has {loaded.run.steps} steps, not {steps}", hint=hint)
     from train_cli.meta_model import check_model
 
-    check_model(loaded, size)
+    check_model(loaded, world_size)
     from sley_testing import verify as comparison
 
-    arguments = {"path": str(plan), "changes": changes, "steps": steps}
-    ranks_findings = _compare_with_one_process(loaded, size, arguments, settings)
+    arguments = {"path": str(plan), "overrides": overrides, "steps": steps}
+    ranks_findings = _compare_with_one_process(loaded, world_size, arguments, settings)
     allowed = comparison.limits(loaded, tolerance)
-    if form is OutputFormat.json:
+    if output_format is OutputFormat.json:
         typer.echo(json.dumps(comparison.findings_to_json(ranks_findings, allowed, steps), indent=2))
     else:
         typer.echo("\n".join(comparison.report_lines(ranks_findings, allowed, steps)))
@@ -89,9 +89,9 @@ def verify(
     raise typer.Exit(EXIT_RUN_FAILED if is_idle or comparison.differences(ranks_findings, allowed) else EXIT_OK)
 
 
-def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
-    """Trains `plan` in one process and then on `size` ranks, and returns the findings of all ranks. Raises typer.Exit if either
-    does not finish.
+def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
+    """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of all ranks. Raises
+    typer.Exit if either does not finish.
 
     arguments: the arguments of `compare_on_rank` except the folder.
     """
@@ -120,21 +120,21 @@ def _compare_with_one_process(plan: Plan, size: int, arguments: dict[str, Any], 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
         target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
-        fault = launch(target, {**arguments, "folder": name}, size, folder, terminated_s=limit_s)
+        fault = launch(target, {**arguments, "folder": name}, world_size, folder, terminated_s=limit_s)
         print_fault(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
-        ranks_findings = read_findings(folder, size)
+        ranks_findings = read_findings(folder, world_size)
         check_complete(ranks_findings, folder)
         return ranks_findings
 
 
-def compare_on_rank(path: str, changes: list[str], steps: int, folder: str) -> int:
+def compare_on_rank(path: str, overrides: list[str], steps: int, folder: str) -> int:
     """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
     from sley_testing.verify import compare_steps
     from train_cli.rank import open_run
 
-    with open_run(read_only_plan(load_plan(Path(path), changes)), Path(folder)) as (run, stopping):
+    with open_run(read_only_plan(load_plan(Path(path), overrides)), Path(folder)) as (run, stopping):
         stopping.call_at_signal(run.stop)
         compare_steps(run, steps, Path(folder))
     return stopping.exit_code or EXIT_OK

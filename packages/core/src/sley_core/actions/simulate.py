@@ -130,7 +130,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Holds the peak counts and bytes of one stage. Each peak may be at a different time.
+    """Holds the peak counts and bytes of one stage. The peaks may occur at different times.
 
     pairs: the number of (chunk, microbatch) pairs with a graph or a queue; 1F1B reaches min(P - s, M) on stage s. graphs: the
     number of pairs with a graph. receives: the number of receive buffers. num_bytes: the bytes of graphs, queues and buffers.

@@ -340,7 +340,7 @@ class Device:
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:
-        """Returns a memoryview of `memory`, uint8 [bytes] on the host."""
+        """Returns a memoryview of `memory`, a one-dimensional uint8 tensor on the host."""
         return memory.numpy().data
 
     def copy_stream(self) -> CopyStream:

@@ -117,7 +117,7 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
         return torch.stack(values, dim=field.batch_dim)
     except (RuntimeError, IndexError) as error:
         message = f"the samples of the field `{name}` cannot be stacked along dim {field.batch_dim}: {format_cause(error)}"
-        hint = "return samples of equal shape, or add a method `collate(samples)` that pads them to the dataset"
+        hint = "return samples of equal shape, or give the dataset a `collate(samples)` method that pads them"
         raise RunError("data-sample", message, hint=hint) from error
 
 

@@ -131,10 +131,10 @@ class Agreement:
             names = tuple(param.name for param in self.store.params)
             lengths = (str(buffer.data.numel()) for buffer in self.store.buffers)
             self._trained = {"stage": (names, checksum([*names, *lengths]))}
-            ties: dict[str, list[str]] = {param.tie_group: [] for param in self.store.registry if param.tie_group is not None}
+            ties: dict[str, list[str]] = {param.tie_axis: [] for param in self.store.registry if param.tie_axis is not None}
             for param in self.store.registry:
-                if param.tie_group is not None and param in self.store:
-                    ties[param.tie_group].append(param.name)
+                if param.tie_axis is not None and param in self.store:
+                    ties[param.tie_axis].append(param.name)
             self._trained |= {axis: (tuple(sorted(tied)), checksum(sorted(tied))) for axis, tied in ties.items()}
         return self._trained
 

@@ -280,15 +280,15 @@ class Input:
         self.tensor: Tensor | None = tensor
         self.gradient: Tensor | None = None
 
-    def enter(self) -> Tensor:
-        """Returns the tensor once, and drops the reference. If it has a gradient, its graph starts here."""
-        assert self.tensor is not None, "entered twice"
+    def pop_tensor(self) -> Tensor:
+        """Returns the tensor and drops the reference. If it has a gradient, its graph starts here."""
+        assert self.tensor is not None, "the tensor was already taken"
         if self.leaf.has_gradient and torch.is_grad_enabled():
-            entered: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
+            tensor: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
         else:
-            entered = self.tensor.detach()
+            tensor = self.tensor.detach()
         self.tensor = None
-        return entered
+        return tensor
 
     def pop_gradient(self) -> Tensor:
         """Returns the gradient and drops the reference; zeros if the backward did not reach the input."""
@@ -344,7 +344,7 @@ class InFlight:
         tensors_in_graph: list[Tensor] = []
         for entry in self.inputs:
             same_as = entry.leaf.same_as
-            tensors_in_graph.append(entry.enter() if same_as is None else tensors_in_graph[same_as])
+            tensors_in_graph.append(entry.pop_tensor() if same_as is None else tensors_in_graph[same_as])
             if entry.leaf.overlaps:
                 self._watched.append((tensors_in_graph[-1], version_of(tensors_in_graph[-1])))
         return unflatten(tensors_in_graph, description.structure)

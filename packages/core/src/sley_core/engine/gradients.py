@@ -333,11 +333,11 @@ class GradientStore:
                 "`run.memory.offload(...)`",
             )
 
-    def _begin_contribution(self, param: Param, layer: str, micro: int | None = None) -> Accumulator:
+    def _begin_contribution(self, param: Param, layer: str, micro_batch: int | None = None) -> Accumulator:
         """Returns the accumulator of `param`, prepared for a contribution. Raises RunError `gradient-complete`."""
         accumulator = self._accumulators[param]
         accumulator.check_open(self.state)
-        accumulator.begin_contribution(layer, micro)
+        accumulator.begin_contribution(layer, micro_batch)
         return accumulator
 
     def _end_contribution(self, accumulator: Accumulator, counts_pass: bool) -> None:
@@ -386,7 +386,7 @@ class GradientStore:
     def _count_pass(self, accumulator: Accumulator) -> None:
         """Counts a pass if no later action can add to the gradient, and reports the gradient if it is complete and next."""
         accumulator.end_contributions()
-        if not accumulator.has_hook or not self.state.is_last_of_list(accumulator.chunks):
+        if not accumulator.has_hook or not self.state.are_gradients_final(accumulator.chunks):
             return
         accumulator.count_pass(is_first_step=not self._has_learned_passes)
         if not accumulator.is_open and accumulator is self._order[self._next]:

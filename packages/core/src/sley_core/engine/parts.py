@@ -118,7 +118,7 @@ class StepState:
             after, self.after_first = self.after_first, None
             after()
 
-    def is_last_of_list(self, chunks: frozenset[int]) -> bool:
+    def are_gradients_final(self, chunks: frozenset[int]) -> bool:
         """Returns whether no later action of the list can add to a gradient that `chunks` share."""
         return self._settled is not None and chunks <= self._settled
 

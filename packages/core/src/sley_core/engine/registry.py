@@ -92,7 +92,7 @@ class Param:
         return self.reduce_group, self.stages if len(self.stages) > 1 else (), self.num_sums
 
     @property
-    def tie_group(self) -> str | None:
+    def tie_axis(self) -> str | None:
         """Returns the axis over which a tie's gradients are summed, or None if only one stage holds the parameter."""
         return tie_axis(self.stages) if len(self.stages) > 1 else None
 

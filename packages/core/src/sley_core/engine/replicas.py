@@ -77,7 +77,7 @@ class CopyComparison:
 def _replicated_values(parts: Parts, per_rank_buffers: Sequence[str]) -> Iterator[tuple[str, Tensor, str]]:
     """Yields the name, value and axis of each value that has copies on the ranks of the axis, in one order on all ranks."""
     for param in sorted(parts.registry, key=lambda param: param.name):
-        for axis in (param.reduce_group, param.tie_group):
+        for axis in (param.reduce_group, param.tie_axis):
             if axis is not None and parts.groups[axis].size > 1 and param.numel:
                 yield param.name, param.parameter.detach(), axis
     for layer in parts.layers if parts.groups["stage"].size > 1 else ():
@@ -181,7 +181,7 @@ class WriteWatch:
         reason = None
         if not self._has_one_replica:
             reason = "each replica would write values from its own samples"
-        elif param is not None and param.tie_group is not None:
+        elif param is not None and param.tie_axis is not None:
             reason = "other stages have a copy that would not change"
         elif self._has_masters and parameter is not None and parameter.requires_grad:
             reason = "the optimizer updates an fp32 copy that would not change"

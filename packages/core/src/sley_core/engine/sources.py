@@ -106,8 +106,8 @@ class SourceSums:
                     loss_inputs = self._select_rows(output, batch, rows)
                 self._loss_slot(source, micro).add_(loss_copy.loss(*loss_inputs))
 
-    def _loss_slot(self, source: int, micro: int) -> Tensor:
-        return self._losses[source, micro] if self._reduction.fixed_order else self._losses[source]
+    def _loss_slot(self, source: int, micro_batch: int) -> Tensor:
+        return self._losses[source, micro_batch] if self._reduction.fixed_order else self._losses[source]
 
     def _mask_labels(self, name: str, labels: Tensor, rows: Tensor) -> Tensor:
         """Returns `labels` with the labels of other rows ignored."""

@@ -64,19 +64,21 @@ class Lists:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's part of the model. stages: all layers in model order, by position and stage."""
+    """One stage's part of the model. action_lists: the lists of this stage, and their placement. layers_by_position: the stage
+    number and the layers of each position, in model order.
+    """
 
-    lists: Lists
-    stages: Stages
+    action_lists: Lists
+    layers_by_position: Stages
 
     def for_stage(self, number: int) -> Stage:
-        return Stage(self.lists.for_stage(number), self.stages)
+        return Stage(self.action_lists.for_stage(number), self.layers_by_position)
 
     @cached_property
     def chunks(self) -> list[Sequence[Layer]]:
         """Returns this stage's layers per model chunk."""
-        placement = self.lists.placement
-        return [self.stages[placement.position(self.lists.stage, chunk)][1] for chunk in range(placement.chunks)]
+        placement, stage = self.action_lists.placement, self.action_lists.stage
+        return [self.layers_by_position[placement.position(stage, chunk)][1] for chunk in range(placement.chunks)]
 
     @property
     def layers(self) -> list[Layer]:
@@ -84,7 +86,8 @@ class Stage:
 
     @property
     def ties(self) -> list[tuple[int, ...]]:
-        return ties(self.stages)
+        """Returns the stages of each tied parameter; equal sets of stages once."""
+        return ties(self.layers_by_position)
 
 
 def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: Sequence[float]) -> Stage:
@@ -104,8 +107,8 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     except PlanError as error:
         raise plan.add_places(error) from None
     positions = [model.layers[first:last] for first, last in pairwise(boundaries)]
-    stages = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
-    stage = Stage(lists, stages)
+    layers_by_position = [(placement.holder(position).stage, layers) for position, layers in enumerate(positions)]
+    stage = Stage(lists, layers_by_position)
     if stage.ties and not has_tie_handler(plan):
         message = f"stages {list(stage.ties[0])} share a parameter, and no gradient handler sums its gradients"
         link_ties = plan.pipeline.record.ties if isinstance(plan.pipeline.record, ScheduleRecord) else None

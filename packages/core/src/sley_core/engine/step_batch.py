@@ -316,7 +316,10 @@ def gather_output(output: Any, positions: DimSize, sp: Group) -> Any:
     for tensor in tensors:
         if not _has_dim(tensor, positions):
             dim, length = positions
-            message = f"an output of shape {list(tensor.shape)} does not have the {length} positions of a slice along dim {dim}"
+            message = (
+                f"an output of shape {list(tensor.shape)} should have {length} positions along dim {dim}, one for each "
+                "position of the slice"
+            )
             hint = 'remove `join` or [loss] sequence = "whole"; only outputs with a value for every position can be joined'
             raise RunError("outputs-apart", message, hint=hint)
     return unflatten([gather_along_dim(tensor, positions[0], sp, "the outputs of slices") for tensor in tensors], structure)
@@ -328,7 +331,7 @@ def _has_dim(tensor: Tensor, dim_size: DimSize) -> bool:
 
 
 def needs_whole_sequences(plan: Plan) -> bool:
-    """Returns whether the plan's loss needs full sequences, by its table or by its record."""
+    """Returns whether the plan's loss needs full sequences, as declared by its record or, for a factory, by its table."""
     loss = plan.loss
     sequence = loss.record.sequence if isinstance(loss.record, LossRecord) else loss.config.sequence
     return bool(sequence == "whole")

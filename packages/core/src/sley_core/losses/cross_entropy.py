@@ -93,8 +93,8 @@ class CrossEntropy(Loss):
         name = self.config.labels
         if name not in batch:
             fields = ", ".join(f"`{field}`" for field in sorted(batch))
-            message = f"the loss needs the field `{name}`, but a batch has {fields or 'no field'}"
-            hint = "set `[loss] labels` to the field of the labels"
+            message = f"the loss needs the field `{name}`, but the batch has {f'only {fields}' if fields else 'no fields'}"
+            hint = "set `[loss] labels` to the name of the field that contains the labels"
             raise PlanError("loss-field", message, path=("loss", "labels"), hint=hint)
         return batch[name]
 

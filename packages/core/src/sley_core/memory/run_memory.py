@@ -100,7 +100,9 @@ class RunMemory:
         return Move([manager.onload(part) for part, manager in self._select(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
-        """Makes the device wait for transfers of `parts`. caller: such as "a step". Raises StateError "memory-away"."""
+        """Makes the device wait for transfers of `parts`. caller: what needs them, such as "a step". Raises
+        StateError "memory-away".
+        """
         managers = self._managers
         for part in parts:
             if part in managers:

@@ -248,7 +248,7 @@ class _Span(NamedTuple):
     is_registered: bool
 
     @property
-    def is_trained(self) -> bool:
+    def is_trainable(self) -> bool:
         return self.type == "parameter" and self.tensor.requires_grad
 
     @property
@@ -264,7 +264,7 @@ def _check_memory(spans: Iterable[_Span]) -> None:
     for span in sorted(spans, key=lambda span: span.start):
         active = [earlier for earlier in active if earlier.end > span.start]
         for earlier in active:
-            if span.is_trained or earlier.is_trained:
+            if span.is_trainable or earlier.is_trainable:
                 names = f"the {earlier.type} {earlier.name!r} and the {span.type} {span.name!r}"
                 message = f"{names} share a range of memory, but a run keeps each parameter in memory of its own"
                 hint = "`.clone()` one of them, or register the same nn.Parameter in both modules, as a tie"

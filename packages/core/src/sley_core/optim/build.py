@@ -102,24 +102,25 @@ _NO_OPTIONS = GroupConfig(match="*")
 
 
 def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
-    """Returns the names in `names`, those of the full model, that the plan freezes.
+    """Returns the subset of `names` that the plan freezes.
 
-    aliases: the other names of tied weights, which groups cannot match, with the name to use instead. Raises PlanError
-    "group-unmatched" for every group without a parameter, and "all-frozen" if all parameters are frozen.
+    names: all parameter names of the full model. aliases: the other names of tied weights, which groups cannot match, with the
+    name to use instead. Raises PlanError "group-unmatched" for every group that matches no parameter, and "all-frozen" if all
+    parameters are frozen.
     """
     all_names = list(names)
-    owner = {name: _first_match(name, config.groups) for name in all_names}
-    unmatched = [index for index in range(len(config.groups)) if index not in set(owner.values())]
+    group_index = {name: _first_match(name, config.groups) for name in all_names}
+    unmatched = [index for index in range(len(config.groups)) if index not in set(group_index.values())]
     if unmatched:
         raise PlanError.from_diagnostics(
             _unmatched_diagnostic(index, all_names, config.groups, aliases or {}) for index in unmatched
         )
-    frozen_names = {name for name, index in owner.items() if index is not None and config.groups[index].freeze}
-    if all_names and len(frozen_names) == len(all_names):
+    frozen = {name for name, index in group_index.items() if index is not None and config.groups[index].freeze}
+    if all_names and len(frozen) == len(all_names):
         message = f"all {len(all_names)} parameters are frozen, so there is nothing to train"
         hint = "narrow the pattern of a group with `freeze = true`"
         raise PlanError("all-frozen", message, path=("optimizer", "groups"), hint=hint)
-    return frozen_names
+    return frozen
 
 
 UNIFORM_ROUNDING = {"foreach": True}

@@ -240,7 +240,7 @@ def load_hooks(source: PluginSource) -> Any:
     except (Exception, SystemExit) as error:
         hint = f"reinstall {source.dist}, or report this to its authors"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            hint = f"install the package with `{error.name}`, or reinstall {source.dist}"
+            hint = f"install the package that provides `{error.name}`, or reinstall {source.dist}"
         message = f"{source.label} cannot be imported: {format_cause(error)}"
         raise PluginError("plugin-import", message, hint=hint) from error
     manager = pluggy.PluginManager(hookspecs.PROJECT)

@@ -275,7 +275,7 @@ class StepSimulation(Simulation):
         """Returns a function from stage and chunk to the description of the chunk's output, or None without stages."""
         if plan.parallel.pp == 1:
             return None
-        placement, outputs = stage.lists.placement, meta_outputs(plan, stage, dataset, dtype)
+        placement, outputs = stage.action_lists.placement, meta_outputs(plan, stage, dataset, dtype)
         return lambda number, chunk: outputs[placement.position(number, chunk)]
 
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
@@ -312,7 +312,7 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
                 ) from error
         return output_by_signature[signature]
 
-    for _, layers in stage.stages[:-1]:
+    for _, layers in stage.layers_by_position[:-1]:
         for layer in layers:
             args = (call_layer(layer),)
         description, tensors = describe_output(args[0], layers[-1].name)

@@ -295,7 +295,7 @@ def run_stages(
 
     def estimate_stage(stage: int) -> tuple[RankBytes, RankRecord]:
         stage_draft = build_first_draft(plan, size)  # a run consumes its draft; the slower lowered lists are shared
-        stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, lists=draft.stage.lists))
+        stage_draft = replace(stage_draft, stage=replace(stage_draft.stage, action_lists=draft.stage.action_lists))
         return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
 
     calls = [partial(estimate_stage, stage) for stage in stages]
@@ -319,10 +319,10 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
     keys = layer_keys(plan, model, policy, meta_micro_batch(plan, draft.dataset))
     patterns = _matching_patterns(plan, model.layers)
     layer_key = {layer.name: (key, patterns[layer.name]) for layer, key in zip(model.layers, keys, strict=True)}
-    layers_by_position = [tuple(layer_key[layer.name] for layer in layers) for _, layers in stage.stages]
+    layers_by_position = [tuple(layer_key[layer.name] for layer in layers) for _, layers in stage.layers_by_position]
     outputs = [*map(repr, meta_outputs(plan, stage, draft.dataset, weight_dtypes(plan)[0])), None]
     tied = {number for stages in stage.ties for number in stages}
-    placement = stage.lists.placement
+    placement = stage.action_lists.placement
     stage_keys: list[Hashable] = []
     for number in range(topology.pp):
         positions = [placement.position(number, chunk) for chunk in range(placement.chunks)]
@@ -337,7 +337,7 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
     """Returns, for every stage, the stage whose recorded step gives its seconds: of the stages with equal work, the one with
     the most pending forwards and so the most bytes. Raises the errors of `stage_work_keys`.
     """
-    lists, keys = draft.stage.lists, stage_work_keys(plan, topology, draft)
+    lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
     pending_forwards = [max_pending_forwards(steps) for steps in lists.of_all_stages(num_micro_batches)]
     by_key: dict[Hashable, int] = {}

@@ -158,7 +158,7 @@ class HostOptimizerBench:
     def __init__(self, device: Device) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(BUCKET_NUMEL)) for _ in range(NUM_BUCKETS)]
         self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
-        # host memory for copies, which is not tensor memory
+        # RING fp32 gradients and RING bf16 weights in host memory, which is page-locked if the device is asynchronous
         self._memory = [device.host_memory(size * BUCKET_NUMEL) for size in RING * (4, 2)]
         views = [memory.data[: BUCKET_NUMEL * size] for memory, size in zip(self._memory, RING * (4, 2), strict=True)]
         self._gradients_on_host = [view.view(torch.float32).fill_(1.0) for view in views[::2]]

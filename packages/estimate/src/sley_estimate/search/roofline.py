@@ -264,8 +264,8 @@ class Roofline:
         if pp > len(self.model.layers):
             raise PlanError("partition-empty", "there are more stages than layers")
         stage = build_stage(plan, plan.topology(self.world), 0, self.model, count_layer_parameters(self.model))
-        placement, lists = stage.lists.placement, stage.lists
-        starts = list(accumulate((len(part) for _, part in stage.stages), initial=0))[:-1]
+        placement, lists = stage.action_lists.placement, stage.action_lists
+        starts = list(accumulate((len(part) for _, part in stage.layers_by_position), initial=0))[:-1]
         positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
         try:
             pending, longer_pending = (

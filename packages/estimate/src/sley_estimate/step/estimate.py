@@ -67,21 +67,21 @@ class _OperatorSeconds(NamedTuple):
     number: int
 
 
-class _Pricing:
-    """Prices recorded steps. If all layers of a chunk were measured, the operators of an action share their seconds.
+class _StepPricer:
+    """Prices recorded steps. If every layer of a chunk was measured, the operator times of each action are scaled so that they
+    add up to the measured time.
 
-    measured: the seconds of layers, to which operators are scaled. waits: whether the host waits for its device before an
-    update.
+    measured: the measured seconds of layers. host_waits: whether the host waits for its device before an update.
     """
 
     def __init__(
-        self, records: Records, machine: MachineFile, measured: Measured, num_micro_batches: int, *, waits: bool
+        self, records: Records, machine: MachineFile, measured: Measured, num_micro_batches: int, *, host_waits: bool
     ) -> None:
         self.records = records.ranks
         self.placement = records.lists.placement
         self.machine = machine
         self.num_micro_batches = num_micro_batches
-        self.waits = waits
+        self.host_waits = host_waits
         self.measured = measured
         self._prices: dict[int, _OperatorSeconds] = {}  # by `id` of operators, which the records hold
 
@@ -90,8 +90,8 @@ class _Pricing:
         seconds.
         """
         record = self.records[stage]
-        computing = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
-        step = expand_step(record.step, computing)
+        compute_actions = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
+        step = expand_step(record.step, compute_actions)
         exchanges: dict[Queue, list[Exchange]] = defaultdict(list)
         counts: Counter[str] = Counter()
 
@@ -123,7 +123,7 @@ class _Pricing:
             stage, entries, self.placement, self._message_cost, lambda action: instructions(events[action], action)
         )
         yield from instructions(step.closing, None)
-        waited_s = self._engine_s(stage, 0) if self.waits else 0.0
+        waited_s = self._engine_s(stage, 0) if self.host_waits else 0.0
         yield Compute(waited_s, None, self._engine_s(stage, self.num_micro_batches))
 
     def _engine_s(self, stage: int, num_micro_batches: int) -> float:
@@ -228,8 +228,8 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the bytes of the first rank
-    of each stage that ran steps.
+    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the memory use of
+    the first rank that ran steps on each stage.
     """
 
     step: StepTime
@@ -265,10 +265,10 @@ def estimate_plan(
         if seconds.keys() >= set(names)
     }
     num_micro_batches = plan.num_micros(plan.topology(size))
-    waits = machine.engine is not None and waits_before_updates(plan)
-    pricing = _Pricing(records, machine, measured, num_micro_batches, waits=waits)
+    host_waits = machine.engine is not None and waits_before_updates(plan)
+    pricer = _StepPricer(records, machine, measured, num_micro_batches, host_waits=host_waits)
     lists = records.lists.of_all_stages(num_micro_batches)
-    step = simulate_programs([list(pricing.program(stage, entries)) for stage, entries in enumerate(lists)])
+    step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(lists)])
     return PlanEstimate(step, layers, memory)
 
 
@@ -282,8 +282,8 @@ def record_stages(
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
     results = run_stages(plan, size, stages, draft, cores, max_bytes=max_bytes)
     recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True)}
-    lists = draft.stage.lists
-    names = [[layer.name for layer in layers] for _, layers in draft.stage.stages]
+    lists = draft.stage.action_lists
+    names = [[layer.name for layer in layers] for _, layers in draft.stage.layers_by_position]
     chunks = range(lists.placement.chunks)
     ranks = [
         recorded[first].on_stage(stage, [names[lists.placement.position(stage, chunk)] for chunk in chunks])

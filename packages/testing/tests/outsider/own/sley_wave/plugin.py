@@ -64,12 +64,12 @@ class Ties(GradientHandler):
 
     def attach(self, parts: Parts) -> None:
         self._parts = parts
-        self._tied_names = sorted(param.name for param in parts.registry if param.tie_group is not None)
+        self._tied_names = sorted(param.name for param in parts.registry if param.tie_axis is not None)
 
     def finish_step(self, step: StepState) -> None:
         for name in self._tied_names:
             param = self._parts.registry[name]
-            if param in self._parts.store and param.tie_group is not None:
+            if param in self._parts.store and param.tie_axis is not None:
                 # The tie's own group. Its ranks iterate the ties by name.
-                group = self._parts.groups[param.tie_group]
+                group = self._parts.groups[param.tie_axis]
                 group.all_reduce(self._parts.store.gradient(param), label=f"the tied gradient of {name}").wait()
