@@ -150,10 +150,10 @@ def test_tolerance_is_that_of_the_record_and_all_tensors_are_compared(
 ) -> None:
     plugin_folder(OWN, wrong="wrong_reducers")
     findings, allowed = verified(2, plan_from_dict, small("wrong.coarse"), texts)
-    assert allowed.of("gradient", 1) == pytest.approx(2.0**-8 + 1e-6)
+    assert allowed.limit_for("gradient", 1) == pytest.approx(2.0**-8 + 1e-6)
     assert not differences(findings, allowed)
     assert differences(findings, Limits(2.0**-10, 2.0**-10))
-    assert allowed.of("loss", 1) == 1e-6
+    assert allowed.limit_for("loss", 1) == 1e-6
     canonical = plan_from_dict(small(parallel={"dp": 2, "reduction": "canonical"}), texts)
     assert limits(canonical) == Limits(0.0, 0.0)
     check_complete(findings, tmp_path)
