@@ -42,7 +42,7 @@ SECTIONS = {
         "search": "Find the fastest layouts that fit.",
         "calibrate": "Measure this machine for estimates of step times.",
     },
-    "Train": {"run": "Train.", "verify": "Compare a plan's layout with one process."},
+    "Train": {"run": "Train.", "verify": "Compare a plan's layout with a single-process run."},
     "Look back": {
         "doctor": "Find out why a run failed, or which rank is slow.",
         "report": "Write an HTML page about runs, with curves and tables.",

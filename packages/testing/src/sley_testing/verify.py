@@ -1,4 +1,4 @@
-"""Compares a plan's layout with one process of the same plan, for `train-cli verify`.
+"""Compares a plan's layout with a single-process run of the same plan, for `train-cli verify`.
 
 The reference is one process. It saves the loss, norm, gradients and weights of each step as files. Each rank compares its own
 with them, one tensor at a time, and writes its findings. Differences are reported in causal order: first values, then for each

@@ -55,7 +55,7 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty folder.")],
-    form: Annotated[
+    export_format: Annotated[
         ExportFormat,
         typer.Option(
             "--format",
@@ -75,19 +75,19 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
     to = out.absolute()
-    if merge and form is ExportFormat.peft:
+    if merge and export_format is ExportFormat.peft:
         message = "`--merge` leaves no adapters for `--format peft`"
         raise UsageError("export-adapters", message, hint="use one of them")
     if merge:
         source = merged_weights(plan, source)
-    elif plan.adapters is not None and form is ExportFormat.huggingface:
+    elif plan.adapters is not None and export_format is ExportFormat.huggingface:
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
         raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
-    if form is ExportFormat.peft:
+    if export_format is ExportFormat.peft:
         _export_adapters(plan, source, Path(run), to)
         print_line(f"the adapters for peft: {out}")
         return
-    if form is ExportFormat.huggingface:
+    if export_format is ExportFormat.huggingface:
         num_files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
         num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
