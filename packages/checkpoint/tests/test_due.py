@@ -148,8 +148,14 @@ def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_p
 
 def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     def lose(run: Run) -> None:
-        """Puts a file where the folder of checkpoints is to be, after the first step."""
-        run.readers.append(lambda row: (tmp_path / "checkpoints").touch() if row["step"] == 1 else None)
+        """Replaces the empty folder of checkpoints by a file, after the first step."""
+
+        def replace_folder(row: Any) -> None:
+            if row["step"] == 1:
+                (tmp_path / "checkpoints").rmdir()
+                (tmp_path / "checkpoints").touch()
+
+        run.readers.append(replace_folder)
 
     run = train(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
     assert run.num_steps_done == 6
