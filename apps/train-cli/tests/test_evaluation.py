@@ -179,6 +179,7 @@ REFUSED: dict[str, Tables] = {
     "the set `mine` has no samples": one_set(factory="test_evaluation:Rows", options={"num_samples": 0}),
     "`mine` is a stream, which has no end": one_set(factory="test_evaluation:Endless", sequence=24),
     "the set `mine` has the fields ['cu_seqlens', 'labels', 'pos": one_set(**{**SETS["texts"], "documents": "pack"}),
+    "holds out samples, but the set `mine` is evaluated on all samples": one_set(**{**SETS["texts"], "held_out": 0.1}),
     "none.txt": one_set(**{**SETS["texts"], "files": ["none.txt"]}),
     "[evaluation.sets.mine] needs `use`": one_set(files=["text/a.txt"]),
     "`mine` cannot be evaluated whole": one_set(**MIXTURE),

@@ -177,11 +177,17 @@ class _Resolver:
             if keys is None or data is None:
                 continue
             if keys.split == "all":
+                hint = 'set split = "held_out" to evaluate on the held-out samples'
                 try:
-                    data = replace(data, config=data.config.include_held_out())
+                    whole = data.config.include_held_out()
                 except ValueError as error:
-                    hint = 'set split = "held_out" to evaluate on the held-out samples'
                     self._add_problem("set-held-out", f"the set `{name}` cannot be evaluated whole: {error}", path, hint)
+                    continue
+                for key in sorted(data.config.model_fields_set):
+                    if getattr(data.config, key) != getattr(whole, key):
+                        message = f"`{key}` holds out samples, but the set `{name}` is evaluated on all samples"
+                        self._add_problem("set-held-out", message, (*path, key), hint, at="key")
+                data = replace(data, config=whole)
             sets[name] = EvaluationSet(data, keys)
         return sets
 
