@@ -39,10 +39,10 @@ AUTO_BYTES = 1 << 27
 """The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
 
 ELEMENTWISE = frozenset(
-    {"tanh", "float", "double", "to", "mul", "div", "add", "sub", "neg"}
+    {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
     | {f"__{name}__" for name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg")}
 )
-"""The tensor methods that `LazyLogits` applies to each chunk, for soft caps, scales and casts."""
+"""The tensor methods that `LazyLogits` applies to each chunk, for soft caps, scales, casts, and OPT's `contiguous`."""
 
 
 @dataclass
