@@ -55,13 +55,16 @@ def run_plain_full_and_shared(tables, folder):
 )
 def test_shared_copies_have_equal_bits_and_half_the_bytes(ranks, texts, tables, size, alike):
     """Memory of which each rank updates a part is kept in full, since no other rank has it."""
-    for plain, whole, shared in ranks(size, 180)(run_plain_full_and_shared, tables, texts):
+    results = ranks(size, 180)(run_plain_full_and_shared, tables, texts)
+    for part in alike:  # the padding of a rank's half counts as no bytes, so the halves may differ
+        full_bytes, shared_bytes = (sum(result[kind][2][part]["copied_out"] for result in results) for kind in (1, 2))
+        assert shared_bytes <= 0.5 * full_bytes, part
+    for plain, whole, shared in results:
         assert whole[:2] == plain[:2]
         assert shared[:2] == plain[:2]
         for part in ("weights", "masters", "optimizer_states"):
             one, other = whole[2][part], shared[2][part]
             if part in alike:
-                assert other["copied_out"] < 0.55 * one["copied_out"], part
                 assert other["host_bytes"] < 0.55 * one["host_bytes"] + 4096, part
                 assert other["gathered"] >= other["copied_in"] > 0, part
             else:
