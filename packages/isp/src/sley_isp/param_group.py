@@ -8,7 +8,8 @@ With `gather_precision = "fp8"`, ranks send shards in e4m3 numbers, in blocks of
     shard  ──>  row of bytes  | codes, one byte per element | fp32 scales, one per block |
 
 A scale is a power of two, so the only error is that of rounding to e4m3, which has 3 bits of mantissa: at most 2^-4 of an
-element. Elements below 2^-14 of the largest of their block are subnormal, with an error of at most 2^-18 of the largest.
+element. Elements below 2^-14 of the largest of their block are subnormal, with an error of at most 2^-18 of the largest. The
+smallest scale is 2^-126, with an error of at most 2^-136.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def encode(shard: Tensor) -> Tensor:
     """Returns the bytes of `shard`, uint8 [132 x blocks]. A block with NaN or infinity becomes NaN."""
     blocks = F.pad(shard.reshape(-1).float(), (0, -shard.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1, keepdim=True)
-    exponents = torch.frexp(largest / MAX_CODE).exponent.clamp(-126, 127)
+    mantissas, exponents = torch.frexp(largest)
+    # The smallest power of two, times which 448 = 0.875 * 2^9 is at least the largest element.
+    exponents = (exponents - 9 + (mantissas > MAX_CODE / 2**9).int()).clamp(-126, 127)
     scales = torch.ldexp(torch.ones_like(largest), exponents) + (largest - largest)  # NaN unless all elements are finite
     codes = (blocks / scales).to(torch.float8_e4m3fn)
     return torch.cat([codes.view(torch.uint8).view(-1), scales.view(torch.uint8).view(-1)])
