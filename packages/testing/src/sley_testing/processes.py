@@ -287,8 +287,9 @@ def run_module(
 
 
 def _reset_process(initial_modules: Set[str]) -> None:
-    """Undoes changes that the forking program may have made to its process, except within modules. initial_modules: the names
-    of the modules of a fresh process.
+    """Undoes changes that the forking program may have made to its process, except within modules.
+
+    initial_modules: the names of the modules that a fresh process has imported.
     """
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()
