@@ -41,11 +41,10 @@ def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> N
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_the_common_options(cli: Cli, name: str) -> None:
+def test_every_command_has_help(cli: Cli, name: str) -> None:
     result = cli(name, "--help")
     assert result.code == 0
-    assert "--message-format" in result.out
-    assert "--traceback" in result.out
+    assert "Options:" in result.out
 
 
 @pytest.mark.parametrize(
@@ -86,9 +85,9 @@ def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyP
         raise error
 
     monkeypatch.setattr("sley_core.plan.load.read_file", fail)
-    result = cli("check", plan, "--message-format", "json")
+    result = cli("check", plan)
     assert result.code == code
-    assert code == 130 or json.loads(result.err)["code"] == "no-luck"
+    assert code == 130 or result.err == "error[no-luck]: it went wrong\n"
 
 
 LIGHT = [["--help"], ["check", "plan.toml"], ["plugins"], ["show", "plan.toml"], ["doctor", "."]]
@@ -167,19 +166,14 @@ def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) ->
     assert result.code == 0
     assert result.out.startswith("core  (sley-core ")
     assert "broken: plugin `odd` (sley-odd 1.0) cannot be imported" in result.out
-    core = json.loads(cli("plugins", "--format", "json").out)[0]
-    assert (core["records"]["optimizer"], core["error"]) == (["core.adamw", "core.sgd"], None)
+    assert ["optimizer:", "core.adamw,", "core.sgd"] in [line.split() for line in result.out.splitlines()]
 
 
 def test_plugins_describes_options(cli: Cli) -> None:
     out = cli("plugins", "core.adamw").out
     assert out.startswith("core.adamw  (optimizer, for [optimizer])")
     assert "  lr: a number above 0 (required)" in out
-    records = json.loads(cli("plugins", "core", "--format", "json").out)
-    (adamw,) = [record for record in records if record["name"] == "core.adamw"]
-    options = {option["name"]: option for option in adamw["options"]}
-    assert (options["lr"]["required"], options["eps"]["default"]) == (True, 1e-8)
-    assert all(option["description"] for option in options.values())
+    assert "  eps: a number above 0 = 1e-08\n      " in out
 
 
 @pytest.mark.parametrize(

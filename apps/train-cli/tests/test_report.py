@@ -47,7 +47,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def run(cli: Cli, plan: Path) -> Path:
     """A run of four steps on one rank, with two evaluations."""
-    assert cli("run", plan, "--no-progress", changes=ALONE).code == 0
+    assert cli("run", plan, changes=ALONE).code == 0
     return plan.parent / "runs" / "small"
 
 

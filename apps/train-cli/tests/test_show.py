@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -45,16 +44,6 @@ def test_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
     assert cli("show", plan, "--rank", "2").code == 3
 
 
-def test_json_output(cli: Cli, plan: Path) -> None:
-    shown = json.loads(cli("show", "plan.toml", "--format", "json").out)
-    values = {entry["path"]: entry for entry in shown["plan"]}
-    assert values["run.steps"] == {"path": "run.steps", "value": 4, "origin": {"file": "plan.toml", "line": 5, "column": 1}}
-    assert shown["world"] == 2
-    assert shown["ranks"][1]["dp"] == 1
-    assert {"axis": "control", "channel": "main", "backend": "gloo", "ranks": [0, 1]} in shown["groups"]
-    assert shown["gradient_handlers"] == [{"name": "core.each", "role": "reducer", "tolerance": 0.0}]
-
-
 def test_handlers_have_their_tolerance(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
     install(
         "sley-odd",
@@ -84,8 +73,7 @@ def test_a_large_world_has_few_lines(cli: Cli, plan: Path) -> None:
     lines = [*rank_lines(topology, None), *group_lines(list(topology.groups()))]
     assert len(lines) < 60
     assert any("wp.gather" in line and "128 groups of 16: " in line and "2032-2047" in line for line in lines)
-    arguments = ("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024", "--format", "json")
-    assert len(json.loads(cli(*arguments).out)["ranks"]) == 1024
+    assert "  of 1024 ranks" in cli("show", plan, "--set", 'parallel.dp="auto"', "--world", "1024").out
 
 
 def test_the_timeline_has_a_line_per_stage(cli: Cli, plan: Path) -> None:
@@ -115,11 +103,11 @@ def test_text_shows_which_stage_does_what_when() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("width", [1, 40, 80, 120])
 @pytest.mark.parametrize("micros", [3, 7, 40])
 def test_a_row_is_never_wider_than_asked_for(width: int, micros: int) -> None:
     rows = draw_text(timeline(Schedule(interleaved, 2), 3, micros), width).splitlines()[:3]
-    least = len("stage 0  .   99% idle")
+    least = len("stage 0  F0-F1-F / ====...   99% idle")
     assert max(map(len, rows)) <= max(width, least)
     assert len({len(row) for row in rows}) == 1
 

@@ -1,26 +1,22 @@
 """Defines the options that several commands share, and prints lines and diagnostics on stderr. stdout is for data (`show`,
 `--format json`). Imports no torch.
-
-full     the source line with a caret under the error; the default on a terminal
-short    one clickable line per error, `plan.toml:24:1: error[unknown-key]: ...`; the default elsewhere
-json     one object per line: code, file, line, column, path, message, hint
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from sley_core.errors import Diagnostic, UsageError, format_path
+from sley_core.errors import Diagnostic, UsageError, make_printable
+from sley_core.plan.document import printable_line
 
 if TYPE_CHECKING:
     from train_cli.faults import Fault
@@ -30,14 +26,6 @@ class OutputFormat(StrEnum):
     """The output format of a command on stdout."""
 
     text = "text"
-    json = "json"
-
-
-class MessageFormat(StrEnum):
-    """The format of diagnostics (see `format_diagnostics`)."""
-
-    full = "full"
-    short = "short"
     json = "json"
 
 
@@ -83,11 +71,15 @@ def world_size(world: int | None, nodes: int | None, per_node: int | None) -> in
     return nodes * per_node
 
 
+def format_count(count: int, noun: str, plural: str = "s") -> str:
+    """Formats a count: `1 rank`, `2 ranks`. plural: the ending of the noun for other counts than 1."""
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
 @dataclass
 class Settings:
-    """The values of the options that every command has; None if the user did not set one."""
+    """The values of the options that every command has. traceback: whether to print the traceback of an error."""
 
-    message_format: MessageFormat | None = None
     traceback: bool = False
 
 
@@ -97,75 +89,58 @@ def print_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def has_styles(stream: TextIO) -> bool:
+    """Returns whether `stream` is a terminal that shows colors and redraws lines; False if NO_COLOR is set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def print_fault(fault: Fault, settings: Settings) -> None:
     """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
-    stream = sys.stderr
-    form = settings.message_format or (MessageFormat.full if stream.isatty() else MessageFormat.short)
-    color = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     with suppress(OSError, ValueError):
         if settings.traceback and fault.trace:
-            print(fault.trace, file=stream)
-        stream.write(format_diagnostics(fault.diagnostics, form, color=color))
-        stream.flush()
+            print(fault.trace, file=sys.stderr)
+        text = format_diagnostics(fault.diagnostics, is_long=sys.stderr.isatty(), has_color=has_styles(sys.stderr))
+        print(text, end="", file=sys.stderr, flush=True)
 
 
-def format_diagnostics(diagnostics: Iterable[Diagnostic], form: MessageFormat, *, color: bool = False) -> str:
-    """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number."""
-    problems = list(diagnostics)
-    if form is MessageFormat.json:
-        return "".join(f"{json.dumps(_fields(problem), ensure_ascii=False)}\n" for problem in problems)
-    if form is MessageFormat.short:
-        texts = [_short_line(problem) for problem in problems]
-    else:
-        texts = ["\n".join(_full_lines(problem, color)) + "\n" for problem in problems]
+def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool, has_color: bool = False) -> str:
+    """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number.
+
+    is_long: whether to show the source line with a caret under the error, as on a terminal. If not, each diagnostic is one
+    line: `plan.toml:24:1: error[unknown-key]: ...`.
+    """
+    texts = [_format_long(problem, has_color) if is_long else _format_short(problem) for problem in diagnostics]
     if len(texts) > 1:
         texts.append(f"found {len(texts)} errors")
-    return "".join(f"{part}\n" for part in texts)
+    return "".join(f"{text}\n" for text in texts)
 
 
-def _fields(diagnostic: Diagnostic) -> dict[str, object]:
-    location = diagnostic.place
-    return {
-        "code": diagnostic.code,
-        "file": location.file if location else None,
-        "line": location.line or None if location else None,
-        "column": location.column or None if location else None,
-        "path": format_path(diagnostic.path) or None,
-        "message": diagnostic.message,
-        "hint": diagnostic.hint,
-    }
-
-
-def _short_line(diagnostic: Diagnostic) -> str:
+def _format_short(diagnostic: Diagnostic) -> str:
     location = f"{diagnostic.place}: " if diagnostic.place else ""
     hint = f" (hint: {diagnostic.hint})" if diagnostic.hint else ""
-    return _printable(" ".join(f"{location}error[{diagnostic.code}]: {diagnostic.message}{hint}".split("\n")))
+    return make_printable(f"{location}error[{diagnostic.code}]: {diagnostic.message}{hint}".replace("\n", " "))
 
 
-def _full_lines(diagnostic: Diagnostic, color: bool) -> Iterator[str]:
-    """Yields the lines of one diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
+def _format_long(diagnostic: Diagnostic, has_color: bool) -> str:
+    """Returns the text of one diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
 
-    def paint(text: str, fg: str) -> str:
-        return typer.style(text, fg=fg, bold=True) if color else text
+    def paint(text: str, color: str) -> str:
+        return typer.style(text, fg=color, bold=True) if has_color else text
 
-    yield f"{paint(f'error[{diagnostic.code}]', 'red')}: {_printable(diagnostic.message)}"
+    def printable(text: str) -> str:
+        return "\n".join(map(make_printable, text.split("\n")))
+
+    lines = [f"{paint(f'error[{diagnostic.code}]', 'red')}: {printable(diagnostic.message)}"]
     location = diagnostic.place
     if location is not None:
         number = str(location.line) if location.line else ""
         margin, bar = " " * len(number), paint("|", "blue")
-        yield f"{margin}{paint('-->', 'blue')} {location}"
+        lines.append(f"{margin}{paint('-->', 'blue')} {location}")
         if diagnostic.source_line is not None and location.column:
-            line, start = _printable(diagnostic.source_line.rstrip("\r\n")), location.column - 1
-            blank = "".join("\t" if char == "\t" else " " for char in line[:start])
-            yield f"{margin} {bar}"
-            yield f"{paint(number, 'blue')} {bar} {line}"
-            yield f"{margin} {bar} {blank}{paint('^' * max(1, location.length), 'red')}"
-            yield f"{margin} {bar}"
+            caret = " " * (location.column - 1) + paint("^" * max(1, location.length), "red")
+            source_line = printable_line(diagnostic.source_line.rstrip("\r\n"))
+            lines += [f"{margin} {bar}", f"{paint(number, 'blue')} {bar} {source_line}", f"{margin} {bar} {caret}"]
+            lines.append(f"{margin} {bar}")
     if diagnostic.hint:
-        yield ""
-        yield f"{paint('hint', 'cyan')}: {_printable(diagnostic.hint)}"
-
-
-def _printable(text: str) -> str:
-    """Returns `text` without control characters: a plan's content must not control the terminal."""
-    return "".join(char if char.isprintable() or char in "\t\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+        lines += ["", f"{paint('hint', 'cyan')}: {printable(diagnostic.hint)}"]
+    return "\n".join(lines) + "\n"

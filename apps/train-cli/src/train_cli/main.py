@@ -24,7 +24,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError, install_hint
-from train_cli.console import MessageFormat, Settings, print_fault
+from train_cli.console import Settings, print_fault
 from train_cli.stopping import Terminated
 
 GROUP = "sley.commands"
@@ -123,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     argv: the arguments without the program name; by default this process's arguments.
     """
-    settings = Settings()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    settings = Settings(traceback="--traceback" in arguments)
+    arguments = [argument for argument in arguments if argument != "--traceback"]  # may follow any command
     try:
         # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
         return call(lambda: command().main(arguments, prog_name="train-cli", obj=settings))
@@ -159,19 +160,18 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands or cmd_name not in foreign_commands():
             return super().get_command(ctx, cmd_name)
-        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name), _common_parameters())
+        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name))
 
 
 class LazyCommand(TyperCommand):
     """A command that is imported only when it is called or its help is printed.
 
-    load: imports the command and returns its function or Typer app. options: the parameters that every command has.
+    load: imports the command and returns its function or Typer app.
     """
 
-    def __init__(self, name: str, summary: str, load: Callable[[], Any], options: Sequence[Any]) -> None:
+    def __init__(self, name: str, summary: str, load: Callable[[], Any]) -> None:
         super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
         self._load = load
-        self._options = options
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         loaded = self._load()
@@ -180,7 +180,6 @@ class LazyCommand(TyperCommand):
             app.command(self.name)(loaded)
             loaded = app
         command = typer.main.get_command(loaded)
-        command.params.extend(self._options)
         return command.make_context(info_name, args, parent, **extra)
 
 
@@ -188,10 +187,8 @@ def command() -> Any:
     """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
     assert isinstance(group, Commands), group
-    common = _common_parameters()
-    group.params.extend(common)
     for name, summary in COMMANDS.items():
-        group.add_command(LazyCommand(name, summary, partial(_load_command, name), common))
+        group.add_command(LazyCommand(name, summary, partial(_load_command, name)))
     return group
 
 
@@ -244,33 +241,6 @@ def _labels(points: Sequence[EntryPoint]) -> str:
     return " and ".join(f"{point.dist.name} {point.dist.version}" if point.dist else point.value for point in points)
 
 
-def _set_format(context: typer.Context, value: MessageFormat | None) -> None:
-    if value is not None:
-        context.ensure_object(Settings).message_format = value
-
-
-def _set_traceback(context: typer.Context, value: bool) -> None:
-    context.ensure_object(Settings).traceback |= value
-
-
-def _common_parameters() -> list[Any]:
-    """Returns the parameters that every command has; their values go into the context's Settings."""
-
-    def options(
-        message_format: Annotated[
-            MessageFormat | None, typer.Option(callback=_set_format, expose_value=False, help="How errors are printed.")
-        ] = None,
-        traceback: Annotated[
-            bool,
-            typer.Option("--traceback", callback=_set_traceback, expose_value=False, help="Print the traceback of an error."),
-        ] = False,
-    ) -> None: ...
-
-    app = typer.Typer(add_completion=False)
-    app.command()(options)
-    return list(typer.main.get_command(app).params)
-
-
 def _print_versions(is_requested: bool) -> None:
     if is_requested:
         from train_cli.environment import sley_versions
@@ -283,6 +253,9 @@ def _print_versions(is_requested: bool) -> None:
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Print the traceback of an error; also as an option of a command.")
     ] = False,
 ) -> None: ...
 

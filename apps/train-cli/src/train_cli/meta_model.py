@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
     """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without memory or peers.
 
-    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters, the host memory
-    of first values, and the parts that were not checked.
+    calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters and, with
+    `calls_layers`, the host memory of first values and the parts that were not checked.
 
     Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
     """
@@ -53,16 +53,16 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         try:
             with assemble(plan, fake) as run:
                 dataset = run.dataset
-                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *shard_notes(plan, run)]
-            model = build_meta_model(plan, dataset.info)
-            on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
-            notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
-            dtype, topology = DTYPES[plan.precision.compute], plan.topology(world)
-            record = plan.model.record
-            if calls_layers and isinstance(record, ModelRecord) and record.compare is not None:
-                notes.append(record.load(record.compare)(plan.model.config))
-            note = check_layers(plan, topology, model, dataset, dtype, calls_all=calls_layers)
-            notes += [note] if note else []
+                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *_shard_notes(plan, run)]
+            if calls_layers:
+                model = build_meta_model(plan, dataset.info)
+                on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
+                notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
+                record = plan.model.record
+                if isinstance(record, ModelRecord) and record.compare is not None:
+                    notes.append(record.load(record.compare)(plan.model.config))
+                note = check_layers(plan, plan.topology(world), model, dataset)
+                notes += [note] if note else []
             # Ranks open the dataset again in their own processes, so its workers must end here.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
                 close()
@@ -95,7 +95,7 @@ def host_notes(model: Model, ranks_per_host: int) -> list[str]:
     return notes
 
 
-def shard_notes(plan: Plan, run: Run) -> list[str]:
+def _shard_notes(plan: Plan, run: Run) -> list[str]:
     """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest that it does not."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
@@ -176,25 +176,19 @@ _CERTAIN_IN_LOSS = (RuntimeError, ValueError, IndexError)
 """Like `_CERTAIN`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
 
 
-def check_layers(
-    plan: Plan, topology: Topology, model: Model, dataset: AnyDataset, dtype: torch.dtype, *, calls_all: bool
-) -> str | None:
-    """Calls the layers and the loss on a microbatch on meta. calls_all: if False, calls only the layers up to the last stage
-    boundary.
+def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDataset) -> str | None:
+    """Calls the layers and the loss on a microbatch on meta. Returns a note on the part that was not checked, or None.
 
-    model: a model on meta, which must not be used again. dtype: the dtype of its parameters. Returns a note on what was not
-    checked and why, or None. Raises PlanError "boundary-type" if an output cannot be sent to the next stage. With `calls_all`
-    raises "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics, "model-vocabulary"
-    if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
+    model: a model on meta, which must not be used again. Raises PlanError "boundary-type" if an output cannot be sent to the
+    next stage, "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics,
+    "model-vocabulary" if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
     """
     stages = (
         [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).layers_by_position]
         if topology.pp > 1
         else []
     )
-    ends = [layers[-1].name for layers in stages[:-1]]
-    if not ends and not calls_all:
-        return None
+    ends = {layers[-1].name for layers in stages[:-1]}
     try:
         fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # the user's data may not be on this machine
@@ -205,12 +199,10 @@ def check_layers(
         if missing := [name for name in layer.fields if name not in fields]:
             return f"layers were called up to {_layer_label(layer)}: only the data determines the shape of `{missing[0]}`"
         try:
-            state = meta_state(layer, dtype, plan.precision.keep)
+            state = meta_state(layer, DTYPES[plan.precision.compute], plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
             if layer.name in ends:
                 args = (unflatten(*flatten(args[0], layer.name)),)
-            if ends[-1:] == [layer.name] and not calls_all:
-                return None
             written += [
                 (name, module)
                 for name, module in _normalisers_written(layer, state)
@@ -222,9 +214,8 @@ def check_layers(
                 raise PlanError(diagnostic.code, diagnostic.message, path=MODEL, hint=diagnostic.hint) from None
             raise
         except Exception as error:
-            if not calls_all or not _is_certain(error, _CERTAIN):
-                if calls_all:
-                    check_written_buffers(written)
+            if not _is_certain(error, _CERTAIN):
+                check_written_buffers(written)
                 return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {_first_line(error)}"
             inputs = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
             message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {_first_line(error)}"

@@ -1,5 +1,4 @@
-"""Shows a run on stderr, and sums it up in `summary.json`: its size before the first step, then a line that is redrawn on a
-terminal, else one every `log_every` steps; totals at the end. Imports no torch.
+"""Prints the size, progress and totals of a run on stderr, and computes the content of `summary.json`. Imports no torch.
 
 step 120/500  loss 2.413  8.1k tok/s  412 TFLOP/s  41.7% MFU  31.2 GiB  1m 02s left
 """
@@ -7,8 +6,8 @@ step 120/500  loss 2.413  8.1k tok/s  412 TFLOP/s  41.7% MFU  31.2 GiB  1m 02s l
 from __future__ import annotations
 
 import math
-import os
 import platform
+import shutil
 import sys
 import time
 from collections import deque
@@ -16,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from train_cli.console import format_count, has_styles
 
+if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
     from sley_core.run import Run
 
@@ -35,6 +34,8 @@ EVALUATED = "held_out/"
 
 _REDRAW_S = 0.2
 """The least number of seconds between two drawings of the line."""
+
+_ERASE_LINE = "\r\x1b[2K"
 
 
 class RunTotals:
@@ -139,7 +140,7 @@ def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
     """
     plan, device = run.plan, str(run.world.device)
     steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence
-    samples = f"{steps} step{'' if steps == 1 else 's'} of {size} samples"
+    samples = f"{format_count(steps, 'step')} of {size} samples"
     if (epochs := num_epochs(run, steps)) is not None:
         samples += f" = {epochs:.2g} epochs"
     if sequence is not None and run.samples.meter.unit == "tokens":
@@ -149,7 +150,7 @@ def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
     )
     counted = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
     lines = [
-        ", ".join((format_rank_count(run.world.size), format_parameters(run.num_parameters, run.num_trained), samples)),
+        ", ".join((format_count(run.world.size, "rank"), format_parameters(run.num_parameters, run.num_trained), samples)),
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
         f"memory below is the peak of rank 0's {counted}",
     ]
@@ -176,12 +177,6 @@ def repetition_note(num_samples: int | None, plan: Plan) -> str:
     times = f"{held_out}, but an evaluation needs {used:,}, so each is used about {used / num_samples:.2g} times"
     fits = num_samples // size
     return f"{times}; " + (f"set `[evaluation] steps = {fits}` to use each once" if fits else f"a batch needs {size:,}")
-
-
-def draws_line(stream: TextIO, *, is_allowed: bool = True) -> bool:
-    """Returns whether to redraw one line of progress: `stream` is a terminal and plain output is not requested."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("SLEY_NO_PROGRESS") or os.environ.get("TERM") == "dumb"
-    return is_allowed and stream.isatty() and not plain
 
 
 class CompileNote:
@@ -212,47 +207,33 @@ class CompileNote:
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Shows each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`. Ignores failed writes.
+    """Prints each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`. Ignores failed writes.
 
-    line: redraw a line with a bar; otherwise print a line every `log_every`-th step and at the last. notes: the list to which
-    the run appends its notes; new ones are shown.
+    On a terminal, it redraws one line; otherwise it prints a line every `log_every`-th step and at the last. notes: the list to
+    which the run appends its notes; new ones are printed.
     """
 
-    def __init__(
-        self, num_steps: int, log_every: int, *, line: bool, notes: Sequence[str] = (), stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:
         self._num_steps = num_steps
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
+        self._redraws = has_styles(self._stream)
         self._first: tuple[int, float] | None = None
         self._notes = notes
-        self._num_before = self._num_shown = len(notes)
-        self._last_drawn_s = 0.0
-        self._progress: Progress | None = None
-        if line:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn("{task.description}", markup=False), BarColumn())
-            # A separate thread would take time from the run.
-            self._progress = Progress(*columns, console=Console(file=self._stream), auto_refresh=False, transient=True)
-            self._progress.start()
-            self._task = self._progress.add_task("starting", total=num_steps)
+        self._num_before = self._num_printed = len(notes)
+        self._redrawn_s = 0.0
 
     def __call__(self, row: Row) -> None:
-        """Shows the row of one step."""
+        """Prints the row of one step."""
         step = int(row["step"])
-        text, is_last = self._text(step, row), step == self._num_steps
+        text, is_last = self._format_row(step, row), step == self._num_steps
         with suppress(OSError, ValueError):
-            self._show_notes()
-            if self._progress is None:
-                if step % self._log_every == 0 or is_last:
-                    print(text, file=self._stream, flush=True)
-                return
-            self._progress.update(self._task, completed=step, description=text)
-            if time.monotonic() - self._last_drawn_s > _REDRAW_S or is_last:
-                self._last_drawn_s = time.monotonic()
-                self._progress.refresh()
+            self._print_notes()
+            if self._redraws and (time.monotonic() - self._redrawn_s > _REDRAW_S or is_last):
+                self._redrawn_s = time.monotonic()
+                self._write(text[: shutil.get_terminal_size().columns - 1])
+            elif not self._redraws and (step % self._log_every == 0 or is_last):
+                self._write(f"{text}\n")
 
     @property
     def new_notes(self) -> list[str]:
@@ -261,19 +242,20 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError, ValueError):
-            self._show_notes()
-            if self._progress is not None:
-                self._progress.stop()
+            self._print_notes()
+            self._write("")
 
-    def _show_notes(self) -> None:
-        for note in self._notes[self._num_shown :]:
-            self._num_shown += 1
-            if self._progress is None:
-                print(note, file=self._stream, flush=True)
-            else:
-                self._progress.console.print(note, markup=False, highlight=False)  # above the line
+    def _print_notes(self) -> None:
+        for note in self._notes[self._num_printed :]:
+            self._num_printed += 1
+            self._write(f"{note}\n")
 
-    def _text(self, step: int, row: Row) -> str:
+    def _write(self, text: str) -> None:
+        """Writes `text` in place of the redrawn line."""
+        self._stream.write(f"{_ERASE_LINE}{text}" if self._redraws else text)
+        self._stream.flush()
+
+    def _format_row(self, step: int, row: Row) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {row['loss']:.3f}"]
         if row.get("skipped"):
             parts.append("skipped")
@@ -295,7 +277,7 @@ def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = 
     """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any."""
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
-    lines = [f"{summary['outcome']}: {steps} step{'' if steps == 1 else 's'}{skipped} in {format_duration(seconds)}"]
+    lines = [f"{summary['outcome']}: {format_count(steps, 'step')}{skipped} in {format_duration(seconds)}"]
     if summary["stopped_early"]:
         lines[0] += f", early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
@@ -354,11 +336,6 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02}m"
     return f"{minutes}m {remaining:02}s" if minutes else f"{remaining}s"
-
-
-def format_rank_count(count: int) -> str:
-    """Formats a number of ranks: `1 rank`, `2 ranks`."""
-    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def format_parameters(count: int, trained: int) -> str:

@@ -50,19 +50,18 @@ def main(target: str, arguments: str) -> int:
     return call(call_target)
 
 
-def train_plan(path: str, changes: Sequence[str], resume: str | None, line: bool) -> int:
+def train_plan(path: str, changes: Sequence[str], resume: str | None) -> int:
     """Trains the plan at `path` as one rank of a local launch, which has checked the plan and made the run folder. Returns the
     exit code.
     """
     plan = load_plan(Path(path), changes)
-    return train(plan, run_folder(plan), resume=resume, line=line)
+    return train(plan, run_folder(plan), resume=resume)
 
 
-def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) -> int:
+def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
     """Joins the world and trains until the run ends. Returns the exit code, or raises the error.
 
-    resume: the checkpoint from which to continue; None starts at the first step. line: whether rank 0 redraws one progress
-    line.
+    resume: the checkpoint from which to continue; None starts at the first step.
     """
     with open_run(plan, folder, writes=True) as (run, stopping):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
@@ -76,7 +75,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None, line: bool) ->
             if plan.run.final_weights != "none":
                 run.check_weights_folder(folder / WEIGHTS)  # now, rather than after all steps
             totals = RunTotals()
-            reporter = _start_reporter(run, folder, totals, resume, line) if run.world.rank == 0 else None
+            reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
                     stopping.call_at_signal(run.stop)
@@ -135,7 +134,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             stopping.limit_cleanup(stopping.exit_code)
 
 
-def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None, line: bool) -> Reporter:
+def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None) -> Reporter:
     """Writes the plan and the start record, counts the steps already taken, prints the run's size, and returns the reporter of
     its steps. Only rank 0 calls it.
     """
@@ -150,7 +149,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
-    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, line=line, notes=run.notes)
+    reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
     print_line("\n".join((opening_text(run, num_bytes), *run.notes)))
     if run.plan.model.config.compile:
         run.readers.append(CompileNote(run.notes, count_graphs, recompile_reasons))

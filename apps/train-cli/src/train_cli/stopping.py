@@ -50,9 +50,6 @@ ELASTIC = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets for its workers, which also die with it."""
 
 _WAKE = b"\0"
-_SHOW_CURSOR = b"\x1b[?25h"
-"""Shows the cursor, which a progress line may have hidden."""
-
 _PR_SET_PDEATHSIG = 1
 
 _has_launcher = False
@@ -261,7 +258,5 @@ class Stopping(AbstractContextManager["Stopping"]):
 
 def _exit_now(code: int) -> None:
     """Ends this process at once, from any thread; unflushed buffers are lost."""
-    if os.isatty(2):
-        os.write(2, _SHOW_CURSOR)
     _kill_workers()
     os._exit(code)

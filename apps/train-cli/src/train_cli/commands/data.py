@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset, Dataset, TextIds
     from sley_core.plan.plan import Component
 
-data = typer.Typer(no_args_is_help=True, help="Show the data as a plan's model receives it.")
+data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the data as a plan's model receives it.")
 
 _MAX_COUNTED = 10_000
 """The number of samples that are counted for a dataset that does not count them itself."""

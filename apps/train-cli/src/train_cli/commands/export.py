@@ -27,7 +27,7 @@ from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merged_we
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
-from train_cli.console import BestOption, print_line
+from train_cli.console import BestOption, format_count, print_line
 from train_cli.saved import open_weights
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def export(
         num_files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
     else:
         num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
-    print_line(f"weights in {'1 file' if num_files == 1 else f'{num_files} files'}: {out}")
+    print_line(f"weights in {format_count(num_files, 'file')}: {out}")
 
 
 def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:

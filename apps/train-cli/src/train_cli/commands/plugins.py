@@ -4,15 +4,13 @@ plugin package, which passes its tests, as a starting point.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from enum import StrEnum
 from importlib.util import find_spec
 from keyword import iskeyword
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic.fields import FieldInfo
@@ -21,9 +19,10 @@ from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, PlanError, PluginError, U
 from sley_core.plan.document import to_plain_data
 from sley_core.plan.kinds import COMPONENTS, type_name
 from sley_core.plan.loader import CORE, FIRST_PARTY, Loader, Plugin, find_plugins
+from sley_core.plan.plan import format_value
 from sley_core.table import describe_type
 from train_cli import templates
-from train_cli.console import FormatOption, OutputFormat, print_line
+from train_cli.console import print_line
 from train_cli.main import import_optional
 
 
@@ -34,82 +33,60 @@ def plugins(
     dist: Annotated[
         str | None, typer.Argument(help="With `check`: an installed distribution, such as sley-dp.", show_default=False)
     ] = None,
-    output_format: FormatOption = OutputFormat.text,
 ) -> None:
     """List the installed plugins and their records; with NAME, the options, types and defaults of its records.
 
     `plugins check DIST` runs the contract tests of every record in DIST.
     """
     if name == "check":
-        raise typer.Exit(_check_distribution(dist, output_format))
+        raise typer.Exit(_check_distribution(dist))
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = Loader()
     if name is None:
-        content = [_plugin_entry(plugin, loader) for plugin in loader.names()]
-        text = _entries_text(content)
+        lines = [line for plugin in loader.names() for line in _plugin_lines(plugin, loader)]
     else:
         plugin_name, _, record_name = name.partition(".")
-        content = list(_record_descriptions(loader.load(plugin_name), record_name))
-        text = _descriptions_text(content)
-    typer.echo(json.dumps(content, indent=2) if output_format is OutputFormat.json else text)
+        lines = list(_record_lines(loader.load(plugin_name), record_name))
+    typer.echo("\n".join(lines))
 
 
-def _check_distribution(dist: str | None, output_format: OutputFormat) -> int:
+def _check_distribution(dist: str | None) -> int:
     """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
     if dist is None:
         raise UsageError(
             "plugins", "`plugins check` needs a distribution", hint="use `train-cli plugins check sley-dp`, for example"
         )
     certify = import_optional("testing", "sley_testing.certify", "`train-cli plugins check`").certify
-    verdicts = []
+    statuses = []
     for verdict in certify(dist):
-        verdicts.append(verdict)
-        if output_format is OutputFormat.text:
-            typer.echo(verdict)
-    if output_format is OutputFormat.json:
-        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
-    if not verdicts:
+        statuses.append(verdict.status)
+        typer.echo(verdict)
+    if not statuses:
         message = f"`{dist}` is not installed, or has no plugin for Sley"
         raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed ones")
-    return EXIT_RUN_FAILED if any(verdict.status == "failed" for verdict in verdicts) else EXIT_OK
+    return EXIT_RUN_FAILED if "failed" in statuses else EXIT_OK
 
 
-def _plugin_entry(name: str, loader: Loader) -> dict[str, Any]:
-    """Returns the JSON entry of one plugin, with the error if it cannot be loaded."""
-    dists = loader.sources(name)
-    entry: dict[str, Any] = {
-        "name": name,
-        "dist": ", ".join(dist.dist for dist in dists),
-        "version": ", ".join(dist.version for dist in dists),
-        "records": {},
-        "error": None,
-    }
+def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:
+    """Yields the plugin with its distributions, and a line per kind of record; or the error if it cannot be loaded."""
+    yield f"{name}  ({', '.join(f'{dist.dist} {dist.version}' for dist in loader.sources(name))})"
     try:
         records = loader.load(name).records.values()
     except PluginError as error:
-        entry["error"] = error.diagnostics[0].message
-    else:
-        for record in records:
-            entry["records"].setdefault(type_name(type(record)), []).append(f"{name}.{record.name}")
-    return entry
+        yield f"  broken: {error.diagnostics[0].message}"
+        return
+    names: dict[str, list[str]] = {}
+    for record in records:
+        names.setdefault(type_name(type(record)), []).append(f"{name}.{record.name}")
+    for kind, record_names in names.items():
+        yield f"  {f'{kind}:':{_KIND_COLUMNS}} {', '.join(record_names)}"
 
 
-def _entries_text(entries: list[dict[str, Any]]) -> str:
-    lines = []
-    width = max((len(record_type) + 1 for entry in entries for record_type in entry["records"]), default=0)
-    for entry in entries:
-        lines.append(f"{entry['name']}  ({entry['dist']} {entry['version']})")
-        if entry["error"]:
-            lines.append(f"  broken: {entry['error']}")
-        for record_type, names in entry["records"].items():
-            lines.append(f"  {record_type + ':':{width}} {', '.join(names)}")
-    return "\n".join(lines)
+def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
+    """Yields each record of the plugin with its summary and options. record_name: the name of a record, or "" for all.
 
-
-def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str, Any]]:
-    """Yields a JSON description of each record of the plugin. record_name: the name of a record, or "" for all. Raises
-    PlanError "unknown-record" if there is none.
+    Raises PlanError "unknown-record" if there is none.
     """
     records = [record for record in plugin.records.values() if record_name in ("", record.name)]
     if not records:
@@ -117,55 +94,30 @@ def _record_descriptions(plugin: Plugin, record_name: str) -> Iterator[dict[str,
         listed = f"use one of {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
-    headers = {spec.record_type: spec.header for spec in COMPONENTS}
+    headers = {spec.record_type: f", for {spec.header}" for spec in COMPONENTS}
     for record in records:
-        yield {
-            "name": f"{plugin.name}.{record.name}",
-            "kind": type_name(type(record)),
-            "table": headers.get(type(record)),
-            "summary": " ".join((record.config.__doc__ or "").split()),
-            "options": [_option_entry(key, info) for key, info in record.config.model_fields.items()],
-        }
+        yield f"{plugin.name}.{record.name}  ({type_name(type(record))}{headers.get(type(record), '')})"
+        if summary := " ".join((record.config.__doc__ or "").split()):
+            yield f"  {summary}"
+        for key, option in record.config.model_fields.items():
+            yield f"  {key}: {describe_type(option.annotation, option.metadata)}{_default_text(option)}"
+            yield from (f"      {line}" for line in (option.description or "").splitlines())
 
 
-def _option_entry(key: str, info: FieldInfo) -> dict[str, Any]:
-    """Returns the JSON entry of one option: its name, type, default and description."""
-    option: dict[str, Any] = {
-        "name": key,
-        "takes": describe_type(info.annotation, info.metadata),
-        "required": info.is_required(),
-    }
-    if not info.is_required():
-        option["default"] = "computed" if info.default_factory is not None else to_plain_data(info.default)
-    return {**option, "description": info.description}
-
-
-def _descriptions_text(records: list[dict[str, Any]]) -> str:
-    lines = []
-    for record in records:
-        table = f", for {record['table']}" if record["table"] else ""
-        lines.append(f"{record['name']}  ({record['kind']}{table})")
-        if record["summary"]:
-            lines.append(f"  {record['summary']}")
-        for option in record["options"]:
-            lines.append(f"  {option['name']}: {option['takes']}{_default_text(option)}")
-            lines += [f"      {line}" for line in (option["description"] or "").splitlines()]
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _default_text(option: dict[str, Any]) -> str:
-    if option["required"]:
+def _default_text(option: FieldInfo) -> str:
+    if option.is_required():
         return " (required)"
-    default = option["default"]
-    if default == "computed":
+    if option.default_factory is not None:
         return " = computed from other options"
-    # JSON and TOML differ only in tables, and a default table is empty.
-    return " (optional)" if default is None else f" = {json.dumps(default)}"
+    default = to_plain_data(option.default)
+    return " (optional)" if default is None else f" = {format_value(default)}"
 
 
 SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY})
 """Sley's plugins, installed or not. Other plugins must not have these names."""
+
+_KIND_COLUMNS = 24
+"""The width of the kinds of records in the list of plugins."""
 
 _SUFFIX = ".in"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

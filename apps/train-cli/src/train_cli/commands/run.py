@@ -19,9 +19,8 @@ from sley_core.errors import PlanError, UsageError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
-from train_cli.console import MessageFormat, PlanArgument, SetOption, Settings, print_fault, print_line
+from train_cli.console import PlanArgument, SetOption, Settings, format_count, print_fault, print_line
 from train_cli.preflight import RankFaults, refuse_single_process_worlds
-from train_cli.progress import draws_line, format_rank_count
 from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
 from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
 from train_cli.stopping import terminated_s
@@ -48,13 +47,11 @@ def run(
     nproc: Annotated[
         int | None, typer.Option("--nproc", metavar="N", min=1, help="The number of local ranks, if the plan does not set it.")
     ] = None,
-    no_progress: Annotated[bool, typer.Option("--no-progress", help="Print lines instead of redrawing one line.")] = False,
 ) -> None:
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
     changes = overrides or []
     refuse_single_process_worlds(os.environ)
-    line = draws_line(sys.stderr, is_allowed=not no_progress)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
         raise UsageError("nproc", "`--nproc` cannot be used with a launcher, which has already started the ranks")
@@ -70,23 +67,23 @@ def run(
         keeps_folder = continues_in_folder(resolved, resume) or is_restart(folder)
         if not is_rank:
             check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
-            if sys.stderr.isatty() and settings.message_format is not MessageFormat.json:
+            if sys.stderr.isatty():
                 # Importing torch takes seconds, in this process and in each rank.
-                print_line(f"starting {resolved.run.name} on {format_rank_count(size)}")
+                print_line(f"starting {resolved.run.name} on {format_count(size, 'rank')}")
             from train_cli.meta_model import check_model
 
             check_model(resolved, size)
         if not is_rank or os.environ["RANK"] == "0":
             stack.enter_context(locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
         if not is_rank and size > 1:
-            arguments = {"path": str(plan), "changes": changes, "resume": start, "line": line}
+            arguments = {"path": str(plan), "changes": changes, "resume": start}
             code = _launch(arguments, size, folder, settings, resolved)
         else:
             from train_cli.rank import train
 
             if faults is not None:
                 faults.has_begun = True
-            code = train(resolved, folder, resume=start, line=line)
+            code = train(resolved, folder, resume=start)
     raise typer.Exit(code)
 
 

@@ -2,182 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sley_core.actions.action import Kind
 from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, Timeline, simulate
-from sley_core.errors import KeyPath, PlanError, UsageError, format_path
+from sley_core.errors import KeyPath, PlanError, UsageError
 from sley_core.plan.load import load_plan
-from sley_core.plan.plan import Plan, iterate_values
+from sley_core.plan.plan import Plan, format_value, iterate_values
 from sley_core.records import GradientHandlerRecord
 from sley_core.topology import GroupEntry, Topology
-from train_cli.console import (
-    FormatOption,
-    NodesOption,
-    OutputFormat,
-    PerNodeOption,
-    PlanArgument,
-    SetOption,
-    WorldOption,
-    world_size,
-)
+from train_cli.console import NodesOption, PerNodeOption, PlanArgument, SetOption, WorldOption, format_count, world_size
 from train_cli.main import import_optional
-
-MAX_RANKS = 32
-"""The maximum number of ranks to list."""
-
-_MAX_GROUPS = 4
-"""The maximum number of groups of an axis to list."""
-
-
-def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`; in a large world, of the first ranks and the last."""
-    yield "  rank  stage    dp    sp   wdp    wp"
-    is_large = rank is None and topology.world > MAX_RANKS
-    for number in (*range(MAX_RANKS), topology.world - 1) if is_large else _shown_ranks(topology, rank):
-        coordinates = topology.coordinates(number)
-        yield "".join(
-            f"{index:6}"
-            for index in (coordinates.rank, coordinates.stage, coordinates.dp, coordinates.sp, coordinates.wdp, coordinates.wp)
-        )
-    if is_large:
-        yield f"  of {topology.world} ranks; --rank N shows one rank, --format json all"
-
-
-def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line per axis and channel with its groups, in the order of `entries`, or the first and last of many."""
-    lines: dict[tuple[str, str], list[GroupEntry]] = {}
-    for entry in entries:  # the channels of a group follow each other
-        lines.setdefault((entry.axis, entry.channel), []).append(entry)
-    for (axis, channel), groups in lines.items():
-        name = axis if channel == "main" else f"{axis}.{channel}"
-        text = "  ".join(group.label for group in groups[:_MAX_GROUPS])
-        if len(groups) > _MAX_GROUPS:
-            first, second, last = groups[0], groups[1], groups[-1]
-            text = f"{len(groups)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
-        yield f"  {name:14} {groups[0].backend:7} {text}"
-
 
 WIDTH = 110
 """The number of columns without a terminal."""
 
+_ORIGIN_COLUMN = 44
+"""The column of the origins of values."""
 
-def timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields the drawing of the schedule, and each stage's idle share and peak. A full backward costs two forwards.
+_MAX_RANKS = 32
+"""The maximum number of ranks to list."""
 
-    Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
-    """
-    if plan.pipeline is None:
-        hint = 'add [pipeline] with `use = "pp.one_f_one_b"` of sley-pp, and `pp = 2` to [parallel]'
-        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
-    schedule = plan.pipeline.build()
-    num_micro_batches = plan.num_micros(topology)
-    try:
-        placement = schedule.placement(topology.pp)
-        lists = lower(schedule.lists(topology.pp, num_micro_batches), placement, num_micro_batches)
-    except PlanError as error:
-        raise plan.add_places(error) from None
-    simulation = simulate(lists, placement, Costs.even(placement.num_positions))
-    sizes = f"{_count_text(topology.pp, 'stage')}, {_count_text(num_micro_batches, 'microbatch', 'es')}"
-    yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
-    yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
-    for stage, peak in enumerate(simulation.peaks):
-        idle = simulation.timeline.idle_share(stage)
-        yield f"  stage {stage}: idle {idle:.1%}, holds at most {_count_text(peak.pairs, 'microbatch', 'es')} of a chunk"
-
-
-def _count_text(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else plural}"
-
-
-FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
-NAMES = {
-    Kind.FORWARD: "F forward",
-    Kind.BACKWARD: "B backward",
-    Kind.INPUT_GRADIENT: "I input gradients",
-    Kind.WEIGHT_GRADIENT: "W weight gradients",
-}
-COLUMNS_PER_ACTION = 3
-"""The number of columns of the shortest action, if the width allows it: room for a label of two characters."""
-
-CUT = " / "
-"""Marks the omitted middle of a long step."""
-
-LEAST_ROOM = 16
-"""The least number of columns of a shortened row."""
-
-
-def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Returns a timeline as text for a terminal of any width, with a legend.
-
-        stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
-        stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
-
-    Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and
-    fills its time. Dots are time in which no action runs. Small letters are all chunks but the first. The middle of a step with
-    too many actions for the width is omitted.
-    """
-    stages = range(timeline.stages)
-    notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]
-    indent = len(f"stage {timeline.stages - 1}  ")
-    max_columns = max(1, width - indent - max(map(len, notes)))
-    scale = _columns_per_second(timeline, max_columns)
-    rows = [_shorten(_draw_row(timeline, stage, scale), max_columns) for stage in stages]
-    lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]
-    kinds = {span.action.kind for span in timeline.spans}
-    legend = [name for kind, name in NAMES.items() if kind in kinds]
-    if last_chunk := max((span.action.chunk for span in timeline.spans), default=0):
-        legend.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
-    lines += [", ".join(legend)] if legend else []
-    if (columns := round(timeline.makespan_s * scale)) > max_columns:
-        lines.append(f"/: {columns - max_columns + len(CUT)} of {columns} columns are hidden; use a wider terminal to see more")
-    return "\n".join(lines) + "\n"
-
-
-def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
-    """Returns the number of columns per second. The drawing may be wider than `max_columns`.
-
-    The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
-    """
-    lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
-    if not lengths:
-        return 0.0
-    columns = min(COLUMNS_PER_ACTION, max_columns * min(lengths) / timeline.makespan_s)
-    if columns < 1 and max_columns >= LEAST_ROOM and min(lengths) >= max(lengths) / 10:
-        columns = 1
-    return (int(columns) if columns >= 1 else columns) / min(lengths)
-
-
-def _draw_row(timeline: Timeline, stage: int, scale: float) -> str:
-    cells = ["."] * round(timeline.makespan_s * scale)
-    for span in timeline.stage_spans(stage):
-        first, end = round(span.start_s * scale), round(span.end_s * scale)
-        letter = span.action.kind.value if span.action.chunk == 0 else span.action.kind.value.lower()
-        text = f"{letter}{span.action.micro}"
-        cells[first:end] = (
-            text[0] * (end - first) if end - first < len(text) else text.ljust(end - first, FILL[span.action.kind])
-        )
-    return "".join(cells)
-
-
-def _shorten(row: str, max_columns: int) -> str:
-    """Returns `row` without its middle, so that it fits in `max_columns` columns."""
-    if len(row) <= max_columns:
-        return row
-    tail = (max_columns - len(CUT)) // 2
-    return row[: max_columns - len(CUT) - tail] + CUT + row[len(row) - tail :]
-
-
-_COLUMN = 44
-"""The column of the origins."""
+_MAX_GROUPS = 4
+"""The maximum number of groups of an axis to list."""
 
 
 def show(
@@ -187,7 +40,6 @@ def show(
     nodes: NodesOption = None,
     per_node: PerNodeOption = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Show one rank and its groups.")] = None,
-    output_format: FormatOption = OutputFormat.text,
     timeline: Annotated[bool, typer.Option("--timeline", help="Draw the pipeline's step.")] = False,
     machine: Annotated[
         Path | None,
@@ -205,95 +57,156 @@ def show(
     if timeline and machine is not None:
         estimates = import_optional("estimate", "sley_estimate.commands.estimate", "`show --timeline --machine`")
         machine_file = estimates.load_machine_with_ranks(machine, per_node)
-        typer.echo("\n".join(estimates.draw_step(resolved, topology.world, machine_file)))
+        lines = estimates.draw_step(resolved, topology.world, machine_file)
     elif timeline:
-        typer.echo("\n".join(timeline_lines(resolved, topology)))
-    elif output_format is OutputFormat.json:
-        typer.echo(json.dumps(_json_output(resolved, topology, rank), indent=2))
+        lines = _timeline_lines(resolved, topology)
     else:
-        typer.echo("\n".join(_text_output(resolved, topology, rank)))
+        lines = _plan_lines(resolved, topology, rank)
+    typer.echo("\n".join(lines))
 
 
-def _json_output(plan: Plan, topology: Topology, rank: int | None) -> dict[str, Any]:
-    """Returns the JSON output of `show`."""
-    return {
-        "plan": [
-            {"path": format_path(path), "value": value, "origin": _origin_entry(plan, path)}
-            for path, value in iterate_values(plan.tables)
-        ],
-        "digest": plan.digest,
-        "world": topology.world,
-        "ranks": [asdict(topology.coordinates(number)) for number in _shown_ranks(topology, rank)],
-        "groups": [
-            {"axis": group.axis, "channel": group.channel, "backend": group.backend, "ranks": list(group.ranks)}
-            for group in _shown_groups(topology, rank)
-        ],
-        "gradient_handlers": list(_handler_entries(plan)),
-    }
-
-
-def _handler_entries(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yields the JSON entries of the gradient handlers. tolerance: the allowed relative error; 0 for exact handlers."""
-    for handler in plan.gradient_handlers:
+def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields the plan as TOML with the origin of each value as a comment, the ranks, the groups and the gradient handlers."""
+    table: KeyPath = ()
+    # Top-level keys come first: after a header they would belong to that table.
+    for path, value in sorted(iterate_values(plan.tables), key=lambda item: len(item[0]) > 1):
+        if path[:-1] != table:
+            table = path[:-1]
+            name = ".".join(part for part in table if isinstance(part, str))
+            yield f"\n[[{name}]]" if isinstance(table[-1], int) else f"\n[{name}]"
+        yield f"{f'{path[-1]} = {format_value(value)}':{_ORIGIN_COLUMN}}  # {plan.origin(path)}"
+    sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
+    yield f"\n# world of {topology.world}: {sizes}"
+    yield from rank_lines(topology, rank)
+    yield "\n# groups, in the order in which all ranks make them"
+    yield from group_lines([group for group in topology.groups() if rank is None or rank in group.ranks])
+    yield "\n# gradient handlers: this is the order of their collectives on every rank"
+    for number, handler in enumerate(plan.gradient_handlers, start=1):
         assert isinstance(handler.record, GradientHandlerRecord), handler
         tolerance = handler.record.tolerance_for(handler.config)
-        yield {"name": handler.name, "role": handler.record.role, "tolerance": tolerance}
-
-
-def _origin_entry(plan: Plan, path: KeyPath) -> dict[str, Any] | None:
-    """Returns the location of a value in a file or `--set` option; None for a default."""
-    origin = plan.document.origin(path)
-    return None if origin is None else {"file": origin.file, "line": origin.line or None, "column": origin.column or None}
-
-
-def _shown_ranks(topology: Topology, rank: int | None) -> Iterable[int]:
-    return range(topology.world) if rank is None else (rank,)
-
-
-def _shown_groups(topology: Topology, rank: int | None) -> Iterator[GroupEntry]:
-    return (group for group in topology.groups() if rank is None or rank in group.ranks)
-
-
-def _text_output(plan: Plan, topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields the text output of `show`."""
-    yield from _plan_lines(plan)
-    yield ""
-    sizes = ", ".join(f"{name} {getattr(topology, name)}" for name in ("pp", "dp", "sp", "wdp", "wp"))
-    yield f"# world of {topology.world}: {sizes}"
-    yield from rank_lines(topology, rank)
-    yield ""
-    yield "# groups, in the order in which all ranks make them"
-    yield from group_lines(list(_shown_groups(topology, rank)))
-    yield ""
-    yield "# gradient handlers: this is the order of their collectives on every rank"
-    for number, handler in enumerate(_handler_entries(plan), start=1):
-        role = f"{handler['role']}, not exact: within {handler['tolerance']:g}" if handler["tolerance"] else handler["role"]
-        yield f"{number:4}  {handler['name']}  ({role})"
+        suffix = f", not exact: within {tolerance:g}" if tolerance else ""
+        yield f"{number:4}  {handler.name}  ({handler.record.role}{suffix})"
     if not plan.gradient_handlers:
         yield "  none"
 
 
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yields the plan as valid TOML, with the origin of each value as a comment."""
-    table: KeyPath = ()
-    # Top-level keys come first: after a header they would belong to that table.
-    for path, value in sorted(iterate_values(plan.tables), key=lambda leaf: len(leaf[0]) > 1):
-        if path[:-1] != table:
-            table = path[:-1]
-            yield ""
-            yield _header(table)
-        yield f"{f'{path[-1]} = {_toml_value(value)}':{_COLUMN}}  # {plan.origin(path)}"
+def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
+    """Yields a table of the coordinates of all ranks, or of `rank`; in a large world, of the first ranks and the last."""
+    yield "  rank  stage    dp    sp   wdp    wp"
+    is_large = rank is None and topology.world > _MAX_RANKS
+    last = topology.world - 1
+    for number in (rank,) if rank is not None else (*range(_MAX_RANKS), last) if is_large else range(topology.world):
+        place = topology.coordinates(number)
+        yield "".join(f"{index:6}" for index in (place.rank, place.stage, place.dp, place.sp, place.wdp, place.wp))
+    if is_large:
+        yield f"  of {topology.world} ranks; --rank N shows another rank"
 
 
-def _toml_value(value: Any) -> str:
-    """Returns a value as TOML on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(_toml_value(item) for item in value)}]"
-    import tomli_w
+def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
+    """Yields a line per axis and channel with its groups, in the order of `entries`, or the first and last of many."""
+    groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
+    for entry in entries:
+        groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
+    for (axis, channel), groups in groups_by_channel.items():
+        name = axis if channel == "main" else f"{axis}.{channel}"
+        text = "  ".join(group.label for group in groups[:_MAX_GROUPS])
+        if len(groups) > _MAX_GROUPS:
+            first, second, last = groups[0], groups[1], groups[-1]
+            text = f"{len(groups)} groups of {len(first.ranks)}: {first.label}  {second.label}  ...  {last.label}"
+        yield f"  {name:14} {groups[0].backend:7} {text}"
 
-    return tomli_w.dumps({"value": value}).partition("=")[2].strip() if value != {} else "{}"
+
+def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
+    """Yields the drawing of the schedule, and each stage's idle share and peak. A full backward costs two forwards.
+
+    Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
+    """
+    if plan.pipeline is None:
+        hint = 'add [pipeline] with `use = "pp.one_f_one_b"` of sley-pp, and `pp = 2` to [parallel]'
+        raise PlanError("no-pipeline", "the plan has no [pipeline], so there is no timeline to draw", hint=hint)
+    schedule = plan.pipeline.build()
+    num_micro_batches = plan.num_micros(topology)
+    try:
+        placement = schedule.placement(topology.pp)
+        lists = lower(schedule.lists(topology.pp, num_micro_batches), placement, num_micro_batches)
+    except PlanError as error:
+        raise plan.add_places(error) from None
+    simulation = simulate(lists, placement, Costs.even(placement.num_positions))
+    sizes = f"{format_count(topology.pp, 'stage')}, {format_count(num_micro_batches, 'microbatch', 'es')}"
+    yield f"# {plan.pipeline.name}: {sizes}; F, I and W take one unit of time each, B two"
+    yield draw_text(simulation.timeline, shutil.get_terminal_size((WIDTH, 24)).columns)
+    for stage, peak in enumerate(simulation.peaks):
+        idle = simulation.timeline.idle_share(stage)
+        yield f"  stage {stage}: idle {idle:.1%}, holds at most {format_count(peak.pairs, 'microbatch', 'es')} of a chunk"
 
 
-def _header(path: KeyPath) -> str:
-    name = ".".join(str(part) for part in path if isinstance(part, str))
-    return f"[[{name}]]" if isinstance(path[-1], int) else f"[{name}]"
+_FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "=", Kind.WEIGHT_GRADIENT: "~", Kind.CHUNK_DONE: " "}
+_NAMES = {
+    Kind.FORWARD: "F forward",
+    Kind.BACKWARD: "B backward",
+    Kind.INPUT_GRADIENT: "I input gradients",
+    Kind.WEIGHT_GRADIENT: "W weight gradients",
+}
+_COLUMNS_PER_ACTION = 3
+"""The number of columns of the shortest action, if the width allows it: room for a label of two characters."""
+
+_OMISSION = " / "
+"""Replaces the middle of a long step."""
+
+_MIN_COLUMNS = 16
+"""The number of columns of a row in a narrow terminal."""
+
+
+def draw_text(timeline: Timeline, width: int = 100) -> str:
+    """Returns a timeline as text for a terminal of `width` columns, with a legend.
+
+        stage 0  F0-F1-F2-F3-.........B0====B1====B2====B3====
+        stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
+
+    Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and
+    fills its time. Dots are time in which no action runs. Small letters are all chunks but the first. The middle of a step with
+    too many actions for the width is omitted.
+    """
+    stages = range(timeline.stages)
+    notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]
+    indent = len(f"stage {timeline.stages - 1}  ")
+    max_columns = max(_MIN_COLUMNS, width - indent - max(map(len, notes)))
+    scale = _columns_per_second(timeline, max_columns)
+    rows = [_draw_row(timeline, stage, scale, max_columns) for stage in stages]
+    lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]
+    kinds = {span.action.kind for span in timeline.spans}
+    legend = [name for kind, name in _NAMES.items() if kind in kinds]
+    if last_chunk := max((span.action.chunk for span in timeline.spans), default=0):
+        legend.append("small letters are chunk 1" if last_chunk == 1 else f"small letters are chunks 1 to {last_chunk}")
+    lines += [", ".join(legend)] if legend else []
+    if (columns := round(timeline.makespan_s * scale)) > max_columns:
+        num_hidden = columns - max_columns + len(_OMISSION)
+        lines.append(f"/: {num_hidden} of {columns} columns are hidden; use a wider terminal to see more")
+    return "\n".join(lines) + "\n"
+
+
+def _columns_per_second(timeline: Timeline, max_columns: int) -> float:
+    """Returns the number of columns per second. The drawing may be wider than `max_columns`.
+
+    The shortest action gets an integer number of columns if it gets at least one, so that equal actions look equal.
+    """
+    lengths = [span.end_s - span.start_s for span in timeline.spans if span.end_s > span.start_s]
+    if not lengths:
+        return 0.0
+    columns = min(_COLUMNS_PER_ACTION, max_columns * min(lengths) / timeline.makespan_s)
+    if columns < 1 and min(lengths) >= max(lengths) / 10:
+        columns = 1
+    return (int(columns) if columns >= 1 else columns) / min(lengths)
+
+
+def _draw_row(timeline: Timeline, stage: int, scale: float, max_columns: int) -> str:
+    cells = ["."] * round(timeline.makespan_s * scale)
+    for span in timeline.stage_spans(stage):
+        first, end = round(span.start_s * scale), round(span.end_s * scale)
+        letter = span.action.kind.value if span.action.chunk == 0 else span.action.kind.value.lower()
+        text, length = f"{letter}{span.action.micro}", end - first
+        cells[first:end] = letter * length if length < len(text) else text.ljust(length, _FILL[span.action.kind])
+    if (num_hidden := len(cells) - max_columns) > 0:
+        start = (max_columns - len(_OMISSION) + 1) // 2
+        cells[start : start + num_hidden + len(_OMISSION)] = _OMISSION
+    return "".join(cells)
