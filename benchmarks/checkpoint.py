@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from contestants import plan
 from protocol import RESAMPLES, interleave, parser
-from sley_checkpoint.folders import LocalFolder, file_crc
+from sley_checkpoint.folders import LocalFolder, compute_crc
 from sley_checkpoint.reader import CHUNK_BYTES
 from sley_core.api.state import bytes_of
 from sley_core.assemble import assemble
@@ -119,14 +119,14 @@ def parts(run: Run, count: int, folder: Path) -> dict[str, Callable[[], None]]:
     def save() -> None:
         copy()
         place.write("parts.bin", [bytes_of(one) for one in aside])
-        file_crc(place, "parts.bin")
+        compute_crc(place, "parts.bin")
 
     write()
     works = {
         "copies": copy,
         "adds up": add_up,
         "adds up, writes": write,
-        "reads, adds up": lambda: file_crc(place, "parts.bin"),
+        "reads, adds up": lambda: compute_crc(place, "parts.bin"),
         "all of these": save,
     }
     return {name: beside(run, count, work) for name, work in works.items()}

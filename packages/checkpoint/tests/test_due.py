@@ -128,7 +128,7 @@ def test_a_run_that_fails_has_no_checkpoint_of_the_step_in_which_it_did(texts, t
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_path, monkeypatch, mode):
+def test_a_last_save_that_failed_is_tried_once_more(texts, tmp_path, monkeypatch, mode):
     """A disk may have been full for a moment."""
     write = LocalFolder.write
     attempts = []
@@ -143,7 +143,7 @@ def test_a_last_save_that_failed_beside_training_is_tried_once_more(texts, tmp_p
     monkeypatch.setattr(LocalFolder, "write", fail_once)
     run = train(plan(checkpoint={"every_steps": 3, "mode": mode}), texts, tmp_path)
     assert len(run.notes) == run.counts["checkpoint"]["failed"] == 1
-    assert checkpoint_names(tmp_path)[-1] == ("step-00000006" if mode == "async" else "step-00000003")
+    assert checkpoint_names(tmp_path)[-1] == "step-00000006"
 
 
 def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
@@ -160,8 +160,7 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     run = train(plan(checkpoint={"every_steps": 2}), texts, tmp_path, lose)
     assert run.num_steps_done == 6
     assert run.counts["checkpoint"]["failed"] == 4, "of three steps, and the last once more"
-    assert any("could not be written" in note and "the run continues" in note for note in run.notes)
-    assert run.notes[-1].endswith("the run ends without this checkpoint")
+    assert any("could not be written" in note and "training is not affected" in note for note in run.notes)
 
 
 def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):

@@ -58,8 +58,8 @@ def copy_other(file: Path, other: Path) -> None:
 DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
     ("rank-00000.safetensors", flip_bit): "does not match its checksum",
     ("rank-00000.safetensors", flip_bit_in_header): "does not match its checksum",
-    ("rank-00000.safetensors", truncate): "is truncated",
-    ("rank-00000.safetensors", remove_content): "is truncated",
+    ("rank-00000.safetensors", truncate): "has ",
+    ("rank-00000.safetensors", remove_content): "has 0 of",
     ("rank-00000.safetensors", delete): "is missing",
     ("rank-00000.safetensors", copy_other): "does not match its checksum",
     (INDEX, flip_bit): "is damaged",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
-from sley_checkpoint.reader import INDEX, Checkpoint, Damage, complete_checkpoints, examine, index_or_none
+from sley_checkpoint.reader import INDEX, Checkpoint, Damage, examine, list_checkpoints, try_read_index
 from sley_checkpoint.saving import SavePreparation
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
@@ -33,12 +33,11 @@ class AnyLayout(Checkpointer):
         self.state = state
         self.folder = None if state.folder is None else open_folder(state.folder).text
         self._counts = dict.fromkeys(("saved", "failed", "seconds_blocked", "seconds_waited"), 0.0)
-        self._is_save_requested = self._is_probed = False
+        self._is_save_requested = False
         self._background_writer: BackgroundWriter | None = None
         self._host = HostCopies(state.parts.world.device)
-        self._saved_step = -1
+        self._saved_step = -1  # the step of the last save that is complete or in progress
         self._save_time = time.monotonic()
-        self._is_written = False
         self._preparation = SavePreparation(state)
         self._control = state.parts.groups["control"]
         state.parts.events.gradients_done.append(self.copy_unwritten_state)
@@ -56,11 +55,9 @@ class AnyLayout(Checkpointer):
             writer.run()
         except RunError as error:
             failure = format_cause(error)
-        if path is None:  # a copy at another path does not count as a checkpoint of the run
-            self._saved_step, self._is_written = step, False
         self._check_success(failure)
-        self._is_written = self._is_written or path is None
-        if path is None:
+        if path is None:  # a copy at another path does not count as a checkpoint of the run
+            self._saved_step = step
             self.state.attempt.record_save(step)
         return writer.target.text
 
@@ -70,11 +67,16 @@ class AnyLayout(Checkpointer):
         Raises the same RunError `checkpoint-folder` on all ranks if a rank cannot write to the folder, the ranks see different
         folders, or another run uses the folder.
         """
-        if self.table is None or self.folder is None or self._is_probed:
+        if self.table is None or self.folder is None:
             return
         folder, timeout_s = self.folder, self.state.plan.limits.collective_timeout_s
-        probe(folder, partial(_probe_folder, folder), self._control, timeout_s, lambda: self._preparation.problem(folder))
-        self._is_probed = True
+        probe(
+            folder,
+            partial(_probe_folder, folder),
+            self._control,
+            timeout_s,
+            lambda: self._preparation.find_problem(open_folder(folder)),
+        )
 
     def is_due(self, step: int) -> bool:
         """Returns whether to save after `step`, the same on all ranks.
@@ -102,54 +104,43 @@ class AnyLayout(Checkpointer):
         If the save fails, adds a note, counts the failure, and the run continues.
         """
         assert self.table is not None, "no save is due without a table"
-        with self._tolerate_failure():
+        with self._tolerate_failure("seconds_blocked"):
             self.finish()
-            self._saved_step, self._is_written = step, False
             self._save_time, self._is_save_requested = time.monotonic(), False
             if self.table.mode == "sync":
                 self.save(None, step)
             else:
-                writer = self._prepare(None, step)
-                self._background_writer = BackgroundWriter(writer, self._host)
+                self._background_writer = BackgroundWriter(self._prepare(None, step), self._host)
+                self._saved_step = step
 
     def finish_training(self, step: int, *, was_stopped: bool) -> None:
         """Finishes the save in progress, and saves the run after its last step or, with `on_interrupt`, after an early stop.
 
         All ranks call it after their last step. If the run has done all its steps, a failed save only adds a note.
         """
-        has_background_save = self._background_writer is not None
         self.finish()
-        table = self.table
-        if table is None:
+        if self.table is None or step == self._saved_step:
             return
-        if not was_stopped or step == self.state.plan.run.steps:
-            if step != self._saved_step or (has_background_save and not self._is_written):
-                self._save_last(step)  # retries a failed background save, but not a failed blocking save
-        elif table.on_interrupt and not (step == self._saved_step and self._is_written):
-            self.save(None, step)
-
-    def _save_last(self, step: int) -> None:
-        """Saves the run after its last step; adds a note if the run has no folder or the save fails."""
-        if self.folder is None:
+        if was_stopped and step != self.state.plan.run.steps:
+            if self.table.on_interrupt:
+                self.save(None, step)
+        elif self.folder is None:
             self.state.notes.append("the run has no folder, so no checkpoint of its last step is saved")
-            return
-        with self._tolerate_failure("the run ends without this checkpoint"):
-            self.save(None, step)
+        else:
+            with self._tolerate_failure("seconds_blocked"):
+                self.save(None, step)
 
     @contextmanager
-    def _tolerate_failure(self, consequence: str = "the run continues without this checkpoint") -> Iterator[None]:
-        """Returns a context manager that turns a failed save into a note and counts the seconds of the save.
-
-        consequence: the end of the note.
-        """
+    def _tolerate_failure(self, count: str) -> Iterator[None]:
+        """Returns a context manager that turns a failed save into a note, and adds the seconds of the block to `count`."""
         start = time.perf_counter()
         try:
             yield
         except RunError as error:
             if error.diagnostics[0].code != FAILURE_CODE:
                 raise
-            self._record_failure(format_cause(error), consequence)
-        self._counts["seconds_blocked"] += time.perf_counter() - start
+            self._record_failure(format_cause(error))
+        self._counts[count] += time.perf_counter() - start
 
     def copy_unwritten_state(self) -> None:
         """Makes the update wait for the copies of a save in progress."""
@@ -159,17 +150,11 @@ class AnyLayout(Checkpointer):
     def finish(self) -> None:
         """Waits for the save in progress on all ranks, and records its success or failure. All ranks call it."""
         background, self._background_writer = self._background_writer, None
-        if background is None:
-            return
-        start = time.perf_counter()
-        background.wait()
-        try:
-            self._check_success(background.failure)
-            self._is_written = True
-            self.state.attempt.record_save(background.writer.index.step)
-        except RunError as error:
-            self._record_failure(format_cause(error))
-        self._counts["seconds_waited"] += time.perf_counter() - start
+        if background is not None:
+            with self._tolerate_failure("seconds_waited"):
+                background.wait()
+                self._check_success(background.failure)
+                self.state.attempt.record_save(background.writer.index.step)
 
     def close(self) -> None:
         """Finishes the save in progress, or cancels it if the other ranks do not answer. Does not communicate."""
@@ -200,9 +185,10 @@ class AnyLayout(Checkpointer):
             raise RunError(FAILURE_CODE, next(filter(None, failures)))
         self._counts["saved"] += 1
 
-    def _record_failure(self, failure: str, consequence: str = "the run continues without this checkpoint") -> None:
+    def _record_failure(self, failure: str) -> None:
+        self._saved_step = -1
         self._counts["failed"] += 1
-        self.state.notes.append(f"{failure}; {consequence}")
+        self.state.notes.append(f"{failure}; training is not affected")
 
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it.
@@ -227,7 +213,7 @@ class AnyLayout(Checkpointer):
             hint = "pass the path of the checkpoint to continue from another run"
             raise RunError("checkpoint-mismatch", message, hint=hint)
         notes = [*candidates.notes, *self.state.restore(checkpoint)]
-        self._saved_step, self._is_written, self._save_time = checkpoint.step, True, time.monotonic()
+        self._saved_step, self._save_time = checkpoint.step, time.monotonic()
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
     def _run_folder(self) -> str:
@@ -303,10 +289,10 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
         folder = open_folder(state.folder or "" if path is None else path)
         try:
             if path is None:
-                candidates = _resumable_checkpoints(state, folder, allow_fresh_start=allow_fresh_start)
+                candidates = _list_resumable(state, folder, allow_fresh_start=allow_fresh_start)
             else:
                 has_index = INDEX in folder.names()
-                candidates = Candidates([folder.text] if has_index else _child_paths(folder, complete_checkpoints(folder)))
+                candidates = Candidates([folder.text] if has_index else _child_paths(folder, list_checkpoints(folder)))
         except SleyError as error:
             diagnostic = error.diagnostics[0]
             problem = diagnostic.code, diagnostic.message, diagnostic.hint
@@ -321,20 +307,20 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
     return Candidates(*fields)
 
 
-def _resumable_checkpoints(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> Candidates:
+def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> Candidates:
     """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
 
     Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
     does not know wrote the checkpoints.
     """
-    names = complete_checkpoints(folder)
+    names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
         return Candidates(_child_paths(folder, names))
     attempt = state.attempt.latest
     own_names: list[str] = []
     foreign_names: list[str] = []
     for name in names:
-        index = index_or_none(folder.child(name))
+        index = try_read_index(folder.child(name))
         # An unreadable checkpoint stays a candidate, so that its damage is reported.
         is_own = index is None or (attempt is not None and attempt.shares_steps(index.lineage, index.step))
         (own_names if is_own else foreign_names).append(name)

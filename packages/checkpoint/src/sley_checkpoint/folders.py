@@ -15,7 +15,7 @@ from sley_core.errors import UsageError, format_cause
 
 
 class FileDigest(NamedTuple):
-    """Holds the size in bytes and the CRC-32 of a new file."""
+    """Holds the size in bytes and the CRC-32 of a file."""
 
     num_bytes: int
     crc: int
@@ -63,23 +63,18 @@ class LocalFolder:
                 num_bytes += file.write(chunk)
         return FileDigest(num_bytes, crc)
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Returns the bytes [start, end) of a file; fewer if the file is shorter."""
         size = self.num_bytes(name)
-        data = bytearray(max(0, min(size, size if end is None else end) - start))
-        num_read = self.read_into(name, start, memoryview(data))
-        return data[:num_read]
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return file.read(max(0, (size if end is None else min(end, size)) - start))
 
     def read_into(self, name: str, start: int, memory: memoryview) -> int:
         """Fills `memory` with the bytes of a file from byte `start`; returns the number of bytes read."""
-        position = 0
-        with (self.path / name).open("rb", buffering=0) as file:
-            while position < len(memory):
-                num_read = os.preadv(file.fileno(), [memory[position : position + _READ_BYTES]], start + position)
-                if not num_read:
-                    break
-                position += num_read
-        return position
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return file.readinto(memory)
 
     def num_bytes(self, name: str) -> int:
         """Returns the size of a file in bytes."""
@@ -162,8 +157,8 @@ class RemoteFolder:
             raise
         return FileDigest(num_bytes, crc)
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
-        return bytearray(self._system.cat_file(self._child_path(name), start=start, end=end))
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        return bytes(self._system.cat_file(self._child_path(name), start=start, end=end))
 
     def read_into(self, name: str, start: int, memory: memoryview) -> int:
         if not len(memory) or start >= self.num_bytes(name):
@@ -206,7 +201,7 @@ class RemoteFolder:
 Folder: TypeAlias = LocalFolder | RemoteFolder
 
 
-def file_crc(folder: Folder, name: str) -> int:
+def compute_crc(folder: Folder, name: str) -> int:
     """Reads a file through one buffer, from the disk if possible, and returns its CRC-32."""
     folder.drop_cached_pages(name)
     memory, crc, position = memoryview(bytearray(_READ_BYTES)), 0, 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_checkpoint.folders import STAGING_PREFIX, Folder, file_crc, open_folder
+from sley_checkpoint.folders import STAGING_PREFIX, FileDigest, Folder, compute_crc, open_folder
 from sley_core.api.files import TensorKind
 from sley_core.api.state import (
     BY_NAME,
@@ -41,15 +40,7 @@ from sley_core.api.state import (
 from sley_core.errors import RunError, format_cause
 
 INDEX = "checkpoint.json"
-FORMAT = 2
-
-
-class FileInfo(NamedTuple):
-    """Holds the size in bytes and the CRC-32 of a checkpoint file, for verification. rank: the rank that wrote the file."""
-
-    num_bytes: int
-    crc: int
-    rank: int
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -63,12 +54,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIndex(SavedRun):
-    """Holds all data of a checkpoint except its tensors. token: a random text for each save; it begins with the id of the
-    attempt that saved.
+    """Holds all data of a checkpoint except its tensors.
+
+    token: a random text for each save, which begins with the id of the saving attempt. files: the digest of each file.
     """
 
     token: str
-    files: dict[str, FileInfo]
+    files: dict[str, FileDigest]
     tensors: dict[str, TensorInfo]
 
     def to_bytes(self) -> bytes:
@@ -77,16 +69,16 @@ class CheckpointIndex(SavedRun):
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray) -> CheckpointIndex:
+    def from_bytes(cls, data: bytes) -> CheckpointIndex:
         """Parses the content of the index file. Raises ValueError if the content is damaged or has another format."""
-        head, _, tail = bytes(data).partition(b',\n"index":')
+        head, _, tail = data.partition(b',\n"index":')
         content = tail.removesuffix(b"}\n")
         if not tail or head != f'{{"checksum":"{sha256(content).hexdigest()}"'.encode():
             raise ValueError("its checksum does not match its content")
         fields: dict[str, Any] = json.loads(content)
         if (version := fields.pop("format")) != FORMAT:
             raise ValueError(f"its format must be {FORMAT}, but is {version}")
-        fields["files"] = {name: FileInfo(*info) for name, info in fields["files"].items()}
+        fields["files"] = {name: FileDigest(*digest) for name, digest in fields["files"].items()}
         fields["tensors"] = {name: _parse_tensor_info(info) for name, info in fields["tensors"].items()}
         return cls(**fields)
 
@@ -114,8 +106,6 @@ def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
 CHUNK_BYTES = 16 << 20
 """The size of one write in bytes. Python's lock is free during each write."""
 
-_LENGTH = struct.Struct("<Q")
-
 
 class StoredTensor(NamedTuple):
     """Describes a rectangle in a file: its row-major bytes are in the range [start, end)."""
@@ -126,7 +116,7 @@ class StoredTensor(NamedTuple):
     end: int
 
 
-def file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
+def build_file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes:
     """Returns the header of a file that holds `pieces`, which are sorted from wide to narrow dtypes. info: JSON data about the
     file.
     """
@@ -139,31 +129,27 @@ def file_header(pieces: Sequence[TensorPiece], info: Mapping[str, Any]) -> bytes
     return header
 
 
-def parse_header(data: bytes) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Returns a file's tensors by name, and the JSON data about the file. Raises ValueError if the header cannot be parsed.
+def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Returns the tensors of a file by name, and the JSON data about the file.
 
-    data: the first bytes of the file, at least its header.
+    Raises RunError `checkpoint-damaged` if the header cannot be parsed, and OSError if the file does not exist.
     """
-    if len(data) < _LENGTH.size or len(data) < header_size(data):
-        raise ValueError("it ends within its header")
-    data_start = header_size(data)
-    header = json.loads(data[_LENGTH.size : data_start])
-    metadata = header.pop("__metadata__")
-    offsets, info = json.loads(metadata["DCP_SHARDING_INFO"]), json.loads(metadata["sley"])
-    tensors = {}
-    for name, fields in header.items():
-        rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(fields["shape"]))
-        start, end = fields["data_offsets"]
-        tensors[name] = StoredTensor(BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
+    try:
+        data_start = 8 + int.from_bytes(folder.read(file, 0, 8), "little")
+        header = json.loads(folder.read(file, 8, data_start))
+        metadata = header.pop("__metadata__")
+        offsets, info = json.loads(metadata["DCP_SHARDING_INFO"]), json.loads(metadata["sley"])
+        tensors = {}
+        for name, fields in header.items():
+            rectangle = Rectangle(tuple(offsets[name]["saved_offsets"]), tuple(fields["shape"]))
+            start, end = fields["data_offsets"]
+            tensors[name] = StoredTensor(BY_NAME[fields["dtype"]], rectangle, data_start + start, data_start + end)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError("checkpoint-damaged", f"the header of {folder.text}/{file} cannot be read: {error}") from error
     return tensors, info
 
 
-def header_size(data: bytes | bytearray) -> int:
-    """Returns the header size in bytes. data: at least the first eight bytes of a file."""
-    return _LENGTH.size + int(_LENGTH.unpack_from(data)[0])
-
-
-def tensor_chunks(tensor: Tensor) -> Iterator[memoryview]:
+def split_into_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the row-major bytes of `tensor`, without a copy if the tensor is contiguous and on the host."""
     contiguous = tensor.detach().cpu().contiguous()
     data = bytes_of(contiguous)
@@ -177,9 +163,6 @@ def file_name(rank: int, index: int) -> str:
 
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-
-_HEADER_READ_BYTES = 1 << 16
-"""The size of the first read of a header. A longer header is read again in full."""
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -296,26 +279,12 @@ def read(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, read_index(folder))
 
 
-def index_or_none(folder: Folder) -> CheckpointIndex | None:
+def try_read_index(folder: Folder) -> CheckpointIndex | None:
     """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing."""
     try:
         return read_index(folder)
     except Exception:  # any file system error
         return None
-
-
-def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredTensor], dict[str, object]]:
-    """Returns the tensors of a file by name, and the JSON data about the file.
-
-    Raises RunError `checkpoint-damaged` if the header cannot be parsed, and OSError if the file does not exist.
-    """
-    data = folder.read(file, 0, _HEADER_READ_BYTES)
-    try:
-        if len(data) >= 8 and (size := header_size(data)) > len(data):
-            data = folder.read(file, 0, size)
-        return parse_header(bytes(data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError("checkpoint-damaged", f"the header of {folder.text}/{file} cannot be read: {error}") from error
 
 
 class Damage(NamedTuple):
@@ -350,7 +319,7 @@ def newest(path: str | Path) -> NewestCheckpoint:
     """Returns the newest intact checkpoint in `path`, a folder of checkpoints. Reads all files of each candidate."""
     folder = open_folder(path)
     damaged_checkpoints: list[tuple[str, list[Damage]]] = []
-    for name in complete_checkpoints(folder):
+    for name in list_checkpoints(folder):
         damages = examine(folder.child(name))[1]
         if not damages:
             return NewestCheckpoint(folder.child(name).text, damaged_checkpoints)
@@ -358,7 +327,7 @@ def newest(path: str | Path) -> NewestCheckpoint:
     return NewestCheckpoint(None, damaged_checkpoints)
 
 
-def complete_checkpoints(folder: Folder) -> list[str]:
+def list_checkpoints(folder: Folder) -> list[str]:
     """Returns the names of the complete checkpoints in a folder of checkpoints, from new to old."""
     names = [name for name in folder.names() if _STEP.fullmatch(name) and not folder.is_unfinished(name, INDEX)]
     return sorted(names, key=_sort_key, reverse=True)
@@ -369,7 +338,7 @@ def is_checkpoint_name(name: str) -> bool:
     return name.startswith(STAGING_PREFIX) or _STEP.fullmatch(name) is not None
 
 
-def step_name(step: int, used_names: Iterable[str]) -> str:
+def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
     """Returns an unused name for the checkpoint after `step`, which sorts as the newest checkpoint.
 
     After a run resumes from an older checkpoint, or saves a step again, the name ends with the number of these rewinds.
@@ -393,31 +362,23 @@ def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[Checkpoi
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
     except Exception as error:  # any file system error
         return None, [Damage(INDEX, f"cannot be read: {format_cause(error)}")]
-    damages = (_file_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
+    damages = (_find_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [damage for damage in damages if damage is not None]
 
 
-def _file_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
+def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | None:
     """Reads a checkpoint file and returns its damage; None if the file is intact."""
     info = index.files[name]
     try:
         num_bytes = folder.num_bytes(name)
-        if num_bytes == info.num_bytes and file_crc(folder, name) == info.crc:
+        if num_bytes == info.num_bytes and compute_crc(folder, name) == info.crc:
             return None
-        return Damage(name, _describe_difference(num_bytes, info))
+        is_same_size = num_bytes == info.num_bytes
+        return Damage(name, "does not match its checksum" if is_same_size else f"has {num_bytes} of {info.num_bytes} bytes")
     except FileNotFoundError:
         return Damage(name, "is missing")
     except Exception as error:  # any file system error
         return Damage(name, f"cannot be read: {format_cause(error)}")
-
-
-def _describe_difference(num_bytes: int, info: FileInfo) -> str:
-    """Describes the difference in size or content between a damaged file and the saved file."""
-    if num_bytes < info.num_bytes:
-        return f"is truncated: it has {num_bytes} of {info.num_bytes} bytes"
-    if num_bytes > info.num_bytes:
-        return f"is too long: it has {num_bytes} bytes instead of {info.num_bytes}"
-    return "does not match its checksum"
 
 
 def _sort_key(name: str) -> tuple[int, int]:
@@ -431,7 +392,7 @@ class CheckpointFileReader:
     """Reads checkpoints for the command line, without a run. Implements `protocols.CheckpointFiles`."""
 
     def names(self, folder: str) -> list[str]:
-        return complete_checkpoints(open_folder(folder))
+        return list_checkpoints(open_folder(folder))
 
     def describe(self, path: str) -> CheckpointIndex | None:
         folder = open_folder(path)
@@ -442,15 +403,13 @@ class CheckpointFileReader:
 
     def open(self, path: str) -> CheckpointReader | None:
         folder = open_folder(path)
-        if INDEX not in folder.names():
-            if not complete_checkpoints(folder):
-                return None
-            result = newest(path)
-            if result.path is None:
-                message = f"no checkpoint in {folder.text} is intact: {result.damaged_checkpoints[0][1][0]}"
+        if INDEX in folder.names():
+            if damages := verify(path):
+                message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, damages))}"
                 raise RunError("checkpoint-damaged", message)
-            path = result.path
-        elif damages := verify(path):
-            message = f"the checkpoint {folder.text} is damaged: {', '.join(map(str, damages))}"
+            return read(path)
+        result = newest(path)
+        if result.path is None and result.damaged_checkpoints:
+            message = f"no checkpoint in {folder.text} is intact: {result.damaged_checkpoints[0][1][0]}"
             raise RunError("checkpoint-damaged", message)
-        return read(path)
+        return None if result.path is None else read(result.path)

@@ -19,13 +19,13 @@ from sley_checkpoint.reader import (
     INDEX,
     CheckpointIndex,
     TensorInfo,
-    complete_checkpoints,
+    choose_checkpoint_name,
     file_name,
-    index_or_none,
     is_checkpoint_name,
+    list_checkpoints,
     read_header,
-    step_name,
-    tensor_chunks,
+    split_into_chunks,
+    try_read_index,
 )
 from sley_checkpoint.writing import RankWriter
 from sley_core.api.state import BY_NAME, DTYPES, Attempt, Lineage, Rectangle, TensorPiece, TrainingState
@@ -65,18 +65,18 @@ class SavePreparation:
             if attempt is None or problem
             else self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
         )
-        state_digest = sha256(json.dumps(description.state).encode()).hexdigest()
+        state_digest = _compute_digest(description.state)
         # All ranks join the exchange, even after an error, so no rank waits for another.
         reports = control.gather_objects(
-            [problem, folder.text, state_digest, _digest(infos), target], label="the contents of a save"
+            [problem, folder.text, state_digest, _compute_digest(infos), target], label="the contents of a save"
         )
         problems, paths, state_digests, digests, targets = (list(column) for column in zip(*reports, strict=True))
         path, token, target_problem = targets[0]
-        _raise_first([*problems, target_problem], control.ranks)
+        _raise_first_problem([*problems, target_problem], control.ranks)
         _check_equal(paths, "folder", control.ranks)
         _check_equal(state_digests, "data, position in the data, or loss scale", control.ranks)
         target_folder = open_folder(path)
-        assignment = self._agree_assignment(digests, infos)
+        assignment = self._agree_on_assignment(digests, infos)
         files = [[pieces[index] for index in indices] for indices in assignment.file_indices[world.rank]]
         return RankWriter(
             world.rank,
@@ -89,23 +89,18 @@ class SavePreparation:
             CheckpointIndex(**vars(description), token=token, files={}, tensors=assignment.tensors),
             # Half the limit, so that rank 0 names the missing rank before the others stop waiting for rank 0.
             self.state.plan.limits.collective_timeout_s / 2,
-            lambda piece: tensor_chunks(piece.tensor),
+            lambda piece: split_into_chunks(piece.tensor),
             partial(self._prune, folder, keep, attempt) if keep and is_run_folder and attempt else lambda: None,
         )
 
-    def problem(self, path: str) -> str:
-        """Returns the reason why the run cannot save to the folder of checkpoints at `path`; "" if there is none."""
-        return self._foreign_run_problem(open_folder(path), self.state.attempt.current)
-
-    def _foreign_run_problem(self, folder: Folder, attempt: Attempt | None) -> str:
+    def find_problem(self, folder: Folder) -> str:
         """Returns a message if a run of another name wrote the newest readable checkpoint in `folder`; else ""."""
-        for name in complete_checkpoints(folder):
-            index = index_or_none(folder.child(name))
-            if index is not None and index.run != self._run and (attempt is None or not attempt.is_writer_of(index.lineage)):
-                return f"the folder {folder.text} has checkpoints of the run {index.run!r}, but this run is {self._run!r}"
-            if index is not None:
-                return ""
-        return ""
+        attempt = self.state.attempt.current
+        indices = (try_read_index(folder.child(name)) for name in list_checkpoints(folder))
+        newest = next(filter(None, indices), None)
+        if newest is None or newest.run == self._run or (attempt is not None and attempt.is_writer_of(newest.lineage)):
+            return ""
+        return f"the folder {folder.text} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
         """Deletes this run's checkpoints in `folder`, except the newest `keep` and the newest that was the best at its save.
@@ -113,7 +108,7 @@ class SavePreparation:
         The newest checkpoint has just been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
-            names = complete_checkpoints(folder)
+            names = list_checkpoints(folder)
             self._lineages = {name: lineage for name, lineage in self._lineages.items() if name in names}
             own_names = [name for name in names if self._is_written_by_run(folder, name, attempt)]
             best = next((name for name in own_names if self._lineages[name][1]), "")
@@ -124,7 +119,7 @@ class SavePreparation:
     def _is_written_by_run(self, folder: Folder, name: str, attempt: Attempt) -> bool:
         """Returns whether an attempt of this run wrote the checkpoint `name`."""
         if name not in self._lineages:
-            if (index := index_or_none(folder.child(name))) is None:
+            if (index := try_read_index(folder.child(name))) is None:
                 return False
             self._lineages[name] = index.lineage, index.is_best
         return attempt.is_writer_of(self._lineages[name][0])
@@ -150,13 +145,13 @@ class SavePreparation:
                 problem = f"the folder {folder.text} is not empty" if names else ""
                 return [folder.text, token, problem]
             remove_unfinished(folder, attempt)
-            if names and (problem := self._foreign_run_problem(folder, attempt)):
+            if names and (problem := self.find_problem(folder)):
                 return ["", "", problem]
-            return [folder.child(step_name(step, names)).text, token, ""]
+            return [folder.child(choose_checkpoint_name(step, names)).text, token, ""]
         except Exception as error:  # any file system error
             return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
 
-    def _agree_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
+    def _agree_on_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
         """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
@@ -169,11 +164,11 @@ def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
     """Deletes the unfinished saves of this run in a folder of checkpoints."""
     for name in folder.names():
         is_unfinished = is_checkpoint_name(name) and folder.is_unfinished(name, INDEX)
-        if is_unfinished and _writing_attempt(folder, name) in {*attempt.ids, DELETED}:
+        if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED}:
             folder.child(name).remove()
 
 
-def _writing_attempt(folder: Folder, name: str) -> str:
+def _find_writing_attempt(folder: Folder, name: str) -> str:
     """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED` if it is being deleted."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
@@ -184,11 +179,11 @@ def _writing_attempt(folder: Folder, name: str) -> str:
     return ""
 
 
-def _digest(infos: list[PieceInfo]) -> str:
-    return sha256(json.dumps(infos).encode()).hexdigest()
+def _compute_digest(data: Any) -> str:
+    return sha256(json.dumps(data).encode()).hexdigest()
 
 
-def _raise_first(problems: list[str], ranks: tuple[int, ...]) -> None:
+def _raise_first_problem(problems: list[str], ranks: tuple[int, ...]) -> None:
     for rank, problem in zip([*ranks, 0], problems, strict=True):
         if problem:
             raise RunError("checkpoint-failed", f"rank {rank} cannot save: {problem}")

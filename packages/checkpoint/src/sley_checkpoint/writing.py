@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_checkpoint.folders import FileDigest, Folder, file_crc
-from sley_checkpoint.reader import INDEX, CheckpointIndex, FileInfo, file_header, file_name, tensor_chunks
+from sley_checkpoint.folders import FileDigest, Folder, compute_crc
+from sley_checkpoint.reader import INDEX, CheckpointIndex, build_file_header, file_name, split_into_chunks
 from sley_core.api.memory import version_of
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.api.state import TensorPiece
@@ -86,15 +86,15 @@ class RankWriter:
         for index, pieces in enumerate(self.files):
             name = file_name(self.rank, index)
             digests[name] = self.staging.write(name, self._file_content(index, pieces))
-            if (crc := file_crc(self.staging, name)) != digests[name].crc:
+            if (crc := compute_crc(self.staging, name)) != digests[name].crc:
                 message = f"the checksum of {name} must be {digests[name].crc:x}, but is {crc:x} after the write"
                 raise RunError("checkpoint-failed", message)
         note = json.dumps({"files": digests, "rank_values": self.rank_values}).encode()
-        self.staging.write(_note_file(self.rank), [note])
+        self.staging.write(_note_name(self.rank), [note])
 
     def _file_content(self, index: int, pieces: Sequence[TensorPiece]) -> Iterator[bytes | memoryview]:
         """Yields the header of a file and the bytes of each piece. Raises RunError if the save is cancelled."""
-        yield file_header(pieces, {**self.header_info, "rank": self.rank, "file": index})
+        yield build_file_header(pieces, {**self.header_info, "rank": self.rank, "file": index})
         for piece in pieces:
             self._check_not_cancelled()
             yield from self.chunks(piece)
@@ -106,17 +106,13 @@ class RankWriter:
     def _publish(self) -> None:
         """Waits for all notes, checks the file sizes, writes the index, and renames the folder."""
         notes = self._wait_for_notes()
-        files = {
-            name: FileInfo(num_bytes, crc, rank)
-            for rank, note in enumerate(notes)
-            for name, (num_bytes, crc) in note["files"].items()
-        }
-        for name, info in files.items():
-            if (num_bytes := self.staging.num_bytes(name)) != info.num_bytes:
-                raise RunError("checkpoint-failed", f"the size of {name} must be {info.num_bytes} bytes, but is {num_bytes}")
+        files = {name: FileDigest(*digest) for note in notes for name, digest in note["files"].items()}
+        for name, digest in files.items():
+            if (num_bytes := self.staging.num_bytes(name)) != digest.num_bytes:
+                raise RunError("checkpoint-failed", f"the size of {name} must be {digest.num_bytes} bytes, but is {num_bytes}")
         index = replace(self.index, files=files).with_ranks([note["rank_values"] for note in notes])
         for rank in range(self.num_ranks):
-            self.staging.delete(_note_file(rank))  # the index has all of its data
+            self.staging.delete(_note_name(rank))  # the index has all of its data
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
         self.on_publish()
@@ -128,14 +124,14 @@ class RankWriter:
         while True:
             names = set(self.staging.names())
             for rank in range(self.num_ranks):
-                if _failure_file(rank) in names:
-                    reason = bytes(self.staging.read(_failure_file(rank))).decode() or "the disk is full"
+                if _failure_name(rank) in names:
+                    reason = self.staging.read(_failure_name(rank)).decode() or "the disk is full"
                     raise RunError("checkpoint-failed", f"rank {rank}: {reason}")
-            remaining = {rank for rank in missing if _note_file(rank) not in names}
+            remaining = {rank for rank in missing if _note_name(rank) not in names}
             if remaining != missing or self.wait_start is None:
                 missing, self.wait_start = remaining, time.monotonic()
             if not missing:
-                return [json.loads(self.staging.read(_note_file(rank))) for rank in range(self.num_ranks)]
+                return [json.loads(self.staging.read(_note_name(rank))) for rank in range(self.num_ranks)]
             if not names:
                 raise RunError("checkpoint-failed", f"the folder {self.staging.text} no longer exists")
             self._check_not_cancelled()
@@ -152,15 +148,15 @@ class RankWriter:
             elif self.staging.names():
                 for chunks in ([format_cause(error).encode()], []):  # a full disk may still have room for an empty file
                     with suppress(Exception):
-                        self.staging.write(_failure_file(self.rank), chunks)
+                        self.staging.write(_failure_name(self.rank), chunks)
                         break
 
 
-def _note_file(rank: int) -> str:
+def _note_name(rank: int) -> str:
     return f"note-{rank:05}.json"
 
 
-def _failure_file(rank: int) -> str:
+def _failure_name(rank: int) -> str:
     return f"failed-{rank:05}.txt"
 
 
@@ -256,7 +252,7 @@ class BackgroundWriter:
         self._check_versions()
         if self._changed_name:
             raise RunError("checkpoint-failed", f"the program wrote to {self._changed_name!r} during its save")
-        yield from tensor_chunks(self._copies[id(piece)])
+        yield from split_into_chunks(self._copies[id(piece)])
 
     def _run(self) -> None:
         """Runs in the thread: writes the files, and stores an error message in `failure`."""
