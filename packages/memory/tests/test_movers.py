@@ -24,12 +24,12 @@ MIB = 1 << 20
 CPU = Device(torch.device("cpu"))
 
 
-def make_host_copy(tensors, bucket_bytes=1000, make=CopyStream, budget=None):
+def make_host_copy(tensors, bucket_bytes=1000, make=CopyStream):
     """Returns a `HostCopy` of these tensors, its counters and its arena."""
     moved = Moved()
     named = [(str(at), tensor) for at, tensor in enumerate(tensors)]
     streams = Streams(make)
-    arena = HostArena(CPU.host_memory, streams.wait, budget)
+    arena = HostArena(CPU.host_memory, streams.wait)
     return HostCopy(lambda: group_by_storage(named), streams, arena, bucket_bytes, moved), moved, arena
 
 
@@ -70,7 +70,7 @@ def test_host_memory_equals_offloaded_bytes_and_is_reused():
         around(unit)
     assert size <= moved.host_bytes == arena.num_bytes <= 1.02 * size
     assert arena._blocks == blocks
-    starts = [host.data_ptr() for host in unit._places.values()]
+    starts = [host.data_ptr() for host in unit._host_memory.values()]
     assert all(start % 256 == 0 for start in starts)
     assert all(second - first >= 256 for first, second in pairwise(starts))
 
@@ -206,25 +206,6 @@ def test_changing_lengths_do_not_accumulate_and_no_block_is_freed_within_a_step(
     assert lends.num_bytes <= 3 * lends.max_lent_bytes + 8 * PAGESIZE
     assert lends.trim() > 0
     assert (lends.num_bytes, lends.num_lent_bytes, list(lends.named_tensors())) == (0, 0, [])
-
-
-def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:
-    sizes = []
-
-    def make(num_bytes: int) -> HostMemory:
-        sizes.append(num_bytes)
-        memory = HostMemory(num_bytes, lock=False)
-        memory.is_locked = True
-        return memory
-
-    lends, moved = HostArena(make, lambda: None, budget=10_000), Moved()
-    lends.allocate([5000], moved)
-    with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
-        (place,) = lends.allocate([20_000], moved)
-    lends.allocate([20_000], moved)
-    assert sizes == [5120]
-    assert place.numel() == 20_000
-    assert moved.host_bytes == lends.num_bytes
 
 
 def test_slots_of_one_call_are_adjacent_and_freed_together() -> None:

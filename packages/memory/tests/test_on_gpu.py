@@ -13,7 +13,6 @@ from parking import run_three_variants
 from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_memory.leaks import find_leaks
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import WEIGHTS, record, record_reference
 
@@ -43,8 +42,6 @@ def test_the_driver_gets_the_memory_back(run):
     before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     size = sum(run.memory.bytes.values())
     run.memory.offload().wait()
-    left = find_leaks(run, MIB)
-    assert not left, "\n".join(map(str, left))
     assert before - torch.cuda.memory_allocated() >= size - 2 * MIB
     assert torch.cuda.mem_get_info()[0] - free >= 0.98 * size
     run.memory.onload()

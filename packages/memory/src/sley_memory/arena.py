@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. moved: the counters of its bytes. num_free: the number of unused slots."""
+    """A block of host memory, divided into slots. counters: the counters to which it is added. num_free: the unused slots."""
 
     memory: HostMemory
-    moved: Moved | None
+    counters: Moved | None
     num_slots: int
     num_free: int = 0
 
@@ -37,30 +36,26 @@ class _Slot(NamedTuple):
 class HostArena:
     """Allocates page-locked host memory in slots, which are reused after their release.
 
-    make: allocates page-locked memory of a number of bytes. wait: blocks the host until all copies so far are done; called
-    before memory is freed. budget: the limit of page-locked bytes, None for no limit; memory beyond it is pageable, with one
-    warning, and its copies are slower. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a new
-    block first frees unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages. num_lent_bytes,
-    max_lent_bytes: bytes of used slots, now and at most. num_allocations: the number of blocks allocated so far.
+    allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
+    are done; called before memory is freed. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a
+    new block first frees unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages.
+    num_lent_bytes, max_lent_bytes: bytes of used slots, now and at most. num_allocations: the number of allocated blocks.
 
     A slot may be released while a copy from it is in flight: the next copy that writes to it is on the same stream.
     """
 
     def __init__(
         self,
-        make: Callable[[int], HostMemory],
-        wait: Callable[[], None],
-        budget: int | None = None,
+        allocate_host: Callable[[int], HostMemory],
+        wait_for_copies: Callable[[], None],
         *,
         max_waste: float = inf,
         frees_unused: bool = True,
     ) -> None:
-        self._make = make
-        self._wait = wait
-        self._budget = budget
+        self._allocate_host = allocate_host
+        self._wait_for_copies = wait_for_copies
         self._max_waste = max_waste
         self._frees_unused = frees_unused
-        self._has_warned = False
         self.num_allocations = self.num_bytes = self.num_lent_bytes = self.max_lent_bytes = 0
         self._blocks: list[_Block] = []
         self._free_slots: list[_Slot] = []  # by size
@@ -70,15 +65,14 @@ class HostArena:
         """Returns memory for each of `sizes`, in bytes above 0: uint8 [size], aligned to 256 bytes. Reuses the smallest free
         slots that fit, and allocates one new block for all other sizes. counters: the counters to which a new block is added.
         """
-        places = [self._pop_fitting(size) for size in sizes]
-        if missing := [size for size, slot in zip(sizes, places, strict=True) if slot is None]:
-            new_slots = iter(self._allocate_block(missing, counters))
-            places = [slot or next(new_slots) for slot in places]
-        used = [slot for slot in places if slot is not None]
-        self._used_slots.update({slot.memory.data_ptr(): slot for slot in used})
-        self.num_lent_bytes += sum(slot.size for slot in used)
+        free_slots = [self._pop_fitting_slot(size) for size in sizes]
+        missing_sizes = [size for size, slot in zip(sizes, free_slots, strict=True) if slot is None]
+        new_slots = iter(self._allocate_block(missing_sizes, counters) if missing_sizes else ())
+        slots = [slot or next(new_slots) for slot in free_slots]
+        self._used_slots.update({slot.memory.data_ptr(): slot for slot in slots})
+        self.num_lent_bytes += sum(slot.size for slot in slots)
         self.max_lent_bytes = max(self.max_lent_bytes, self.num_lent_bytes)
-        return [slot.memory[:size] for slot, size in zip(used, sizes, strict=True)]
+        return [slot.memory[:size] for slot, size in zip(slots, sizes, strict=True)]
 
     def release(self, memory: Tensor) -> None:
         """Releases memory that `allocate` returned."""
@@ -88,29 +82,28 @@ class HostArena:
         insort(self._free_slots, slot, key=attrgetter("size"))
 
     def trim(self, num_bytes: int = 0) -> int:
-        """Frees unused blocks, small ones first, until at most `num_bytes` remain; returns the freed bytes. Waits for all
-        copies.
+        """Frees unused blocks, small ones first, until at most `num_bytes` remain, and returns the number of freed bytes. Waits
+        for all copies before it frees a block.
         """
-        unused = [block for block in self._blocks if block.num_free == block.num_slots]
-        unused.sort(key=lambda block: block.memory.num_bytes)
-        freed = 0
-        while unused and self.num_bytes > num_bytes:
-            if not freed:
-                self._wait()  # copies may still read them
-            block = unused.pop(0)
+        unused_blocks = [block for block in self._blocks if block.num_free == block.num_slots]
+        unused_blocks.sort(key=lambda block: block.memory.num_bytes)
+        num_freed_bytes = 0
+        while unused_blocks and self.num_bytes > num_bytes:
+            if not num_freed_bytes:
+                self._wait_for_copies()  # copies may still read the blocks
+            block = unused_blocks.pop(0)
             self._blocks.remove(block)
             self._free_slots = [slot for slot in self._free_slots if slot.block is not block]
-            freed += block.memory.num_bytes
-            self.num_bytes -= block.memory.num_bytes
-            if block.moved is not None:
-                block.moved.host_bytes -= block.memory.num_bytes
-        return freed
+            num_freed_bytes += block.memory.num_bytes
+            self._count_bytes(-block.memory.num_bytes, block.counters)
+        return num_freed_bytes
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every block as (name, uint8 tensor on the host)."""
         yield from ((f"host.{number}", block.memory.data) for number, block in enumerate(self._blocks))
 
-    def _pop_fitting(self, size: int) -> _Slot | None:
+    def _pop_fitting_slot(self, size: int) -> _Slot | None:
+        """Removes and returns the smallest free slot for `size` bytes, or returns None if there is none within `max_waste`."""
         index = bisect_left(self._free_slots, size, key=attrgetter("size"))
         if index == len(self._free_slots) or self._free_slots[index].size > size * self._max_waste:
             return None
@@ -123,25 +116,13 @@ class HostArena:
         if self._frees_unused:  # otherwise memory whose size changes at each offload would grow without limit
             self.trim()
         starts = list(accumulate((round_up(size, ALIGNMENT_BYTES) for size in sizes), initial=0))
-        block = _Block(self._allocate(starts[-1]), counters, len(sizes))
+        block = _Block(self._allocate_host(starts[-1]), counters, len(sizes))
         self._blocks.append(block)
         self.num_allocations += 1
-        self.num_bytes += block.memory.num_bytes
-        if counters is not None:
-            counters.host_bytes += block.memory.num_bytes
+        self._count_bytes(block.memory.num_bytes, counters)
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
-    def _allocate(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, page-locked within the budget, else pageable. Warns the first time it is pageable."""
-        locked = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
-        if self._budget is None or locked <= self._budget:
-            return self._make(num_bytes)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"an offload needs {locked / 2**20:.0f} MiB of pinned host memory, but `host_budget_mb` allows "
-                f"{self._budget / 2**20:.0f}; the rest is pageable, so its copies are slower",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        return HostMemory(num_bytes, lock=False)
+    def _count_bytes(self, difference: int, counters: Moved | None) -> None:
+        self.num_bytes += difference
+        if counters is not None:
+            counters.host_bytes += difference

@@ -15,7 +15,6 @@ reused without waiting. The states of one storage:
 
 from __future__ import annotations
 
-import time
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -38,12 +37,11 @@ from sley_core.protocols import ActivationPolicy
 from sley_memory.arena import HostArena
 from sley_memory.plugin import HostConfig, match_layers
 
-MAX_WASTE = 1.25  # largest ratio of a reused slot to a request: sizes differ from step to step
+MAX_WASTE = 1.25
+"""The largest ratio of a reused slot to a request, whose size differs from step to step."""
 
-COUNTS = (
-    *("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes"),
-    *("copy_out_host_s", "copy_back_host_s"),
-)
+COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
+"""The names of the counts that start at zero."""
 
 
 class Geometry(NamedTuple):
@@ -65,11 +63,14 @@ def _get_geometry(tensor: Tensor) -> Geometry:
 
 
 class MovedStorage:
-    """The storage of `tensor`, copied once and in full to host memory of `arena` over `stream`, for all its saved tensors.
+    """Copies the storage of `tensor`, once and in full, to host memory of `arena` over `stream`, for all its saved tensors.
 
     The copy starts after the layer's forward: tensors may share a storage without a version counter (`unsafe_chunk`, `.data`),
     so the layer may write to one after it has saved another. Only handles own this object: autograd drops them with the saved
     tensors, and the host memory is released with the last handle.
+
+    num_bytes, device: the size and the device of the storage. weak: a weak reference to the storage. is_sent: whether the copy
+    to the host has started.
     """
 
     def __init__(self, tensor: Tensor, arena: HostArena, stream: CopyStream) -> None:
@@ -83,7 +84,7 @@ class MovedStorage:
         self._source: torch.UntypedStorage | None = storage
         self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; while it lives, no other storage has this one's address
         self._fetched: torch.UntypedStorage | None = None
-        self._places: dict[Geometry, int] = {}
+        self._versions: dict[Geometry, int] = {}
         self._handles: list[weakref.ref[Handle]] = []
         self.is_sent = False
 
@@ -94,7 +95,7 @@ class MovedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Returns whether this object still holds the original device memory."""
+        """Whether this object still holds the original device memory."""
         return self._source is not None
 
     def covers(self, tensor: Tensor) -> bool:
@@ -104,19 +105,19 @@ class MovedStorage:
         if not self.is_sent:
             return True
         version, geometry = version_of(tensor), _get_geometry(tensor)
-        return self._places.get(geometry) == version or any(
+        return self._versions.get(geometry) == version or any(
             copied_version == version
             and copied.is_dense
             and copied.span[0] <= geometry.span[0]
             and geometry.span[1] <= copied.span[1]
-            for copied, copied_version in self._places.items()
+            for copied, copied_version in self._versions.items()
         )
 
-    def handle(self, tensor: Tensor, layer: str) -> Handle:
-        """Returns the handle that autograd keeps in place of `tensor`, which `layer` saves."""
+    def new_handle(self, tensor: Tensor, layer: str) -> Handle:
+        """Returns a handle, which autograd keeps in place of `tensor`, which `layer` saves."""
         handle = Handle(tensor, self, layer)
         if not self.is_sent:
-            self._places[_get_geometry(tensor)] = version_of(tensor)
+            self._versions[_get_geometry(tensor)] = version_of(tensor)
         if self.is_here:
             self._handles.append(weakref.ref(handle))
         return handle
@@ -143,11 +144,10 @@ class MovedStorage:
         self._source = None
 
     def _live_handles(self) -> list[Handle]:
-        """Returns the handles that autograd still holds."""
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
     def fetch(self) -> bool:
-        """Starts to copy the storage back if it is away; returns whether it was away."""
+        """Starts to copy the storage back if it is away, and returns whether it was."""
         if self._source is not None or self._fetched is not None:
             return False
         with torch.inference_mode(False), torch.no_grad():
@@ -159,8 +159,8 @@ class MovedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, the original or the fetched one; later device work waits for its contents. The
-        storage must not be away.
+        """Returns the storage on the device, the original or the fetched one. Makes later device work wait for its contents.
+        Raises AssertionError if the storage is away.
         """
         if self._source is not None:
             return self._source
@@ -172,12 +172,12 @@ class MovedStorage:
 
 
 class Handle:
-    """Replaces one saved tensor of `storage` in autograd's graph."""
+    """Replaces one saved tensor of `storage` in autograd's graph. The other attributes describe the tensor."""
 
-    __slots__ = ("__weakref__", "_bits", "_fault", "_saved", "dtype", "layer", "moved", "offset", "shape", "stride")
+    __slots__ = ("__weakref__", "_bits", "_fault", "_saved", "dtype", "layer", "offset", "shape", "storage", "stride")
 
     def __init__(self, tensor: Tensor, storage: MovedStorage, layer: str) -> None:
-        self.moved = storage
+        self.storage = storage
         self.layer = layer
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
@@ -204,17 +204,17 @@ class Handle:
         """
         if self._saved is not None:
             self._check(self._saved[0])
-        elif (
-            self._bits is not None and (original := torch.UntypedStorage._new_with_weak_ptr(self.moved.weak.cdata)) is not None
-        ):
-            self._check(self._view(original))
+        elif self._bits is not None:
+            original = torch.UntypedStorage._new_with_weak_ptr(self.storage.weak.cdata)
+            if original is not None:
+                self._check(self._view(original))
         if self._fault:
             raise written_error(self.layer, self._fault)
-        return self._view(self.moved.storage())
+        return self._view(self.storage.storage())
 
     def _view(self, storage: torch.UntypedStorage) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype, device=self.moved.device)
+            empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _check(self, tensor: Tensor) -> None:
@@ -230,7 +230,7 @@ class Handle:
 
 
 class KeptTensor:
-    """Replaces a saved tensor that stays on the device, without its history, which would keep it alive."""
+    """Replaces a saved tensor that stays on the device. Drops its autograd history, which would keep the graph alive."""
 
     __slots__ = ("_tensor", "_version", "layer")
 
@@ -242,25 +242,28 @@ class KeptTensor:
         self._version = None if is_wrapped else version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the tensor. Raises RunError `saved-in-place` if it was written; autograd does not check tensors
-        with hooks.
+        """Returns the tensor. Raises RunError `saved-in-place` if the tensor was written, which autograd does not check for
+        tensors with hooks.
         """
         if self._version is not None and version_of(self._tensor) != self._version:
             raise written_error(self.layer)
         return self._tensor
 
 
-def written_error(layer: str, how: str = "since its forward saved it") -> RunError:
-    """Returns the RunError `saved-in-place` for a tensor that `layer` saved and that was written before its backward."""
+def written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
+    """Returns the RunError `saved-in-place` for a tensor that `layer` saved and that was written before its backward.
+
+    fault: the end of the sentence, which says when or through which tensor it was written.
+    """
     return RunError(
         "saved-in-place",
-        f"a tensor that the backward of layer {layer!r} needs was written in place {how}",
+        f"a tensor that the backward of layer {layer!r} needs was written in place {fault}",
         hint="use a new tensor in the layer (`h = h + x`), or use `core.keep` to see the operation in autograd's error",
     )
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`."""
+    """The address ranges of the storages of `tensors`: `address in ranges` tells whether one of them contains an address."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -273,16 +276,18 @@ class AddressRanges:
 
 
 class LayerCall:
-    """One call of `layer`, with references to its saved storages. over_budget: ids of storages beyond the host budget."""
+    """Records one call of `layer`. storages: weak references to the storages that it saves and that are offloaded.
+    over_budget_ids: the ids of storages beyond the host budget.
+    """
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
-        self.moved: list[weakref.ref[MovedStorage]] = []
-        self.over_budget: set[int] = set()
+        self.storages: list[weakref.ref[MovedStorage]] = []
+        self.over_budget_ids: set[int] = set()
 
     def live_storages(self) -> list[MovedStorage]:
         """Returns the storages that autograd still holds, the last saved first, in the order of the backward."""
-        return [storage for reference in reversed(self.moved) if (storage := reference()) is not None]
+        return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
 class HostActivations(ActivationPolicy):
@@ -292,12 +297,12 @@ class HostActivations(ActivationPolicy):
         self.config = config
         self.names = names
         self._parts: Parts | None = None
-        self._moved: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
-        self._permanent = AddressRanges(())
+        self._storages: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        self._permanent_addresses = AddressRanges(())
         self._num_steps = 0
-        self._leaving: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
-        self._last: dict[tuple[int, int], LayerCall] = {}
-        self._total: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self._leaving_storages: deque[tuple[CopyEvent, list[MovedStorage]]] = deque()
+        self._last_calls: dict[tuple[int, int], LayerCall] = {}
+        self._totals: dict[str, float] = dict.fromkeys(COUNTS, 0)
 
     def attach(self, parts: Parts) -> None:
         """Creates a copy stream and an arena of host memory."""
@@ -306,28 +311,29 @@ class HostActivations(ActivationPolicy):
         self._stream = device.copy_stream()
         # No block is freed within a step: unlocking host memory may wait for all device work, which may include a receive whose
         # sender waits for this rank.
-        wait = lambda: self._stream.record().wait()  # noqa: E731
-        self.arena = HostArena(device.host_memory, wait, max_waste=MAX_WASTE, frees_unused=False)
+        self.arena = HostArena(
+            device.host_memory, lambda: self._stream.record().wait(), max_waste=MAX_WASTE, frees_unused=False
+        )
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Discards storages of a failed step, and records the addresses of parameters and buffers for this step. The first step
-        detects writes that no version counter counts.
+        """Discards the storages of a failed step, and records the addresses of parameters and buffers for this step. The first
+        step detects writes that no version counter counts.
         """
         if self._parts is None:
             return
         self._num_steps += phase == "train"
-        self._release_leaving()
-        self._last.clear()
+        self._release_leaving_storages()
+        self._last_calls.clear()
         self._stream.record().hold_device()
         self.arena.trim(2 * self.arena.max_lent_bytes)
         buffers = [buffer for layer in self._parts.layers for buffer in layer.module.buffers()]
-        self._permanent = AddressRanges([*buffers, *(param.parameter for param in self._parts.registry)])
+        self._permanent_addresses = AddressRanges([*buffers, *(param.parameter for param in self._parts.registry)])
 
     def detach(self) -> None:
         """Releases offloaded device memory, and frees host memory."""
         if self._parts is not None:
-            self._release_leaving()
-            self._last.clear()
+            self._release_leaving_storages()
+            self._last_calls.clear()
             self.arena.trim()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -335,11 +341,11 @@ class HostActivations(ActivationPolicy):
         return iter(()) if self._parts is None else self.arena.named_tensors()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of moved, fetched and over-budget bytes and of host memory, and the host's seconds in copies."""
+        """Returns counts of moved, fetched and over-budget bytes, and of host memory."""
         if self._parts is None:
             return {}
         return {
-            **self._total,
+            **self._totals,
             "max_away_bytes": self.arena.max_lent_bytes,
             "host_bytes": self.arena.num_bytes,
             "host_allocations": self.arena.num_allocations,
@@ -355,16 +361,16 @@ class HostActivations(ActivationPolicy):
         if self._parts is None:
             return layer(*args, **fields)
         key = micro.chunk, micro.micro
-        previous = self._last.get(key)
+        previous = self._last_calls.get(key)
         if name not in self.names:
             output = layer(*args, **fields)
         else:
-            call = self._last[key] = LayerCall(name)
+            call = self._last_calls[key] = LayerCall(name)
             field_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(fields.values())}
             with saved_tensors_hooks(lambda tensor: self._pack(tensor, call, field_addresses), self._unpack):
                 output = layer(*args, **fields)
             self._prefetch_with(output, call)
-        self._release_leaving()  # storages of layers before this one
+        self._release_leaving_storages()  # storages of layers before this one
         if name in self.names:
             self._send_storages(call)
         if previous is not None:
@@ -378,15 +384,15 @@ class HostActivations(ActivationPolicy):
         if not self._is_movable(tensor, field_addresses):
             return _wrap_kept(tensor, call.layer)
         key = storage_id(tensor)
-        storage = self._moved.get(key)
+        storage = self._storages.get(key)
         if storage is None or not storage.covers(tensor):
-            if key in call.over_budget or not self._fits(tensor):
-                call.over_budget.add(key)  # autograd now holds it, so no other storage gets this key
+            if key in call.over_budget_ids or not self._fits_budget(tensor):
+                call.over_budget_ids.add(key)  # autograd now holds the storage, so no other storage gets this id
                 return _wrap_kept(tensor, call.layer)
-            storage = self._moved[key] = MovedStorage(tensor, self.arena, self._stream)
-        if all(reference() is not storage for reference in call.moved):
-            call.moved.append(weakref.ref(storage))
-        return storage.handle(tensor, call.layer)
+            storage = self._storages[key] = MovedStorage(tensor, self.arena, self._stream)
+        if all(reference() is not storage for reference in call.storages):
+            call.storages.append(weakref.ref(storage))
+        return storage.new_handle(tensor, call.layer)
 
     def _is_movable(self, tensor: Tensor, field_addresses: set[int]) -> bool:
         """Returns whether `tensor` is an ordinary tensor on this device, in a storage of at least `min_bytes` that belongs to
@@ -404,28 +410,27 @@ class HostActivations(ActivationPolicy):
         address = storage.data_ptr()
         if storage.nbytes() < max(1, self.config.min_bytes) or address in field_addresses:
             return False
-        if storage_id(tensor) in self._moved:
+        if storage_id(tensor) in self._storages:
             return True
-        return address not in self._permanent and address not in AddressRanges(
-            buffer for _, buffer in self._parts.pool.named_tensors()
-        )
+        pool_addresses = AddressRanges(buffer for _, buffer in self._parts.pool.named_tensors())
+        return address not in self._permanent_addresses and address not in pool_addresses
 
-    def _fits(self, tensor: Tensor) -> bool:
-        """Returns whether the storage of `tensor` fits the budget; otherwise counts its bytes."""
+    def _fits_budget(self, tensor: Tensor) -> bool:
+        """Returns whether the storage of `tensor` fits the budget. Counts its bytes if not."""
         num_bytes, budget = tensor.untyped_storage().nbytes(), self.config.budget_bytes
         if budget is None or self.arena.num_lent_bytes + round_up(num_bytes, PAGESIZE) <= budget:
             return True
-        self._total["over_budget_bytes"] += num_bytes
+        self._totals["over_budget_bytes"] += num_bytes
         return False
 
     def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
         """Returns the tensor that autograd saved, on the device. Fetches and counts a storage that is still away. May be called
-        repeatedly. Raises RunError `saved-in-place` if the tensor was written since.
+        repeatedly. Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
         """
         if isinstance(packed, Tensor):
             return packed
-        if isinstance(packed, Handle) and self._fetch(packed.moved):
-            self._total["fetched_on_demand"] += 1
+        if isinstance(packed, Handle) and self._fetch(packed.storage):
+            self._totals["fetched_on_demand"] += 1
         return packed.tensor()
 
     def _prefetch_with(self, output: Any, call: LayerCall) -> None:
@@ -435,18 +440,16 @@ class HostActivations(ActivationPolicy):
             for storage in call.live_storages():
                 self._fetch(storage)
 
-        if call.moved:
+        if call.storages:
             for tensor in tensors_in((output,)):
                 if tensor.requires_grad:
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]
 
     def _fetch(self, storage: MovedStorage) -> bool:
-        """Starts to fetch a storage if it is away, and counts it; returns whether it was away."""
-        start_s = time.perf_counter()
+        """Starts to fetch a storage if it is away, and returns whether it was. Counts its bytes."""
         is_away = storage.fetch()
         if is_away:
-            self._total["fetched_bytes"] += storage.num_bytes
-            self._total["copy_back_host_s"] += time.perf_counter() - start_s
+            self._totals["fetched_bytes"] += storage.num_bytes
         return is_away
 
     def _send_storages(self, call: LayerCall) -> None:
@@ -456,21 +459,19 @@ class HostActivations(ActivationPolicy):
         storages = call.live_storages()[::-1]
         for storage in storages:
             if not storage.is_sent:
-                start_s = time.perf_counter()
                 storage.send(sums_bits=self._num_steps == 1)
-                self._total["moved_bytes"] += storage.num_bytes
-                self._total["moved_storages"] += 1
-                self._total["copy_out_host_s"] += time.perf_counter() - start_s
-        self._leaving.append((self._stream.record(), [storage for storage in storages if storage.is_here]))
-        if self._num_steps != 1 and self._leaving[-1][0].is_done():
-            self._release_leaving()
+                self._totals["moved_bytes"] += storage.num_bytes
+                self._totals["moved_storages"] += 1
+        self._leaving_storages.append((self._stream.record(), [storage for storage in storages if storage.is_here]))
+        if self._num_steps != 1 and self._leaving_storages[-1][0].is_done():
+            self._release_leaving_storages()
 
-    def _release_leaving(self) -> None:
+    def _release_leaving_storages(self) -> None:
         """Releases the device memory of all storages that are leaving. Later device work, which may reuse the memory, waits for
         their copies.
         """
-        while self._leaving:
-            event, storages = self._leaving.popleft()
+        while self._leaving_storages:
+            event, storages = self._leaving_storages.popleft()
             event.hold_device()
             for storage in storages:
                 storage.release()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, cycle
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,17 @@ from torch import Tensor
 
 from sley_core.api.comm import HostMemory
 from sley_core.api.memory import Moved, Part, Stepped, Where
-from sley_core.api.parts import ALIGNMENT_BYTES, Parts, round_up
+from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Parts
 from sley_memory.movers import Mover, Streams, TimedCopies, split_by_bytes
 
-RING = 2  # buckets with gradients on the host: one is updated while the next is copied
+RING = 2
+"""The number of buckets with gradients on the host: one is updated while the next is copied."""
 
 
 class SteppedBucket(NamedTuple):
-    """Parameters that are updated together. gradients, weights: host memory for the gradients, and for the weights in the
-    device's dtype. Every second bucket uses the same memory.
+    """Parameters that are updated together.
+
+    gradients, weights: host tensors for the gradients, and for the weights in the device's dtype.
     """
 
     stepped: Sequence[Stepped]
@@ -40,15 +42,16 @@ class SteppedBucket(NamedTuple):
 class HostOptimizer(Mover):
     """Steps the optimizer on the host, bucket by bucket, and moves gradients there and weights back.
 
-    The master weights and optimizer states are always on the host. counters: the counters of both parts.
+    The master weights and optimizer states are always on the host. counters: the counters of both parts. A plan whose weights
+    have several dtypes cannot use it.
     """
 
-    comes_back = True
+    is_onloaded_automatically = True
 
     def __init__(self, parts: Parts, streams: Streams, bucket_bytes: int, counters: Mapping[Part, Moved]) -> None:
         super().__init__(counters["masters"])
         self._where = Where.AWAY
-        self._gradients_moved = counters["optimizer_states"]
+        self._gradient_counters = counters["optimizer_states"]
         self._store = parts.store
         self._device = parts.world.device
         self._streams = streams
@@ -64,12 +67,12 @@ class HostOptimizer(Mover):
         """
         self._build_buckets(stepped)
         streams = self._streams
-        streams.out.wait_for_device()  # gradients are clipped
-        streams.into.wait_for_device()  # the backward has read the weights
+        streams.to_host.wait_for_device()  # gradients are clipped
+        streams.to_device.wait_for_device()  # the backward has read the weights
         fetches = [self._fetch(index) for index in range(min(RING, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):
-                fetches[index].finish(self._gradients_moved, is_out=True)
+                fetches[index].finish(self._gradient_counters, to_host=True)
                 for param, host_gradient in zip(bucket.stepped, bucket.gradients, strict=True):
                     param.parameter.grad = host_gradient.to(param.parameter.dtype) if param.param in self._store else None
                 yield bucket.stepped
@@ -83,9 +86,9 @@ class HostOptimizer(Mover):
             streams.wait()  # the next step may write gradients, or have other buckets
             self._sent.clear()
             raise
-        streams.into.record().hold_device()
+        streams.to_device.record().hold_device()
         for sent in self._sent.values():
-            sent.finish(self._moved, is_out=False)
+            sent.finish(self._counters, to_host=False)
         self._sent.clear()
 
     def _fetch(self, index: int) -> TimedCopies:
@@ -94,53 +97,45 @@ class HostOptimizer(Mover):
         for param, host_gradient in zip(self._buckets[index].stepped, self._buckets[index].gradients, strict=True):
             if param.param in self._store:
                 gradient = self._store.part(param.param)
-                self._streams.out.copy(host_gradient, gradient)
+                self._streams.to_host.copy(host_gradient, gradient)
                 num_bytes += gradient.nbytes
-        self._gradients_moved.copied_out += num_bytes
-        return TimedCopies(self._streams.out.record(), start_s, num_bytes)
+        self._gradient_counters.copied_out += num_bytes
+        return TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
         """Casts the weights of bucket `index` to the device's dtype on the host, and starts their copies to the device."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
         if index % RING in self._sent:
-            self._sent[index % RING].finish(self._moved, is_out=False)
+            self._sent[index % RING].finish(self._counters, to_host=False)
         if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
             weights = masters
         else:
             torch._foreach_copy_(weights, masters)
         start_s = time.perf_counter()
         for param, value in zip(bucket, weights, strict=True):
-            self._streams.into.copy(param.working, value)
+            self._streams.to_device.copy(param.working, value)
         num_bytes = sum(value.nbytes for value in weights)
-        self._moved.copied_in += num_bytes
-        self._sent[index % RING] = TimedCopies(self._streams.into.record(), start_s, num_bytes)
+        self._counters.copied_in += num_bytes
+        self._sent[index % RING] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
 
     def _build_buckets(self, stepped: Sequence[Stepped]) -> None:
         """Builds the buckets and host memory for two of them, in the first step and after weights were unfrozen."""
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
-        buckets, wide = split_by_bytes(stepped, self._bucket_bytes), self._store.dtype
-        wide_size = max((_offsets(bucket, wide)[-1] for bucket in buckets), default=0)
-        narrow_size = max((_offsets(bucket, bucket[0].original.dtype)[-1] for bucket in buckets), default=0)
-        self._ring = [self._device.host_memory(size) for size in (wide_size, narrow_size) * RING]
-        self._gradients_moved.host_bytes = sum(memory.num_bytes for memory in self._ring)
-        self._buckets = [
-            SteppedBucket(bucket, _views(gradients.data, bucket, wide), _views(weights.data, bucket, bucket[0].original.dtype))
-            for bucket, gradients, weights in zip(buckets, cycle(self._ring[::2]), cycle(self._ring[1::2]), strict=False)
-        ]
+        buckets = split_by_bytes(stepped, self._bucket_bytes)
+        self._ring.clear()
+        gradients = self._allocate_views(buckets, self._store.dtype)
+        weights = self._allocate_views(buckets, stepped[0].original.dtype)
+        self._gradient_counters.host_bytes = sum(memory.num_bytes for memory in self._ring)
+        self._buckets = [SteppedBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
 
-
-def _offsets(bucket: Sequence[Stepped], dtype: torch.dtype) -> list[int]:
-    """Returns the byte offsets of a bucket's weights in one buffer of `dtype`, aligned to 256 bytes, and the buffer's size."""
-    sizes = (round_up(param.parameter.numel() * dtype.itemsize, ALIGNMENT_BYTES) for param in bucket)
-    return list(accumulate(sizes, initial=0))
-
-
-def _views(memory: Tensor, bucket: Sequence[Stepped], dtype: torch.dtype) -> list[Tensor]:
-    """Returns a view of `memory`, uint8 [bytes], with dtype `dtype` and the weight's shape for each weight of `bucket`."""
-    shapes = [param.parameter.shape for param in bucket]
-    return [
-        memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        for start, shape in zip(_offsets(bucket, dtype), shapes, strict=False)
-    ]
+    def _allocate_views(self, buckets: Sequence[Sequence[Stepped]], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
+        alignment = ALIGNMENT_BYTES // dtype.itemsize
+        layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
+        num_bytes = max(layout.numel for layout in layouts) * dtype.itemsize
+        ring = [self._device.host_memory(num_bytes) for _ in range(RING)]
+        self._ring += ring
+        flats = cycle([memory.data.view(dtype) for memory in ring])
+        return [layout.views(flat[: layout.numel]) for layout, flat in zip(layouts, flats, strict=False)]

@@ -14,11 +14,12 @@ from sley_core.api.parts import Param, Parts
 from sley_core.errors import StateError
 from sley_memory.arena import HostArena
 from sley_memory.host_optimizer import HostOptimizer
-from sley_memory.movers import MB, FreedGradients, HostCopy, Mover, Pieces, Streams, TrimOnly, pack_small, split_by_bytes
+from sley_memory.movers import FreedGradients, HostCopy, ListStorages, Mover, Streams, TrimmedPools, merge_small, split_by_bytes
 from sley_memory.plugin import CopiedConfig, HostOptimizerConfig, OffloadConfig
 from sley_memory.shared import SharedCopies
 
-LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")  # parts that the forward of a layer needs
+LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")
+"""The parts that the forward of a layer needs."""
 
 
 class BetweenSteps(Mover):
@@ -31,19 +32,19 @@ class BetweenSteps(Mover):
     twice as large. Calls of `offload` and `onload` are only counted.
     """
 
-    comes_back = True
+    is_onloaded_automatically = True
 
     def __init__(
         self, inventory: MemoryInventory, parts: Parts, streams: Streams, arena: HostArena, bucket_bytes: int, counters: Moved
     ) -> None:
         super().__init__(counters)
         self._inventory = inventory
-        self._copies = partial(
-            HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, counters=counters, makes_room=False
+        self._new_host_copy = partial(
+            HostCopy, streams=streams, arena=arena, bucket_bytes=bucket_bytes, counters=counters, reserves_segment=False
         )
         self._bucket_bytes = bucket_bytes
         self._buckets: list[tuple[list[Stepped], HostCopy]] = []
-        self._is_first = False
+        self._is_before_first_gradient = False
         parts.events.step_in_buckets = self._step
         parts.events.began.append(self._start_step)
         parts.events.after_update.append(self._offload_buckets)
@@ -51,7 +52,7 @@ class BetweenSteps(Mover):
 
     @property
     def where(self) -> Where:
-        """Returns the state of the first bucket that is not away; away if all are, as between two steps."""
+        """The location of the first bucket that is not away, or away if all buckets are, as between two steps."""
         return next((states.where for _, states in self._buckets if states.where is not Where.AWAY), Where.AWAY)
 
     def wait(self) -> None:
@@ -62,14 +63,14 @@ class BetweenSteps(Mover):
         return {key: copy for _, states in self._buckets for key, copy in states.host().items()}
 
     def _start_step(self) -> None:
-        """Offloads states that a failed step left on the device, and waits for the step's first gradient."""
+        """Offloads states that a failed step left on the device."""
         self._offload_buckets()
-        self._is_first = True
+        self._is_before_first_gradient = True
 
     def _gradient_ready(self, _param: Param) -> None:
         """Starts to onload the first bucket at the step's first gradient, while the backward continues."""
-        if self._is_first:
-            self._is_first = False
+        if self._is_before_first_gradient:
+            self._is_before_first_gradient = False
             self._onload_bucket(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
@@ -79,7 +80,7 @@ class BetweenSteps(Mover):
         # New buckets: all in the first step, later only unfrozen weights.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
         for bucket in split_by_bytes([param for param in stepped if id(param.parameter) not in known_ids], self._bucket_bytes):
-            self._buckets.append((bucket, self._copies(self._list_states(bucket))))
+            self._buckets.append((bucket, self._new_host_copy(self._make_state_lister(bucket))))
         self._onload_bucket(0)
         for index, (bucket, states) in enumerate(self._buckets):
             self._onload_bucket(index + 1)
@@ -98,25 +99,26 @@ class BetweenSteps(Mover):
             if states.where in (Where.HERE, Where.COMING):
                 states.offload()
 
-    def _list_states(self, bucket: Sequence[Stepped]) -> Pieces:
+    def _make_state_lister(self, bucket: Sequence[Stepped]) -> ListStorages:
         """Returns a function that lists the states of a bucket's weights, with small storages merged. States that other weights
         share are left out, since they must stay while those are updated.
         """
         known_ids: set[int] = set()
-        shared: set[int] = set()
+        shared_ids: set[int] = set()
 
-        def pieces() -> list[StorageEntry]:
+        def list_storages() -> list[StorageEntry]:
             states = self._inventory.state_storages(bucket)
-            keys = {storage_id(piece.memory) for piece in states}
-            if not keys <= known_ids:  # new in the first step, and after a program has loaded states
-                shared.update(keys & self._inventory.storage_ids_without(bucket))
+            state_ids = {storage_id(state.memory) for state in states}
+            if not state_ids <= known_ids:  # new in the first step, and after a program has loaded states
+                shared_ids.update(state_ids & self._inventory.storage_ids_without(bucket))
                 known_ids.clear()
-                known_ids.update(keys)
-            packed = pack_small([piece for piece in states if storage_id(piece.memory) not in shared], self._bucket_bytes)
-            known_ids.update(storage_id(piece.memory) for piece in packed)
-            return packed
+                known_ids.update(state_ids)
+            own_states = [state for state in states if storage_id(state.memory) not in shared_ids]
+            storages = merge_small(own_states, self._bucket_bytes)
+            known_ids.update(storage_id(storage.memory) for storage in storages)
+            return storages
 
-        return pieces
+        return list_storages
 
 
 class Manager(OffloadManager):
@@ -140,13 +142,13 @@ class Manager(OffloadManager):
 
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
         """Creates the copy streams, the host memory, and a mover for each part."""
-        device, budget = parts.world.device, self.config.host_budget_mb
+        device = parts.world.device
         self._streams = Streams(device.copy_stream)
         if isinstance(self.config, HostOptimizerConfig):
-            optimizer = HostOptimizer(parts, self._streams, int(self.config.bucket_mb * MB), self._moved)
+            optimizer = HostOptimizer(parts, self._streams, self.config.bucket_bytes, self._moved)
             self._movers = dict.fromkeys(self.parts, optimizer)
             return
-        arena = HostArena(device.host_memory, self._streams.wait, None if budget is None else int(budget * MB))
+        arena = HostArena(device.host_memory, self._streams.wait)
         self._layers = parts.layers
         for layer in parts.layers:
             # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations no rank has
@@ -154,29 +156,30 @@ class Manager(OffloadManager):
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:
-            self._movers[part] = self._mover(part, parts, inventory, arena)
+            self._movers[part] = self._new_mover(part, parts, inventory, arena)
 
-    def _mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> Mover:
+    def _new_mover(self, part: Part, parts: Parts, inventory: MemoryInventory, arena: HostArena) -> Mover:
         assert self._streams is not None, "not attached"
-        counters, bucket_bytes = self._moved[part], int(self.config.bucket_mb * MB)
+        counters, bucket_bytes = self._moved[part], self.config.bucket_bytes
         if part == "gradients":
             return FreedGradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), counters)
         if part == "pools":
-            return TrimOnly(inventory.trim, counters)
+            return TrimmedPools(inventory.trim, counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:
             return BetweenSteps(inventory, parts, self._streams, arena, bucket_bytes, counters)
-        pieces: Pieces = partial(inventory.storages, part)
-        if part == "optimizer_states":
-            pieces = lambda: pack_small(inventory.storages(part), bucket_bytes)  # noqa: E731
-        copies = HostCopy(pieces, self._streams, arena, bucket_bytes, counters)
+
+        def list_storages() -> Sequence[StorageEntry]:
+            storages = inventory.storages(part)
+            return merge_small(storages, bucket_bytes) if part == "optimizer_states" else storages
+
         if not isinstance(self.config, CopiedConfig) or not self.config.shared or parts.groups["wdp"].size == 1:
-            return copies
+            return HostCopy(list_storages, self._streams, arena, bucket_bytes, counters)
         groups = parts.groups["wdp"], parts.groups["control"]
-        return SharedCopies(part, pieces, *groups, self._streams, arena, bucket_bytes, counters)
+        return SharedCopies(part, list_storages, *groups, self._streams, arena, bucket_bytes, counters)
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to offload `part`; returns a function that waits for it. Layers refuse calls while weights or buffers are
-        away.
+        """Starts to offload `part`, and returns a function that waits for the copies. Layers refuse calls while weights or
+        buffers are away.
         """
         if part in LAYER_PARTS:
             self._hook_layers()
@@ -192,11 +195,11 @@ class Manager(OffloadManager):
         return self._movers[part].host()
 
     def require(self, part: Part, caller: str) -> None:
-        """Makes later device work wait for `part` if it is coming. Raises StateError `memory-away` if it is away or leaving,
-        and is not onloaded automatically.
+        """Makes later device work wait for `part` if the part is coming. Raises StateError `memory-away` if the part is away or
+        leaving, and is not onloaded automatically.
         """
         mover = self._movers[part]
-        if mover.where in (Where.LEAVING, Where.AWAY) and not mover.comes_back:
+        if mover.where in (Where.LEAVING, Where.AWAY) and not mover.is_onloaded_automatically:
             raise StateError.offloaded_error(part, caller)
         mover.require()
         self._unhook_layers()

@@ -34,17 +34,19 @@ class OffloadConfig(Table):
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
     """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
 
-    host_budget_mb: Annotated[float, Field(ge=0)] | None = None
-    """The limit of page-locked host memory in megabytes; memory beyond it is pageable, with a warning. No limit by default."""
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket in bytes."""
+        return int(self.bucket_mb * 10**6)
 
     @property
     def moves(self) -> tuple[Part, ...]:
-        """Returns the parts of a run's memory that this table moves."""
+        """The parts of a run's memory that this table moves."""
         return tuple(getattr(self, "parts", self.MOVES))
 
     @property
     def steps_in_buckets(self) -> bool:
-        """Returns whether optimizer states are on the device only while their weights are updated."""
+        """Whether optimizer states are on the device only while their weights are updated."""
         return getattr(self, "when", "idle") == "between_steps"
 
 
@@ -125,9 +127,6 @@ class SelectiveConfig(Table):
     layers: Layers | None = None
     """The layers: the number of blocks, counted from the first, or names and patterns. All blocks by default."""
 
-    budget_bytes: NonNegativeInt | None = None
-    """The limit on kept attention outputs in bytes. Outputs beyond it are recomputed; the summary counts them."""
-
 
 def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
     """Returns the names in `layer_names` that `layers` matches.
@@ -155,18 +154,13 @@ _MOVES = attrgetter("moves")
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for what `memory.selective` cannot do in compiled layers, and for shared host copies of states that move
-    in each step.
+    """Yields a problem for `memory.selective` in compiled layers with `sp`, and for shared host copies of states that move in
+    each step.
     """
-    policy = plan.activations.config
-    if isinstance(policy, SelectiveConfig) and plan.model.config.compile:
+    if isinstance(plan.activations.config, SelectiveConfig) and plan.model.config.compile and plan.parallel.sp > 1:
+        message = "`memory.selective` needs layers without graph breaks, but the exchanges of `sp` are not compiled"
         hint = "use `core.recompute`, or remove `compile`"
-        if policy.budget_bytes is not None:
-            message = "a compiled layer keeps the outputs of its attention in every call, without a budget"
-            yield Problem(("activations", "budget_bytes"), message, hint, "selective-compiled")
-        if plan.parallel.sp > 1:
-            message = "`memory.selective` needs layers without graph breaks, but the exchanges of `sp` are not compiled"
-            yield Problem(("activations", "use"), message, hint, "selective-compiled")
+        yield Problem(("activations", "use"), message, hint, "selective-compiled")
     for number, manager in enumerate(plan.offload):
         config = manager.config
         if isinstance(config, CopiedConfig) and config.shared and config.steps_in_buckets:

@@ -59,18 +59,21 @@ class KeptAttention:
         self.stats.num_bytes -= self.num_bytes
 
     def add(self, result: Sequence[Any], *, has_dropout: bool) -> None:
-        """Keeps the result of an attention, without its history, within the budget; otherwise marks it for recomputation.
-        has_dropout: whether the attention drew random numbers; then it must be recomputed, or later draws would differ.
+        """Keeps the result of an attention, without its history, or marks it for recomputation if `has_dropout`.
+
+        has_dropout: whether the attention drew random numbers. Without a second run, later draws would differ.
         """
-        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
-        if not self.stats.keep(num_bytes, has_dropout=has_dropout):
+        if has_dropout:
+            self.stats.num_recomputed += 1
             self._results.append(None)
             return
+        num_bytes = sum(value.untyped_storage().nbytes() for value in result if isinstance(value, Tensor))
         self.num_bytes += num_bytes
+        self.stats.add(num_bytes)
         # Detached: the autograd history would keep the graph alive.
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
-    def on_save(self) -> None:
+    def mark_needed(self) -> None:
         """Marks all results so far as needed: the checkpoint saves a tensor, up to which the recomputation will run."""
         self._num_needed = len(self._results)
 
@@ -111,24 +114,19 @@ class KeptAttention:
 
 
 class AttentionStats:
-    """Counts kept and recomputed attentions and their bytes, over all microbatches in flight. budget_bytes: the limit of kept
-    bytes; None for no limit.
+    """Counts kept and recomputed attentions. num_bytes, max_bytes: the kept bytes of all microbatches in flight, now and at
+    most. total_bytes: the bytes of all attentions that were kept.
     """
 
-    def __init__(self, budget_bytes: int | None) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self) -> None:
         self.num_bytes = self.max_bytes = self.total_bytes = self.num_kept = self.num_recomputed = 0
 
-    def keep(self, num_bytes: int, *, has_dropout: bool) -> bool:
-        """Counts an attention, and returns whether to keep it: only without dropout, and within the budget."""
-        if has_dropout or (self.budget_bytes is not None and self.num_bytes + num_bytes > self.budget_bytes):
-            self.num_recomputed += 1
-            return False
+    def add(self, num_bytes: int) -> None:
+        """Counts an attention of `num_bytes` that is kept."""
         self.num_bytes += num_bytes
         self.max_bytes = max(self.max_bytes, self.num_bytes)
         self.total_bytes += num_bytes
         self.num_kept += 1
-        return True
 
 
 def _detach(tensor: Tensor) -> Tensor:
@@ -204,7 +202,7 @@ class _AttentionMode(TorchFunctionMode):
             pack, unpack = _top_saved_tensors_default_hooks(False)
 
             def save(tensor: Tensor) -> Any:
-                kept.on_save()
+                kept.mark_needed()
                 return pack(tensor)
 
             self._hooks = saved_tensors_hooks(save, unpack)
@@ -230,9 +228,9 @@ def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) 
 class SelectiveRecompute(Recompute):
     """Recomputes the layers `names` like `core.recompute`, but keeps the outputs of their attention."""
 
-    def __init__(self, config: SelectiveConfig, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
         super().__init__(names)
-        self.stats = AttentionStats(config.budget_bytes)
+        self.stats = AttentionStats()
         self._compiled_names: set[str] = set()
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,15 +253,14 @@ class SelectiveRecompute(Recompute):
 
     def counts(self) -> Mapping[str, float]:
         """Returns counts of kept and recomputed attentions; those of compiled layers are not counted."""
-        stats = self.stats
         return {
-            "kept_bytes": stats.total_bytes,
-            "max_kept_bytes": stats.max_bytes,
-            "kept_attentions": stats.num_kept,
-            "recomputed_attentions": stats.num_recomputed,
+            "kept_bytes": self.stats.total_bytes,
+            "max_kept_bytes": self.stats.max_bytes,
+            "kept_attentions": self.stats.num_kept,
+            "recomputed_attentions": self.stats.num_recomputed,
         }
 
 
 def build(config: SelectiveConfig, layer_names: Sequence[str]) -> SelectiveRecompute:
     """Returns `memory.selective`, for the layers in `layer_names` (the whole model's) that `config.layers` matches."""
-    return SelectiveRecompute(config, match_layers(config.layers, layer_names))
+    return SelectiveRecompute(match_layers(config.layers, layer_names))

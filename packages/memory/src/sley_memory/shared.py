@@ -22,9 +22,10 @@ from sley_core.api.memory import Moved, Part, StorageEntry, Where, fingerprint, 
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 from sley_core.errors import RunError
 from sley_memory.arena import HostArena
-from sley_memory.movers import HostCopy, Pieces, Streams, is_resizable, make_room
+from sley_memory.movers import HostCopy, ListStorages, Streams, is_resizable, reserve_segment
 
-Report = list[tuple[str, int, int]]  # name, bytes and fingerprint of each piece of one rank
+Report = list[tuple[str, int, int]]
+"""The name, bytes and fingerprint of each storage of one rank."""
 
 
 class _LocalSlice(StorageEntry):
@@ -37,7 +38,7 @@ class _LocalSlice(StorageEntry):
 
 
 class SharedCopies(HostCopy):
-    """Offloads the storages that `pieces` returns, one `part` of a run. All ranks of the run must make each call.
+    """Offloads the storages that `list_storages` returns, one `part` of a run. All ranks of the run must make each call.
 
     group: the ranks that may have equal memory. control: all ranks, which compare their calls before memory is freed.
     bucket_bytes: the extra device memory that an onload needs.
@@ -46,7 +47,7 @@ class SharedCopies(HostCopy):
     def __init__(
         self,
         part: Part,
-        pieces: Pieces,
+        list_storages: ListStorages,
         group: Group,
         control: Group,
         streams: Streams,
@@ -54,9 +55,9 @@ class SharedCopies(HostCopy):
         bucket_bytes: int,
         counters: Moved,
     ) -> None:
-        super().__init__(lambda: [*self._distinct, *self._slices], streams, arena, bucket_bytes, counters, makes_room=False)
+        super().__init__(self._list_local_storages, streams, arena, bucket_bytes, counters, reserves_segment=False)
         self._part = part
-        self._all_pieces = pieces
+        self._list_all_storages = list_storages
         self._group = group
         self._control = control
         self._distinct: list[StorageEntry] = []
@@ -68,31 +69,31 @@ class SharedCopies(HostCopy):
         """Copies this rank's part of the memory that is equal on the group, and all other memory in full, then frees all of it.
         Raises RunError `ranks-differ` on all ranks, before memory is freed, if a rank makes another call.
         """
-        pieces: dict[str, StorageEntry] = {}
+        storages: dict[str, StorageEntry] = {}
         if not self._is_away:
             self.require()
-            for piece in self._all_pieces():
-                if piece.memory.numel() and is_resizable(piece):
-                    name = next(iter(piece.tensors))
-                    pieces[f"{name} {len(pieces)}" if name in pieces else name] = piece
-        prints = [fingerprint(piece.memory) for piece in pieces.values()]
-        hashes = torch.stack(prints).tolist() if prints else []
-        report = [(name, piece.memory.numel(), number) for (name, piece), number in zip(pieces.items(), hashes, strict=True)]
+            for storage in self._list_all_storages():
+                if storage.memory.numel() and is_resizable(storage):
+                    name = next(iter(storage.tensors))
+                    storages[f"{name} {len(storages)}" if name in storages else name] = storage
+        fingerprints = [fingerprint(storage.memory) for storage in storages.values()]
+        hashes = torch.stack(fingerprints).tolist() if fingerprints else []
+        sizes = [storage.memory.numel() for storage in storages.values()]
+        report = list(zip(storages, sizes, hashes, strict=True))
         reports = self._exchange_reports("offload", report)
         if self._is_away:
             return
         member_reports = [set(reports[rank]) for rank in self._group.ranks]
         # By name: ranks may have created their states in different orders.
-        common = sorted(
-            name for name, *size_and_print in report if all((name, *size_and_print) in member for member in member_reports)
-        )
-        self._common = [pieces[name] for name in common]
-        self._distinct = [piece for name, piece in pieces.items() if name not in set(common)]
+        common_names = sorted(entry[0] for entry in report if all(entry in member for member in member_reports))
+        self._common = [storages[name] for name in common_names]
+        self._distinct = [storage for name, storage in storages.items() if name not in set(common_names)]
         size = self._share_bytes()
         self._slices = [_LocalSlice(memory, {}) for memory, _ in self._common_slices(self._group.coord * size, size)]
         super().offload()
-        num_peer_bytes = sum(piece.free() for piece in self._common) - sum(piece.memory.numel() for piece in self._slices)
-        self._moved.given_back += num_peer_bytes - self._num_peer_bytes
+        num_local_bytes = sum(storage.memory.numel() for storage in self._slices)
+        num_peer_bytes = sum(storage.free() for storage in self._common) - num_local_bytes
+        self._counters.given_back += num_peer_bytes - self._num_peer_bytes
         self._num_peer_bytes = num_peer_bytes
 
     def onload(self) -> None:
@@ -104,51 +105,54 @@ class SharedCopies(HostCopy):
         self._exchange_reports("onload", [])
         if not self._is_away:
             return
-        placed = self._offloaded
-        if pieces := [*self._common, *self._distinct]:
-            make_room((piece.memory.numel() for piece in pieces), pieces[0].memory.device)
+        offloaded = self._offloaded
+        if storages := [*self._common, *self._distinct]:
+            reserve_segment((storage.memory.numel() for storage in storages), storages[0].memory.device)
         try:
-            for piece in self._common:
-                piece.grow()
+            for storage in self._common:
+                storage.grow()
             self._start_onload()
             if self._common:
                 self.wait()
                 self._gather()
         except BaseException:
             self._streams.wait()
-            for piece in pieces:
-                piece.free()
-            self._where, self._copies, self._offloaded = Where.AWAY, None, placed
+            for storage in storages:
+                storage.free()
+            self._where, self._copies, self._offloaded = Where.AWAY, None, offloaded
             raise
         self._common = []
 
+    def _list_local_storages(self) -> list[StorageEntry]:
+        return [*self._distinct, *self._slices]
+
     @property
     def _is_away(self) -> bool:
-        """Whether the memory is offloaded, even if copies are in flight. The value is equal on all ranks."""
+        """Whether the memory is offloaded, even if its copies are in flight. The value is equal on all ranks."""
         return self._where in (Where.LEAVING, Where.AWAY)
 
     def _gather(self) -> None:
         """Gathers the parts of other ranks, a bucket at a time. This rank's part is on the device."""
-        size, count, coord = self._share_bytes(), self._group.size, self._group.coord
+        size, num_ranks, coord = self._share_bytes(), self._group.size, self._group.coord
         device = self._common[0].memory.device
-        step = min(size, max(ALIGNMENT_BYTES, self._bucket_bytes // (count + 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
+        step = min(size, max(ALIGNMENT_BYTES, self._bucket_bytes // (num_ranks + 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
         local_part = torch.empty(step, dtype=torch.uint8, device=device)
-        all_parts = torch.empty(count * step, dtype=torch.uint8, device=device)
+        all_parts = torch.empty(num_ranks * step, dtype=torch.uint8, device=device)
         for start in range(0, size, step):
             length = min(step, size - start)
             for memory, offset in self._common_slices(coord * size + start, length):
                 local_part[offset : offset + memory.numel()].copy_(memory)
-            # The ranks of the group have agreed on these pieces and on this call.
+            # The ranks of the group have agreed on these storages and on this call.
             label = f"the run's {self._part.replace('_', ' ')}, which were offloaded"
-            self._group.all_gather(all_parts[: count * length], local_part[:length], label=label).wait()
-            for rank in set(range(count)) - {coord}:
+            self._group.all_gather(all_parts[: num_ranks * length], local_part[:length], label=label).wait()
+            for rank in set(range(num_ranks)) - {coord}:
                 for memory, offset in self._common_slices(rank * size + start, length):
                     memory.copy_(all_parts[rank * length + offset : rank * length + offset + memory.numel()])
-            self._moved.gathered += (count - 1) * length
+            self._counters.gathered += (num_ranks - 1) * length
 
     def host(self) -> Mapping[int, Tensor]:
         """Returns the host copies that this rank has in full, by `storage_id`, uint8 [bytes]. Waits for the copies."""
-        distinct_ids = {storage_id(piece.memory) for piece in self._distinct}
+        distinct_ids = {storage_id(storage.memory) for storage in self._distinct}
         return {key: copy for key, copy in super().host().items() if key in distinct_ids}
 
     def close(self) -> None:
@@ -159,12 +163,12 @@ class SharedCopies(HostCopy):
             with suppress(RunError):
                 self.onload()
         if self._is_away:
-            for piece in self._common:
-                piece.grow()
+            for storage in self._common:
+                storage.grow()
             self._start_onload()
             self.wait()
-            for piece in self._common:
-                piece.memory.fill_(255)
+            for storage in self._common:
+                storage.memory.fill_(255)
             name = self._part.replace("_", " ")
             message = f"the run was closed while its {name} were offloaded, but not all ranks answered, so they are lost"
             warnings.warn(message, RuntimeWarning, 4)
@@ -192,18 +196,19 @@ class SharedCopies(HostCopy):
         return {rank: [(*entry,) for entry in state] for rank, (_, state) in zip(self._control.ranks, messages, strict=True)}
 
     def _share_bytes(self) -> int:
-        """Returns the bytes of common memory that each rank keeps: an even part of the concatenated, aligned pieces."""
-        total = sum(round_up(piece.memory.numel(), ALIGNMENT_BYTES) for piece in self._common)
+        """Returns the bytes of common memory that each rank keeps: an even part of the concatenated, aligned storages."""
+        total = sum(round_up(storage.memory.numel(), ALIGNMENT_BYTES) for storage in self._common)
         return round_up(-(-total // self._group.size), ALIGNMENT_BYTES)
 
     def _common_slices(self, offset: int, length: int) -> Iterator[tuple[Tensor, int]]:
-        """Yields the slices of common pieces in `length` bytes from `offset` of the concatenated, aligned pieces, each with its
-        position relative to `offset`.
+        """Yields the slices of common storages in `length` bytes from `offset` of the concatenated, aligned storages.
+
+        With each slice, yields its position relative to `offset`.
         """
-        piece_start = 0
-        for piece in self._common:
-            size = piece.memory.numel()
-            lower, upper = max(offset, piece_start), min(offset + length, piece_start + size)
+        storage_start = 0
+        for storage in self._common:
+            size = storage.memory.numel()
+            lower, upper = max(offset, storage_start), min(offset + length, storage_start + size)
             if lower < upper:
-                yield piece.memory[lower - piece_start : upper - piece_start], lower - offset
-            piece_start += round_up(size, ALIGNMENT_BYTES)
+                yield storage.memory[lower - storage_start : upper - storage_start], lower - offset
+            storage_start += round_up(size, ALIGNMENT_BYTES)

@@ -68,21 +68,6 @@ class Second(nn.Module):
         return (hidden @ self.across).tanh() @ self.tied
 
 
-class Caching(nn.Module):
-    """Keeps its last output, as models do by mistake."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 512)
-        self.back = nn.Linear(512, WIDTH)
-        self.cache: dict[str, list[Tensor]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x.to(self.linear.weight.dtype))
-        self.cache["last"] = [hidden.detach()]
-        return self.back(hidden)
-
-
 class Many(nn.Module):
     """Has 100 small parameters, and one of more than 1 MiB in fp32."""
 
@@ -99,10 +84,6 @@ class Many(nn.Module):
 def model() -> list[tuple[str, nn.Module]]:
     first = First()
     return [("first", first), ("second", Second(first.linear.weight))]
-
-
-def caching() -> list[tuple[str, nn.Module]]:
-    return [("layer", Caching())]
 
 
 def many() -> list[tuple[str, nn.Module]]:

@@ -93,7 +93,7 @@ def read_on_host(run: Run) -> None:
         for part in manager.parts:
             mover = getattr(manager, "_movers", {}).get(part)
             if isinstance(mover, HostCopy) and run.memory.where[part] is Where.AWAY:
-                for host in mover._places.values():
+                for host in mover._host_memory.values():
                     host.sum()
 
 
