@@ -22,16 +22,16 @@ from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
-from sley_testing.collectives import Collective, assert_same_sequence, assert_untouched, collectives, record_built_models
-from sley_testing.parity import assert_same_bits
+from sley_core.run import Run
+from sley_testing.collectives import assert_same_sequence, assert_untouched, record_built_models
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import counts_of, fail_once, weights
+from sley_testing.runs import Recorded, assert_same_run, counts_of, fail_once, record
 
 Table = dict[str, Any]
 
-NUM_STEPS = 2
-FAILING = 1  # the step before which the failing step is added
+NUM_STEPS = 3
+FAILING_STEP = 1  # the index of the step before which a failing step is added
 
 PLAN = small_plan(
     run__steps=NUM_STEPS,
@@ -43,44 +43,40 @@ PLAN = small_plan(
 
 @dataclass
 class Observation:
-    """Holds one rank's results. rows: the metrics of each step. weights: the final weights. calls: all collectives.
-    graphs: the live tensors with an autograd graph after each step. counts: the hook's counts after each step.
+    """Holds one rank's results. recorded: the record of the run. graphs: descriptions of the live tensors with an autograd
+    graph after each step but the last. counts: the hook's counts after these steps.
     """
 
-    rows: list[dict[str, float | int]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    calls: list[Collective] = field(default_factory=list)
+    recorded: Recorded = field(default_factory=Recorded)
     graphs: list[list[str]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
 
 
 def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Observation:
-    """Takes the contract's steps on this rank. fails: whether to add a step before step FAILING that raises in its first
-    backward. Raises AssertionError if the run leaves anything in its layers.
+    """Takes the contract's steps on this rank. fails: whether to add a step before step FAILING_STEP that raises in its first
+    backward. Raises AssertionError if the run changes a module or parameter of its layers permanently.
     """
     observation = Observation()
+
+    def inspect(run: Run, number: int) -> None:
+        if number > 0:
+            gc.collect()
+            tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
+            graphs = ((tensor.shape, tensor.grad_fn) for tensor in tensors)
+            observation.graphs.append([f"{tuple(shape)} of {graph.name()}" for shape, graph in graphs if graph is not None])
+            observation.counts += [counts_of(hook) for hook in run.stepper.executor.hooks]
+        if fails and number == FAILING_STEP:
+            fail_once(run)
+
     tables = changed(PLAN, scheduler_hooks=list(hooks))
-    with record_built_models() as built_models, World.join("cpu") as world:
-        with assemble(plan_from_dict(tables, folder), world) as run:
-            for number in range(NUM_STEPS):
-                if fails and number == FAILING:
-                    fail_once(run)
-                with collectives() as calls:
-                    observation.rows.append(run.step())
-                observation.calls += calls
-                gc.collect()
-                tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
-                graphs = ((tensor.shape, tensor.grad_fn) for tensor in tensors)
-                observation.graphs.append([f"{tuple(shape)} of {graph.name()}" for shape, graph in graphs if graph is not None])
-                if run.stepper.executor.hooks:
-                    observation.counts.append(counts_of(run.stepper.executor.hooks[0]))
-            observation.weights = weights(run)
-        for model, initial_traces in built_models:
-            assert_untouched(initial_traces, model.layers)
+    with record_built_models() as built_models:
+        observation.recorded = record(tables, NUM_STEPS, folder=folder, before_step=inspect, records_calls=True)
+    for model, initial_traces in built_models:
+        assert_untouched(initial_traces, model.layers)
     return observation
 
 
-def failing_calls(hooks: Sequence[Table], folder: Path) -> list[str]:
+def call_errors(hooks: Sequence[Table], folder: Path) -> list[str]:
     """Calls each method of the hook with the tensors that actions may have, or None. Returns a line for each error."""
     errors = []
     with assemble(plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")) as run:
@@ -113,37 +109,28 @@ class SchedulerHookContract:
     hook: ClassVar[Table]
 
     def test_hook_changes_nothing(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, held-out losses and weights with a run without the hook.
+        """Compares losses, norms, held-out losses, gradients and weights with a run without the hook.
 
         Ranks must issue the same collectives, including those of the hook. The hook must detach the tensors that it keeps, so
         that saved activations are freed. Its counts must be finite and have the same names in every step.
         """
         baselines, observations = ranks(2).once(observe, [], texts), ranks(2).once(observe, [self.hook], texts)
-        assert_same_sequence([observation.calls for observation in observations])
+        calls_by_rank = [[call for calls in rank.recorded.calls for call in calls] for rank in observations]
+        assert_same_sequence(calls_by_rank)
         for baseline, observation in zip(baselines, observations, strict=True):
             for number, (expected, actual) in enumerate(zip(baseline.graphs, observation.graphs, strict=True), start=1):
                 extra = [name for name in actual if name not in expected]
                 assert not extra, f"after step {number} the hook keeps tensors with their graph: {extra[:3]}"
             assert len({tuple(counts) for counts in observation.counts}) <= 1, "the names of the counts differ between steps"
-        _assert_same_results(baselines, observations, "with the hook")
+            assert_same_run(baseline.recorded, observation.recorded)
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Expects that a run with a failed step is bit-identical to a run without the step and the hook."""
         failed = ranks(2)(observe, [self.hook], texts, fails=True)
-        _assert_same_results(ranks(2).once(observe, [], texts), failed, "with the hook, after a failed step")
+        for baseline, observation in zip(ranks(2).once(observe, [], texts), failed, strict=True):
+            assert_same_run(baseline.recorded, observation.recorded)
 
     def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
         """Covers the first stage and the phase `weights`, which have no tensors, and containers between stages."""
-        errors = failing_calls([self.hook], texts)
+        errors = call_errors([self.hook], texts)
         assert not errors, "\n".join(errors)
-
-
-def _assert_same_results(baselines: Sequence[Observation], observations: Sequence[Observation], label: str) -> None:
-    """Asserts that rows and weights are bit-identical on each rank. label: the start of the message."""
-    for rank, (baseline, observation) in enumerate(zip(baselines, observations, strict=True)):
-        for expected, actual in zip(baseline.rows, observation.rows, strict=True):
-            for key in ("loss", "grad_norm", "held_out_loss"):
-                assert repr(expected.get(key)) == repr(actual.get(key)), (
-                    f"{label}, rank {rank}, step {actual['step']}: {key} is {actual.get(key)}, not {expected.get(key)}"
-                )
-        assert_same_bits(baseline.weights, observation.weights)

@@ -191,8 +191,10 @@ def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
     """
     num_steps = len(actual_run.rows)
     for expected, actual in zip(reference.rows[-num_steps:], actual_run.rows, strict=True):
-        keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
-        assert [repr(expected.get(key)) for key in keys] == [repr(actual.get(key)) for key in keys], (expected, actual)
+        for key in ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped", "held_out_loss"):
+            assert repr(expected.get(key)) == repr(actual.get(key)), (
+                f"step {actual['step']}: {key} is {actual.get(key)}, not {expected.get(key)}"
+            )
     for expected_gradients, actual_gradients in zip(reference.gradients[-num_steps:], actual_run.gradients, strict=True):
         assert_same_bits(expected_gradients, actual_gradients)
     assert_same_bits(reference.weights, actual_run.weights)
@@ -298,20 +300,29 @@ def assert_by_hand(
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
 
 
-def fail_once(run: Run, backward: int = 0) -> None:
-    """Takes a step that raises in this rank's backward number `backward`, and restores the position in the data. All ranks must
-    call it. The error occurs at the first layer, after handlers have received the gradients of all later layers.
+def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> None:
+    """Takes a step that raises in the backward of a microbatch, or in its forward, and restores the position in the data. All
+    ranks must call it.
+
+    The error occurs after the forward of this rank's first layer, or before its backward. Handlers have then received the
+    gradients of all later layers.
     """
     calls = count()
 
-    def fail(_: Tensor) -> None:
-        if next(calls) == backward:
-            raise ValueError("the contract's failing backward")
+    def fail(*_: Any) -> None:
+        if next(calls) == micro_batch:
+            raise ValueError("the contract's failing step")
+
+    def fail_in_pass(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        if in_forward:
+            fail()
+        elif output.requires_grad:
+            output.register_hook(fail)  # type: ignore[no-untyped-call]
 
     assert run.feed is not None
     feed_state = run.feed.state()
-    hook = run.registry.trainable[0].parameter.register_hook(fail)  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="the contract's failing backward"):
+    hook = run.layers[0].module.register_forward_hook(fail_in_pass)
+    with pytest.raises(ValueError, match="the contract's failing step"):
         run.step()
     hook.remove()
     run.feed.restore(feed_state)

@@ -32,9 +32,19 @@ from sley_core.records import WeightCommunicatorRecord
 from sley_core.run import Run
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import LENGTH, WIDTH, model_plan
-from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.parity import assert_close_gradients
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, counts_of, record, record_reference, weights
+from sley_testing.runs import (
+    Recorded,
+    assert_equal_replicas,
+    assert_parity,
+    assert_same_run,
+    counts_of,
+    fail_once,
+    record,
+    record_reference,
+    weights,
+)
 
 Table = dict[str, Any]
 Change = Callable[[Run, int], None]
@@ -113,26 +123,9 @@ def delay_weights(run: Run, number: int) -> None:
 
 
 def fail_steps(run: Run, number: int) -> None:
-    """Adds a step that raises in a forward before step 0 and in a backward before step 1, and restores the feed."""
-    if number not in (0, 1):
-        return
-
-    def fail(*_: Any) -> None:
-        raise ValueError("the contract's failing step")
-
-    def fail_in_pass(_: nn.Module, args: Any) -> None:
-        if number == 0:
-            fail()
-        if args[0].requires_grad:
-            args[0].register_hook(fail)
-
-    assert run.feed is not None
-    feed_state = run.feed.state()
-    hook = run.registry["second.narrow.weight"].holders[0].module.register_forward_pre_hook(fail_in_pass)
-    with pytest.raises(ValueError, match="the contract's failing step"):
-        run.step()
-    hook.remove()
-    run.feed.restore(feed_state)
+    """Adds a step that raises in a forward before step 0, and one that raises in a backward before step 1."""
+    if number in (0, 1):
+        fail_once(run, in_forward=number == 0)
 
 
 class WeightCommunicatorContract:
@@ -157,11 +150,11 @@ class WeightCommunicatorContract:
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that a layer's waits run before its weights are read, gathered or prefetched."""
-        self._assert_same_run(ranks, delay_weights, "weights that come late")
+        self._assert_same_run(ranks, delay_weights)
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that `begin` discards everything in flight."""
-        self._assert_same_run(ranks, fail_steps, "after a failed step")
+        self._assert_same_run(ranks, fail_steps)
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
         """Checks the collectives, counts and weight reads of a run, and layer calls after it.
@@ -190,11 +183,10 @@ class WeightCommunicatorContract:
         call = launch.once if before_step is None else launch
         return call(record, tables(self.weights, wp, size), NUM_STEPS, before_step=before_step)
 
-    def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change, label: str) -> None:
-        """Asserts that losses and weights are bit-identical with `before_step`."""
+    def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change) -> None:
+        """Asserts that a run with `before_step` is bit-identical to a run without."""
         for expected, actual in zip(self._record(ranks), self._record(ranks, before_step=before_step), strict=True):
-            assert [row["loss"] for row in expected.rows] == [row["loss"] for row in actual.rows], label
-            assert_same_bits(expected.weights, actual.weights)
+            assert_same_run(expected, actual)
 
 
 def _assert_parity(baseline: Recorded, recorded: Sequence[Recorded]) -> None:
