@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +34,8 @@ from sley_core.comm.transport import Transport, Work
 from sley_core.engine.shards import StandIn, UnregisteredParameter
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
-from sley_testing.happens_before import replaced, tensors_of
+from sley_testing.drawn_copies import fill_with_nan
+from sley_testing.happens_before import tensors_of
 
 _POINT_TO_POINT = ("send", "recv", "recv_any")
 _UNEVEN = ("all_to_all", "all_to_all_single")
@@ -173,7 +174,8 @@ def collectives() -> Iterator[list[Collective]]:
                 (transport, "all_to_all", "swap", 1),
                 (transport, "all_reduce", "all_reduce", 0),
             ):
-                stack.enter_context(replaced(cls, method, partial(recorder.wrap_method, operation, input_index)))
+                record_and_call = recorder.wrap_method(operation, input_index, getattr(cls, method))
+                stack.enter_context(mock.patch.object(cls, method, record_and_call))
         yield recorder.calls
 
 
@@ -196,17 +198,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.calls.append(_describe_call(schema.name, process_group, arguments))
         return func(*args, **(kwargs or {}))
 
-    def wrap_method(self, operation: str, input_index: int, _name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a method of a cross-memory transport to record its calls. input_index: the position of its input."""
+    def wrap_method(self, operation: str, input_index: int, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method of a cross-memory transport that also records its calls. input_index: the position of its input."""
 
-        def call(transport: Any, *args: Any, **kwargs: Any) -> Any:
+        def record_and_call(transport: Any, *args: Any, **kwargs: Any) -> Any:
             members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
             tensors = [args[input_index]] if isinstance(args[input_index], Tensor) else args[input_index]
             numel, dtype = sum(tensor.numel() for tensor in tensors), str(tensors[0].dtype).removeprefix("torch.")
             self.calls.append(Collective(operation, f"{members} {operation}", members.ranks, numel, dtype, site=_user_frames()))
             return method(transport, *args, **kwargs)
 
-        return call
+        return record_and_call
 
 
 def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> Collective:
@@ -405,21 +407,15 @@ class _LateTransport(Transport):
             rows = whole.view(self._group.size, *shard.shape)
             for coord, row in enumerate(rows):
                 if coord != self._group.coord or row.data_ptr() != shard.data_ptr():
-                    _poison(row)
+                    fill_with_nan(row)
         return _LateWork(lambda: self._transport.all_gather(tensors, shards, label=label))
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
         return _LateWork(lambda: self._transport.reduce_scatter(tensors, scratches, label=label, contents=contents))
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        _poison(received)
+        fill_with_nan(received)
         return _LateWork(lambda: self._transport.all_to_all(received, sent, label=label, contents=contents))
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
         return _LateWork(lambda: self._transport.all_reduce(tensor, label=label, contents=contents))
-
-
-def _poison(tensor: Tensor) -> None:
-    """Fills `tensor` with NaN, or with the largest integer."""
-    with torch.no_grad():
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,18 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory
-from sley_testing.happens_before import (
-    DEVICE,
-    Access,
-    Clock,
-    Ledger,
-    MemoryWatch,
-    describe_tensor,
-    extent,
-    merge,
-    replaced,
-    storage_of,
-)
+from sley_testing.happens_before import DEVICE, Access, Clock, Ledger, MemoryWatch, describe_tensor, extent, merge, storage_of
 
 RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 """Probabilities of another copy at each call. With 0 copies happen as late as possible, with 1 immediately."""
@@ -103,6 +93,7 @@ class DrawnCopies:
         self._num_done: Clock = {}
 
     def new_stream(self) -> int:
+        """Adds a stream, and returns its number."""
         number = len(self._pending) + 1
         self._pending[number] = []
         return number
@@ -136,9 +127,10 @@ class DrawnCopies:
         finally:
             target_span, source_span = Span(target), Span(source)
             clock = self.ledger.streams[stream]
-            dependencies = {worker: number for worker, number in clock.items() if worker not in (DEVICE, stream)}
-            if not any(copy.source.overlaps(target_span) for queue in self._pending.values() for copy in queue):
-                poison(target_span)  # unless an earlier copy still reads it
+            dependencies = {worker: number for worker, number in clock.items() if worker != stream}
+            target_is_read = any(copy.source.overlaps(target_span) for queue in self._pending.values() for copy in queue)
+            if not target_is_read and (target_memory := target_span.tensor()) is not None:
+                fill_with_nan(target_memory)
             self._pending[stream].append(_Copy(target_span, source_span, dependencies))
 
     def tick(self) -> None:
@@ -155,31 +147,26 @@ class DrawnCopies:
         """Returns whether the host sees that the copies in `clock` are complete. Repeated calls eventually return True. The
         host may see a completed copy later than the device.
         """
-        needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
-        if all(self.ledger.host.get(stream, 0) >= number for stream, number in needed.items()):
+        if not _unreached(clock, self.ledger.host):
             return True
         self.handle_call()
         if self._random.random() >= max(self.rate, 0.1):
             return False
         self._step()
-        return all(self._num_done.get(stream, 0) >= number for stream, number in needed.items())
+        return not _unreached(clock, self._num_done)
 
     def wait_for(self, clock: Clock) -> None:
         """Executes the copies in `clock`, their dependencies, and a random number of others."""
         self.handle_call()
-        needed = {stream: number for stream, number in clock.items() if stream != DEVICE}
-        while any(self._num_done.get(stream, 0) < number for stream, number in needed.items()):
-            pending_streams = {stream for stream, number in needed.items() if self._num_done.get(stream, 0) < number}
-            assert self._step(pending_streams), f"copies wait for each other: {self._pending}"
+        while streams := _unreached(clock, self._num_done):
+            assert self._step(streams), f"copies wait for each other: {self._pending}"
 
     def _step(self, streams: set[int] | None = None) -> bool:
         """Executes the next copy of a random ready stream; returns False if there is none."""
         ready = [
             stream
             for stream, queue in self._pending.items()
-            if queue
-            and (streams is None or stream in streams)
-            and all(self._num_done.get(worker, 0) >= number for worker, number in queue[0].dependencies.items())
+            if queue and (streams is None or stream in streams) and not _unreached(queue[0].dependencies, self._num_done)
         ]
         if not ready:
             return False
@@ -191,6 +178,11 @@ class DrawnCopies:
                 target.copy_(source)
         self._num_done[stream] = self._num_done.get(stream, 0) + 1
         return True
+
+
+def _unreached(clock: Clock, num_done: Clock) -> set[int]:
+    """Returns the streams whose number of completed copies is below that in `clock`."""
+    return {stream for stream, number in clock.items() if stream != DEVICE and num_done.get(stream, 0) < number}
 
 
 class DrawnStream(CopyStream):
@@ -297,16 +289,13 @@ class Span:
         return self._storage.cdata == span._storage.cdata and first < end and start < last
 
 
-def poison(span: Span) -> None:
-    """Fills memory with NaN, or with the maximum for integers."""
-    tensor = span.tensor()
-    if tensor is None:
-        return
+def fill_with_nan(tensor: Tensor) -> None:
+    """Fills `tensor` with NaN, or with the maximum if its dtype is an integer. Bools are unchanged."""
     with torch.no_grad(), _disable_current_modes():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype != torch.bool:
-            tensor.fill_(0xFF if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).max)
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def tensor_from_storage(
@@ -336,17 +325,16 @@ def assert_allocated(name: str, accesses: Sequence[Access]) -> None:
         )
 
 
-def safe_to_print() -> AbstractContextManager[None]:
+def safe_to_print() -> AbstractContextManager[object]:
     """Returns a context manager that makes freed tensors printable, such as in tracebacks."""
 
-    def wrap(_name: str, method: Callable[..., str]) -> Callable[..., str]:
-        def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
-            needed, allocated = _needed_and_allocated_bytes(tensor)
-            return method(tensor, *args, **kwargs) if allocated >= needed else f"<{describe_tensor(tensor)}, freed>"
+    original_repr: Callable[..., str] = Tensor.__repr__
 
-        return safe_repr
+    def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
+        needed, allocated = _needed_and_allocated_bytes(tensor)
+        return original_repr(tensor, *args, **kwargs) if allocated >= needed else f"<{describe_tensor(tensor)}, freed>"
 
-    return replaced(torch.Tensor, "__repr__", wrap)
+    return mock.patch.object(Tensor, "__repr__", safe_repr)
 
 
 def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
@@ -399,15 +387,15 @@ def skip_wait(site: Site) -> Iterator[None]:
 def _filter_waits(is_enabled: Callable[[Site], bool]) -> Iterator[None]:
     """Makes each wait conditional on `is_enabled(site)`."""
 
-    def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call_if_enabled(*args: Any) -> Any:
+    def filter_calls(name: str, wait: Callable[..., None]) -> Callable[..., None]:
+        def call_if_enabled(*args: Any) -> None:
             caller = sys._getframe(1)
-            site = Site(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, name)
-            return method(*args) if is_enabled(site) else None
+            if is_enabled(Site(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, name)):
+                wait(*args)
 
         return call_if_enabled
 
     with ExitStack() as stack:
         for owner, name in WAITS:
-            stack.enter_context(replaced(owner, name, wrap))
+            stack.enter_context(mock.patch.object(owner, name, filter_calls(name, getattr(owner, name))))
         yield

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Ledger:
 
     def mark_host_memory(self, data: Tensor) -> None:
         """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
-        self._memory_of(data).is_host = True
+        self._memory_of(data.untyped_storage()).is_host = True
 
     def record_operation(self, name: str, accesses: Sequence[Access]) -> None:
         """Records an operation: of the host if all its tensors are in host memory, else of the device."""
@@ -103,11 +104,8 @@ class Ledger:
             self.check_freed_memory()
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
                 del self._memory[key]
-        touched = [
-            (self._memory.get(storage._cdata) or self._register_memory(storage), access)
-            for access in accesses
-            if (storage := storage_of(access.tensor)) is not None
-        ]
+        storages = ((storage_of(access.tensor), access) for access in accesses)
+        touched = [(self._memory_of(storage), access) for storage, access in storages if storage is not None]
         is_host = bool(touched) and all(memory.is_host for memory, _ in touched)
         if not is_host:
             self.device[DEVICE] += 1
@@ -122,7 +120,7 @@ class Ledger:
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Records that the device frees or replaces the memory of `storage`."""
-        memory = self._memory.get(storage._cdata) or self._register_memory(storage)
+        memory = self._memory_of(storage)
         self.device[DEVICE] += 1
         all_bytes = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
         text = f"the storage of {storage.nbytes()} bytes is resized"
@@ -142,7 +140,7 @@ class Ledger:
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                new, memory = CopyEnd(stream, number, *extent(tensor), writes, text), self._memory_of(tensor)
+                new, memory = CopyEnd(stream, number, *extent(tensor), writes, text), self._memory_of(tensor.untyped_storage())
                 memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
                 self._memory_with_copies[storage_id(tensor)] = memory
         return number
@@ -162,7 +160,7 @@ class Ledger:
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
-        memory = self._memory_of(tensor)
+        memory = self._memory_of(tensor.untyped_storage())
         first, last = extent(tensor)
         for (start, end), (last_read, last_write) in memory.device.items():
             number = max(last_read, last_write) if writes else last_write
@@ -182,13 +180,11 @@ class Ledger:
                 f"{text} while {copy} may be in flight: {wait} is missing"
             )
 
-    def _memory_of(self, tensor: Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
-        return self._memory.get(storage._cdata) or self._register_memory(storage)
-
-    def _register_memory(self, storage: torch.UntypedStorage) -> _Memory:
-        memory = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        self._memory[storage._cdata] = memory
+    def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
+        """Returns the accesses to `storage`, which are empty at its first use."""
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return memory
 
 
@@ -258,8 +254,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._thread = threading.get_ident()
             stack.enter_context(self)
             for name in _READ_BY_HOST:
-                stack.enter_context(replaced(torch.Tensor, name, self._before_host_reads))
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._wrap_resize))
+                stack.enter_context(mock.patch.object(Tensor, name, self._check_read(name)))
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._watch_resize()))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -293,8 +289,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.after_allocation(str(func), new_tensors)
         return result
 
-    def _before_host_reads(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a tensor method to call `before_operation` first, in the watched thread."""
+    def _check_read(self, name: str) -> Callable[..., Any]:
+        """Returns the tensor method `name`, preceded by `before_operation` in the watched thread."""
+        method = getattr(Tensor, name)
 
         def check_and_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == self._thread:
@@ -303,8 +300,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return check_and_call
 
-    def _wrap_resize(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a storage method to call `before_resize` first, and the returned function afterwards."""
+    def _watch_resize(self) -> Callable[..., Any]:
+        """Returns the storage method `resize_`, between `before_resize` and the function that it returns."""
+        method = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             is_watched = threading.get_ident() == self._thread
@@ -315,21 +313,6 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         return resize
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a method of `owner` for the duration of the context, for methods that torch does not dispatch."""
-    is_defined_here = name in vars(owner)
-    method = getattr(owner, name)
-    setattr(owner, name, wrap(name, method))
-    try:
-        yield
-    finally:
-        if is_defined_here:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
 
 
 @cache

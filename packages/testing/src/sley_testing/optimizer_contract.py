@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +22,6 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.assemble import assemble
-from sley_core.comm.world import World
 from sley_core.engine.registry import parameter_roles
 from sley_core.errors import SleyError
 from sley_core.generators import derive_seed, optimizer_generators, seed_generators, use_seed
@@ -32,15 +31,16 @@ from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
 from sley_core.optimizer_probe import try_optimizer
 from sley_core.plan.load import plan_from_dict
+from sley_core.run import Run
 from sley_core.run_state.state import checkpoint_files
 from sley_core.run_state.tensors import plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, First, contract_plan
-from sley_testing.parity import assert_close_gradients, assert_same_bits
+from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Tensors, weights
+from sley_testing.runs import Recorded, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
 
 NUM_STEPS = 7
 SAVED_AT = 3
@@ -54,31 +54,24 @@ def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Observation:
-    """Holds one rank's results. initial_parameters, final_parameters: the values of the optimizer's parameters before the first
-    step and after the last. step_gradients: the gradients of each step. learning_rates: the learning rate of each step.
-    weights: the final model weights.
+    """Holds the results of one process. recorded: the record of the run. initial_parameters, final_parameters: the values of
+    the optimizer's parameters before the first step and after the last. step_gradients: the gradients of each step.
     """
 
+    recorded: Recorded = field(default_factory=Recorded)
     initial_parameters: Tensors = field(default_factory=dict)
     step_gradients: list[Tensors] = field(default_factory=list)
-    learning_rates: list[float] = field(default_factory=list)
     final_parameters: Tensors = field(default_factory=dict)
-    weights: Tensors = field(default_factory=dict)
 
 
-def train(
-    tables: dict[str, Any], *, save: Path | None = None, load: Path | None = None, steps_separately: bool = False
-) -> Observation:
-    """Takes the contract's steps on this rank. save: the checkpoint path after SAVED_AT steps. load: the checkpoint to resume
-    from. An evaluation then precedes the last step. steps_separately: whether to step each parameter separately.
+def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately: bool = False) -> Observation:
+    """Takes the contract's steps in this process. save: the path of a checkpoint after SAVED_AT steps. steps_separately:
+    whether to step each parameter separately.
     """
     observation = Observation()
-    with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
-        if steps_separately:
-            run.parts.events.step_in_buckets = lambda params: ([stepped_param] for stepped_param in params[::-1])
-        if load is not None:
-            run.load_checkpoint(load)
-        stepped = run.stepper.update.masters.stepped
+
+    def prepare(run: Run) -> None:
+        events, stepped = run.parts.events, run.stepper.update.masters.stepped
 
         def copy_parameters() -> Tensors:
             return {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
@@ -87,18 +80,27 @@ def train(
             trained = [stepped_param.param for stepped_param in stepped if stepped_param.param in run.store]
             observation.step_gradients.append({param.name: run.store.part(param).clone() for param in trained})
 
-        run.parts.events.gradients_done.append(record_gradients)
         observation.initial_parameters = copy_parameters()
-        while run.num_steps_done < NUM_STEPS:
-            if load is not None and run.num_steps_done == NUM_STEPS - 1:
-                run.evaluate()
-            row = run.step()
-            observation.learning_rates.append(float(row["lr"]))
-            if save is not None and run.num_steps_done == SAVED_AT:
-                run.save_checkpoint(save)
-        observation.final_parameters = copy_parameters()
-        observation.weights = weights(run)
+        events.gradients_done.append(record_gradients)
+        run.listeners.append(lambda row: observation.final_parameters.update(copy_parameters()))
+        if steps_separately:
+            events.step_in_buckets = lambda params: ([stepped_param] for stepped_param in params[::-1])
+        if save is not None:
+            save_at(SAVED_AT, save, run)
+
+    observation.recorded = record(tables, NUM_STEPS, prepare=prepare)
     return observation
+
+
+def resume(tables: dict[str, Any], checkpoint: Path) -> Recorded:
+    """Takes the steps after SAVED_AT from a checkpoint in this process. An evaluation precedes the last step."""
+    num_steps = NUM_STEPS - SAVED_AT
+
+    def evaluate_before_last_step(run: Run, number: int) -> None:
+        if number == num_steps - 1:
+            run.evaluate()
+
+    return record(tables, num_steps, load=checkpoint, before_step=evaluate_before_last_step)
 
 
 def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates: bool = False) -> Tensors:
@@ -115,11 +117,11 @@ def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates
     groups = parameter_groups(copies, config, roles=parameter_roles(plan.optimizer, model.layers))
     optimizer: Any = set_training_mode(plan.optimizer.build(groups, torch.device("cpu")))
     generators = optimizer_generators(optimizer)
-    for step, (gradients, step_lr) in enumerate(zip(observation.step_gradients, observation.learning_rates, strict=True)):
+    for step, (gradients, row) in enumerate(zip(observation.step_gradients, observation.recorded.rows, strict=True)):
         for copy in copies:
             copy.parameter.grad = gradients[copy.name].clone().to(copy.parameter.dtype)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * step_lr / config.lr
+            group["lr"] = group["initial_lr"] * row["lr"] / config.lr
         seed = derive_seed(plan.run.seed, "update", step)
         with use_seed(seed):
             seed_generators(generators, seed)
@@ -155,7 +157,7 @@ class OptimizerContract:
             assert not torch.equal(parameter, observation.initial_parameters[name]), (
                 f"{name} has not changed since before the first step"
             )
-            weight = observation.weights[name]
+            weight = observation.recorded.weights[name]
             assert torch.equal(weight, parameter.to(weight.dtype)), (
                 f"the weight {name} is not the rounded parameter of the optimizer"
             )
@@ -173,10 +175,9 @@ class OptimizerContract:
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
         """Compares an uninterrupted run with a resumed one, which also evaluates."""
         tables = self._plan(precision={"compute": compute})
-        uninterrupted = train(tables, save=tmp_path / "saved")
-        resumed = train(tables, load=tmp_path / "saved")
+        uninterrupted = record(tables, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
         # If they differ, the optimizer has state outside the checkpoint.
-        assert_same_bits(uninterrupted.final_parameters, resumed.final_parameters)
+        assert_same_run(uninterrupted, resume(tables, tmp_path / "saved"))
 
     @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
     def test_two_ranks_match_one_process(self, ranks: Callable[..., Ranks], handler: str, tmp_path: Path) -> None:
@@ -189,21 +190,20 @@ class OptimizerContract:
                 pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
             if self._probe(torch.float64)[0].draws:
                 pytest.skip("the optimizer draws other random numbers for parts")
-        baseline = train(tables)
+        expected = record(tables, NUM_STEPS).weights
         two_rank_plan = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
-        replicas = ranks(2)(train, two_rank_plan, save=tmp_path / "saved")
-        assert_same_bits(replicas[0].weights, replicas[1].weights)
-        assert_close_gradients(baseline.weights, replicas[0].weights, EXACT)
-        assert_close_gradients(baseline.weights, train(tables, load=tmp_path / "saved").weights, EXACT)
+        replicas = ranks(2)(record, two_rank_plan, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
+        assert_equal_replicas(replicas)
+        assert_close_gradients(expected, replicas[0].weights, EXACT)
+        assert_close_gradients(expected, resume(tables, tmp_path / "saved").weights, EXACT)
 
     def test_eval_weights_are_evaluated_and_saved(self, tmp_path: Path) -> None:
         """Checks the `eval()` weights of schedule-free optimizers in evaluations, weight files and exports."""
         tables = self._plan(precision={"compute": "bf16"})
-        plan = plan_from_dict(tables)
         if not self._probe(torch.float32)[0].has_modes:
             pytest.skip("the optimizer has no modes")
         observation = train(tables, save=tmp_path / "saved")
-        with World.join("cpu") as world, assemble(plan, world) as run:
+        with running(tables) as run:
             run.load_checkpoint(tmp_path / "saved")
             while run.num_steps_done < NUM_STEPS:
                 run.step()
@@ -216,7 +216,7 @@ class OptimizerContract:
         checkpoint = None if reader is None else reader.open(str(tmp_path / "last"))
         assert checkpoint is not None, "there is no checkpoint"
         _, exported = plan_and_weights(checkpoint)
-        with World.join("cpu") as world, assemble(plan_from_dict(tables), world) as run:
+        with running(tables) as run:
             run.load_weights(saved)
             reloaded_loss = run.evaluate()
         expected = train_plainly(tables, observation, evaluates=True)

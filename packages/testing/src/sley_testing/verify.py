@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
@@ -66,9 +67,9 @@ class Limits:
 class Comparison:
     """Holds the comparison of a number or tensor on one rank with one process.
 
-    error: ||actual - expected|| / ||expected||. factor: actual / expected if all elements share this ratio, as with a wrong
-    scale. expected, actual: the numbers or norms. num_noise: the number of elements whose gradient is only rounding noise and
-    may differ. error_without_noise: the error of all other elements.
+    error: ||actual - expected|| / ||expected||, without noise. expected, actual: the numbers or norms. factor: actual /
+    expected if all elements share this ratio, as with a wrong scale. num_noise: the number of elements that were not compared,
+    since their gradient is only rounding noise.
     """
 
     quantity: Quantity
@@ -79,7 +80,6 @@ class Comparison:
     actual: float
     factor: float | None = None
     num_noise: int = 0
-    error_without_noise: float = math.inf
 
 
 @dataclass
@@ -101,29 +101,18 @@ def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[
     """Returns for each quantity the comparison whose error is largest relative to its limit, and the number of compared
     tensors.
     """
+
+    def share_of_limit(comparison: Comparison) -> tuple[float, float]:
+        limit = limits.limit_for(comparison.quantity, comparison.step)
+        return comparison.error / limit if limit else comparison.error and math.inf, comparison.error
+
     results = []
     for quantity in QUANTITIES:
-        comparisons = [
-            comparison
-            for rank in ranks
-            for comparison in rank.comparisons
-            if comparison.quantity == quantity and not _differs_only_by_noise(comparison, limits)
-        ]
+        comparisons = [comparison for rank in ranks for comparison in rank.comparisons if comparison.quantity == quantity]
         if comparisons:
-            worst = max(comparisons, key=lambda comparison: (_share_of_limit(comparison, limits), comparison.error))
-            results.append((worst, len({comparison.name for comparison in comparisons})))
+            num_names = len({comparison.name for comparison in comparisons})
+            results.append((max(comparisons, key=share_of_limit), num_names))
     return results
-
-
-def _share_of_limit(comparison: Comparison, limits: Limits) -> float:
-    allowed = limits.limit_for(comparison.quantity, comparison.step)
-    return comparison.error / allowed if allowed else (float("inf") if comparison.error else 0.0)
-
-
-def _differs_only_by_noise(comparison: Comparison, limits: Limits) -> bool:
-    """Returns whether all differences are in elements whose gradient is rounding noise."""
-    limit = limits.limit_for(comparison.quantity, comparison.step)
-    return comparison.num_noise > 0 and comparison.error_without_noise <= limit < comparison.error
 
 
 def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
@@ -133,7 +122,6 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
         for rank in ranks
         for position, comparison in enumerate(rank.comparisons)
         if not comparison.error <= limits.limit_for(comparison.quantity, comparison.step)
-        and not _differs_only_by_noise(comparison, limits)
     ]
     return [(rank, comparison) for _, rank, comparison in sorted(keyed, key=lambda entry: entry[0])]
 
@@ -156,7 +144,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
         location = location if largest.error else "equal"
         limit = limits.limit_for(largest.quantity, largest.step)
         yield f"{largest.quantity:<16}{largest.error:>14.2g}{limit:>12.2g}  {location}"
-    if noisy := _noisy_parameters(ranks, limits):
+    if noisy := _noisy_parameters(ranks):
         omitted = f" and {len(noisy) - _MAX_NAMES} more" if len(noisy) > _MAX_NAMES else ""
         yield f"not compared where the gradient is only rounding noise: {', '.join(noisy[:_MAX_NAMES])}{omitted}"
     if skipped := _skipped_steps(ranks):
@@ -168,13 +156,12 @@ def has_taken_no_step(ranks: Sequence[RankFindings], num_steps: int) -> bool:
     return len(_skipped_steps(ranks)) == num_steps
 
 
-def _noisy_parameters(ranks: Sequence[RankFindings], limits: Limits) -> list[str]:
-    """Returns the parameters with rounding noise, as text with the number of noisy elements."""
-    max_elements: dict[str, int] = {}
-    for comparison in (comparison for rank in ranks for comparison in rank.comparisons):
-        if _differs_only_by_noise(comparison, limits):
-            max_elements[comparison.name] = max(max_elements.get(comparison.name, 0), comparison.num_noise)
-    return [f"{name} ({count:,} element{'' if count == 1 else 's'})" for name, count in max_elements.items()]
+def _noisy_parameters(ranks: Sequence[RankFindings]) -> list[str]:
+    """Returns a text for each parameter with rounding noise: its name and the number of noisy elements."""
+    num_noise: dict[str, int] = {}
+    for comparison in (comparison for rank in ranks for comparison in rank.comparisons if comparison.num_noise):
+        num_noise[comparison.name] = max(num_noise.get(comparison.name, 0), comparison.num_noise)
+    return [f"{name} ({count:,} element{'' if count == 1 else 's'})" for name, count in num_noise.items()]
 
 
 def _skipped_steps(ranks: Sequence[RankFindings]) -> list[int]:
@@ -194,7 +181,7 @@ def findings_to_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: i
         "differs": [
             {"rank": rank.rank, "stage": rank.stage, **_to_json(comparison)} for rank, comparison in differences(ranks, limits)
         ],
-        "not_compared": _noisy_parameters(ranks, limits),
+        "not_compared": _noisy_parameters(ranks),
         "not_taken": _skipped_steps(ranks),
     }
 
@@ -279,11 +266,13 @@ class StepComparer:
         precision = run.plan.precision.compute
         self._run = run
         self._folder = folder
+        self._limits = limits(run.plan)
+        self._weight_limit = WEIGHTS[precision] + self._limits.handlers
         self._noise_share = NOISE[precision]
+        self._noise_floor = 0.0
         # Parameters whose gradient norm was below the noise floor in this or an earlier step: their weights are random.
         self._noise_parameters: set[str] = set()
-        self._noise_floor = 0.0
-        self._weight_limit = WEIGHTS[precision] + limits(run.plan).handlers
+        # Elements of other parameters whose gradient differed in this or an earlier step.
         self._noise_masks: dict[str, Tensor] = {}
 
     def compare(self, num_steps: int) -> RankFindings:
@@ -316,16 +305,15 @@ class StepComparer:
 
     def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
         error = relative_errors({name: expected}, {name: actual})[name]
-        sizes, times = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error)
-        if step == 0 or not error:
-            return Comparison(quantity, step, name, error, *sizes, times)
-        if name in self._noise_parameters and (quantity == "weight" or sizes[1] <= 8 * self._noise_floor):
-            return Comparison(quantity, step, name, error, *sizes, times, num_noise=expected.numel(), error_without_noise=0.0)
-        noise = self._noise_masks.get(name)
-        if quantity != "weight" or noise is None:
-            return Comparison(quantity, step, name, error, *sizes, times, error_without_noise=error)
-        error_without_noise = relative_errors({name: expected}, {name: torch.where(noise, expected, actual)})[name]
-        return Comparison(quantity, step, name, error, *sizes, times, int(noise.count_nonzero()), error_without_noise)
+        norms, factor, num_noise = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error), 0
+        if step > 0 and error > self._limits.limit_for(quantity, step):
+            noise = self._noise_masks.get(name) if quantity == "weight" else None
+            if name in self._noise_parameters and (quantity == "weight" or norms[1] <= 8 * self._noise_floor):
+                error, num_noise = 0.0, expected.numel()
+            elif noise is not None:
+                error = relative_errors({name: expected}, {name: torch.where(noise, expected, actual)})[name]
+                num_noise = int(noise.count_nonzero())
+        return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
     def _record_noise(self, step: int, gradients: Mapping[str, Tensor]) -> None:
         """Records the rounding noise of the gradients: parameters with a small norm, and elements that differ by more than the
@@ -362,15 +350,9 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
 
 def dropout_modules(run: Run) -> list[str]:
     """Returns the names of modules with dropout: torch's dropout modules, and modules with an attribute `dropout` above 0."""
-    from torch.nn.modules.dropout import _DropoutNd
-
-    def dropout_names(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, submodule in module.named_modules(prefix=prefix):
-            rate = submodule.p if isinstance(submodule, _DropoutNd) else getattr(submodule, "dropout", 0.0)
-            if isinstance(rate, float) and rate > 0:
-                yield name
-
-    return [name for layer in run.layers for name in dropout_names(layer.module, layer.name)]
+    modules = [pair for layer in run.layers for pair in layer.module.named_modules(prefix=layer.name)]
+    rates = {name: getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) for name, module in modules}
+    return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
 
 
 def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
@@ -386,9 +368,8 @@ def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str
     for key, quantity in _ROW_QUANTITIES.items():
         if key in reference:
             expected, actual = float(reference[key]), float(row[key])
-            scale = max(abs(expected), 1e-30)
             is_equal = expected == actual or (math.isnan(expected) and math.isnan(actual))
-            error = 0.0 if is_equal else abs(actual - expected) / scale
+            error = 0.0 if is_equal else abs(actual - expected) / max(abs(expected), 1e-30)
             yield Comparison(quantity, step, "", error if math.isfinite(error) else math.inf, expected, actual)
 
 
