@@ -19,8 +19,8 @@ from sley_doctor.slow_ranks import (
     describe_cause,
     describe_no_cause,
     describe_work,
+    find_remedy,
     judge,
-    remedy,
 )
 from sley_doctor.work_record import Location, Spread, Start, Window, WorkFile, WorkRecord, format_line, read_records
 from train_cli.run_folder import WORK
@@ -73,7 +73,7 @@ def test_the_rank_that_works_longer_is_named_with_its_location(location: str, sl
     assert cause.usual_s == pytest.approx(USUAL[location])
     assert f"rank {slow} makes other ranks wait" in describe_cause(cause)
     assert "takes 60 ms longer than on other ranks in a step of" in describe_cause(cause)
-    assert remedy(cause)
+    assert find_remedy(cause)
 
 
 @pytest.mark.parametrize("excess_s", [0.0, 0.01, 0.02])

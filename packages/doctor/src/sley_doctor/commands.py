@@ -18,7 +18,7 @@ from sley_core.actions.action import in_words
 from sley_core.errors import PluginError, UsageError, install_hint
 from sley_core.files import PLAN, write_atomically
 from sley_doctor.fault_report import AttemptReports, read_reports
-from sley_doctor.slow_ranks import Judgement, describe_cause, describe_no_cause, describe_work, judge, remedy
+from sley_doctor.slow_ranks import Judgement, describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import describe_report, describe_state, find_run_state, find_verdict
 from sley_doctor.work_record import read_records
 from train_cli.console import FormatOption, OutputFormat, print_line
@@ -51,21 +51,22 @@ def doctor(
             ],
             "state": asdict(state),
             "slow": [
-                {**asdict(cause), "description": describe_cause(cause), "remedy": remedy(cause)} for cause in judgement.causes
+                {**asdict(cause), "description": describe_cause(cause), "remedy": find_remedy(cause)}
+                for cause in judgement.causes
             ],
             "why_not": judgement.why_not,
             "work": [*describe_work(judgement)],
         }
         typer.echo(json.dumps(data, indent=2))
         return
-    paragraphs = ["\n".join(_attempt_lines(run, reports, len(attempts) > 1)) for reports in attempts]
+    paragraphs = ["\n".join(_format_attempt(run, reports, len(attempts) > 1)) for reports in attempts]
     if not attempts:
         paragraphs.append(f"no rank has reported a failure in `{run}`: {describe_state(state, time.time())}")
-    paragraphs.append("\n".join(_slow_lines(judgement)))
+    paragraphs.append("\n".join(_format_causes(judgement)))
     typer.echo("\n\n".join(paragraphs))
 
 
-def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
+def _format_attempt(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
     """Yields the lines that describe one attempt."""
     result = find_verdict(reports)
     if has_attempts:
@@ -88,12 +89,12 @@ def _attempt_lines(run: Path, reports: AttemptReports, has_attempts: bool) -> It
     yield f"stacks of all threads: {run / FAULTS / str(reports.attempt)}"
 
 
-def _slow_lines(judgement: Judgement) -> Iterator[str]:
+def _format_causes(judgement: Judgement) -> Iterator[str]:
     """Yields the causes of slow steps, then a line about the work and the waits of each rank."""
     for cause in judgement.causes:
         yield f"{'slow':<10}{describe_cause(cause)}"
         yield f"{'steps':<10}{cause.first} to {cause.last}"
-        yield f"{'remedy':<10}{remedy(cause)}"
+        yield f"{'remedy':<10}{find_remedy(cause)}"
     if not judgement.causes:
         yield f"{'slow':<10}{describe_no_cause(judgement)}"
     if lines := [*describe_work(judgement)]:
@@ -101,7 +102,7 @@ def _slow_lines(judgement: Judgement) -> Iterator[str]:
         yield from (f"  {line}" for line in lines)
 
 
-NAME = "report.html"
+REPORT_NAME = "report.html"
 _REQUIRED_MODULES = ("matplotlib", "jinja2")
 
 
@@ -112,7 +113,7 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE",
-            help=f"The file to write; by default {NAME} in the run folder, or in the current folder for several runs.",
+            help=f"The file to write; by default {REPORT_NAME} in the run folder, or in the current folder for several runs.",
         ),
     ] = None,
 ) -> None:
@@ -126,7 +127,7 @@ def report(
     from sley_doctor.report_page import read_runs, render_page
 
     recorded_runs = read_runs(runs)
-    file = out or (runs[0] / NAME if len(runs) == 1 else Path(NAME))
+    file = out or (runs[0] / REPORT_NAME if len(runs) == 1 else Path(REPORT_NAME))
     text = render_page(recorded_runs)
     try:
         write_atomically(file, text)

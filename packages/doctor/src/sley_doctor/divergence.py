@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from sley_doctor.fault_report import ExchangeRecord, FaultReport, WaitRecord
+from sley_doctor.fault_report import ExchangeRecord, FaultReport
 
 DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
-_MESSAGES = frozenset({"send", "receive"})
+_MESSAGE_OPERATIONS = frozenset({"send", "receive"})
 _MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
 """Matches the description of a pipeline message: whether it is an announcement, its microbatch and its flow."""
 
@@ -50,7 +50,7 @@ def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
 
 def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool:
     """Returns whether both have the same description, or are the two ends of one message."""
-    if not {first.operation, second.operation} <= _MESSAGES:
+    if not {first.operation, second.operation} <= _MESSAGE_OPERATIONS:
         return (first.operation, first.label) == (second.operation, second.label)
     # Some messages, such as the first of a walk, name no flow and microbatch at one end.
     matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.label, second.label)]
@@ -58,20 +58,21 @@ def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool
     return len(message_ids) <= 1
 
 
-def find_late_ranks(wait: WaitRecord, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not reached the exchange of `wait`; a rank without a report counts as late."""
-    exchange = wait.exchange
+def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> list[int]:
+    """Returns the ranks that have not reached the exchange in which the rank of `report` waits, including ranks without a
+    report; [] if the rank does not wait.
+    """
+    wait = report.wait
+    if wait is None:
+        return []
     if wait.peer is not None:
         return [wait.peer]
-    ranks = exchange.ranks if exchange.peer is None else (exchange.peer,)
-    waiting_rank = next(
-        (rank for rank, report in by_rank.items() if report.wait is not None and report.wait.exchange is exchange), -1
-    )
+    exchange = wait.exchange
+    queue = _READ_QUEUE_PATTERN.sub("", exchange.queue)
     late_ranks = []
-    for rank in ranks:
-        report = by_rank.get(rank)
-        started = report.exchanges.get(_READ_QUEUE_PATTERN.sub("", exchange.queue), ()) if report is not None else ()
-        if rank != waiting_rank and not (started and started[-1].number >= exchange.number):
+    for rank in exchange.ranks if exchange.peer is None else (exchange.peer,):
+        started = by_rank[rank].exchanges.get(queue, ()) if rank in by_rank else ()
+        if rank != report.rank and not (started and started[-1].number >= exchange.number):
             late_ranks.append(rank)
     return late_ranks
 
@@ -122,11 +123,7 @@ def _describe_mismatch(
     if _has_same_description(odd, usual):
         description = f"rank {odd_rank} has {odd.num_bytes} bytes for the {odd}, but rank {usual_rank} has {usual.num_bytes}"
         return Divergence("size", names, exchanges, description)
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    differ = (
-        f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as the "
-        f"{number}{ending} exchange of that queue"
-    )
+    differ = f"rank {odd_rank} starts the {odd}, but rank {usual_rank} starts the {usual}, as number {number} of that queue"
     next_usual, next_odd = usual_exchanges.get(number + 1), odd_exchanges.get(number + 1)
     subject = f"rank {odd_rank}" if is_clear else "one rank"
     if next_usual is not None and is_same_exchange(next_usual, odd):
@@ -139,9 +136,9 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """Rank `rank` waits in `exchange`, which `started` reporting ranks have started and ranks `late` have not."""
+    """Rank `rank` waits in `exchange`, which `num_started` reporting ranks have started and the ranks `late` have not."""
 
-    started: int
+    num_started: int
     rank: int
     exchange: ExchangeRecord
     late: tuple[int, ...]
@@ -149,32 +146,31 @@ class _LateExchange(NamedTuple):
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
     """Returns a divergence if some ranks wait in an exchange that other ranks, which wait elsewhere, have not started."""
-    late_exchanges = sorted(_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
+    late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
     # The exchange that the fewest ranks have started. Later exchanges and waits for a cycle of messages are consequences.
-    first = (_message_cycle(late_exchanges) or late_exchanges)[0]
+    first = (_find_message_cycle(late_exchanges) or late_exchanges)[0]
     peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
     was_seen_before = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
-    if len(first.late) > first.started and was_seen_before:
+    if len(first.late) > first.num_started and was_seen_before:
         # Other ranks have started this exchange before: the rank is ahead, because it left out the exchange that they wait in.
         first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)
     wait = by_rank[first.late[0]].wait
     assert wait is not None, first
-    second_exchange = wait.exchange
-    exchanges = (first.exchange, second_exchange)
+    exchanges = (first.exchange, wait.exchange)
     description = (
         f"rank {first.rank} is in the {first.exchange}, which rank {first.late[0]} has not started; that rank is in the "
-        f"{second_exchange}"
+        f"{wait.exchange}"
     )
-    if first.started > len(first.late):
+    if first.num_started > len(first.late):
         return Divergence("left out", first.late, exchanges, description)
-    if len(first.late) > first.started:
+    if len(first.late) > first.num_started:
         return Divergence("too many", (first.rank,), exchanges, description)
     return Divergence("not started", (), exchanges, description)
 
 
-def _message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateExchange]:
+def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateExchange]:
     """Returns the messages whose ranks wait for each other in a cycle; none if there is no cycle."""
     waits = {late.rank: late for late in late_exchanges if late.exchange.peer is not None}
     for start in waits:
@@ -186,17 +182,12 @@ def _message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateExchang
     return []
 
 
-def _late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
+def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
     """Yields the exchange of each waiting rank, with its members that wait in another exchange."""
     for rank, report in by_rank.items():
-        if report.wait is not None:
+        late = [member for member in find_late_ranks(report, by_rank) if member in by_rank and by_rank[member].wait is not None]
+        if report.wait is not None and late:
             exchange = report.wait.exchange
-            waiting = [
-                member
-                for member in find_late_ranks(report.wait, by_rank)
-                if member in by_rank and by_rank[member].wait is not None
-            ]
-            if waiting:
-                # A message has two ends, whatever its group: they differ, and no third rank shows which one is wrong.
-                members = 2 if exchange.peer is not None else sum(member in by_rank for member in exchange.ranks)
-                yield _LateExchange(members - len(waiting), rank, exchange, tuple(waiting))
+            # A message has two ends, whatever its group: they differ, and no third rank shows which one is wrong.
+            num_members = 2 if exchange.peer is not None else sum(member in by_rank for member in exchange.ranks)
+            yield _LateExchange(num_members - len(late), rank, exchange, tuple(late))

@@ -123,7 +123,7 @@ class AttemptReports:
     unreadable: tuple[str, ...] = ()
 
 
-def attempt_number() -> int:
+def read_attempt_number() -> int:
     """Returns the number of restarts by torchrun before this attempt; 0 without torchrun."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
@@ -131,7 +131,7 @@ def attempt_number() -> int:
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
     """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError."""
-    path = run_folder / FAULTS / str(attempt_number()) / f"rank-{report.rank}.json"
+    path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
 
@@ -184,15 +184,15 @@ class DoctorRecorder(RunRecorder):
 
     def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
         lines = [line for part in traceback.format_exception(error) for line in part.splitlines()]
-        _report(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
+        _write_in_thread(folder, world, "error", diagnostic, {"the error": tuple(lines[-MAX_LINES:])})
 
     def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        _report(folder, world, "stuck", diagnostic, {})
+        _write_in_thread(folder, world, "stuck", diagnostic, {})
 
     def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        path = folder / FAULTS / str(attempt_number()) / LAUNCHER
+        path = folder / FAULTS / str(read_attempt_number()) / LAUNCHER
         _write_json(path, asdict(LaunchReport(world, codes, silent, first)))
 
     def delete_reports(self, folder: Path) -> None:
@@ -202,13 +202,15 @@ class DoctorRecorder(RunRecorder):
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _report(folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> None:
+def _write_in_thread(
+    folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]
+) -> None:
     """Writes a fault report in a thread, for which it waits at most MAX_REPORT_S. Ignores failures to write."""
 
     def write_quietly() -> None:
         # The error matters more than its report.
         with suppress(Exception):
-            write_report(folder, build_report(world, kind, diagnostic, {**stacks, **_thread_stacks()}))
+            write_report(folder, build_report(world, kind, diagnostic, {**stacks, **_format_thread_stacks()}))
 
     thread = threading.Thread(target=write_quietly, name="sley-fault-report", daemon=True)
     thread.start()
@@ -227,23 +229,23 @@ def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mappin
             "finished": str(step.finished),
             "pending": str(step.pending),
             "layer": step.layer,
-            "wait": None if wait is None else WaitRecord(_exchange_record(wait.turn), wait.seconds, wait.end, wait.peer),
+            "wait": None if wait is None else WaitRecord(_record_exchange(wait.turn), wait.seconds, wait.end, wait.peer),
             # Copied, since the main thread of a stuck rank may continue.
-            "exchanges": {queue: tuple(map(_exchange_record, list(turns))) for queue, turns in list(progress.recent.items())},
+            "exchanges": {queue: tuple(map(_record_exchange, list(turns))) for queue, turns in list(progress.recent.items())},
         }
     error = diagnostic.code, diagnostic.message, diagnostic.hint or ""
     host, time_s = socket.gethostname(), time.time()
     return FaultReport(world.rank, world.size, kind, time_s, *error, host=host, pid=os.getpid(), stacks=stacks, **position)
 
 
-def _exchange_record(turn: Turn) -> ExchangeRecord:
+def _record_exchange(turn: Turn) -> ExchangeRecord:
     group = turn.members
     return ExchangeRecord(
         turn.operation, turn.label, str(group), group.ranks, turn.queue, turn.number, turn.num_bytes, turn.peer
     )
 
 
-def _thread_stacks() -> dict[str, tuple[str, ...]]:
+def _format_thread_stacks() -> dict[str, tuple[str, ...]]:
     """Returns the stack of every Python thread except the calling one, the outermost frame first."""
     frames = sys._current_frames()
     stacks = {}

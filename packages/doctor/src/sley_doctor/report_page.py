@@ -28,7 +28,7 @@ from sley_core.files import PLAN
 from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.plan import format_value, iterate_values
 from sley_doctor.fault_report import AttemptReports, read_reports
-from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, judge, remedy
+from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, find_remedy, judge
 from sley_doctor.verdict import find_verdict
 from sley_doctor.work_record import WorkRecord, read_records
 from train_cli.environment import StartRecord, read_start
@@ -85,12 +85,14 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 MAX_RANKS = 32
 
 
-def waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
+def build_waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
     """Returns the section about waits in the run with `records`: the causes of slow steps with their remedies, and a line for
     each rank, as `train-cli doctor` prints them.
     """
     judgement = judge(records)
-    descriptions = [f"{describe_cause(cause)}; {remedy(cause)}" for cause in judgement.causes] or [describe_no_cause(judgement)]
+    descriptions = [f"{describe_cause(cause)}; {find_remedy(cause)}" for cause in judgement.causes] or [
+        describe_no_cause(judgement)
+    ]
     lines = list(describe_work(judgement))
     note = f"The first {MAX_RANKS} of {len(lines)} ranks." if len(lines) > MAX_RANKS else ""
     return {"label": label, "descriptions": descriptions, "lines": lines[:MAX_RANKS], "note": note}
@@ -145,7 +147,7 @@ class TableRow(NamedTuple):
 def render_page(runs: Sequence[RecordedRun]) -> str:
     """Returns a report on `runs` as self-contained HTML."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": _format_bytes, "number": _format_number}
+    environment.filters |= {"bytes": format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html.jinja").read_text("utf-8"))
 
     def summary_value(run: RecordedRun, name: str) -> str:
@@ -153,7 +155,7 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
             return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
         return _SUMMARY_FIELDS[name](run.summary)
 
-    names = _chart_names(runs)
+    names = _list_chart_names(runs)
     summaries = [run.summary or {} for run in runs]
     return template.render(
         runs=runs,
@@ -162,16 +164,23 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
         verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
         hidden_metrics=names[_MAX_CHARTS:],
-        waiting=[waiting_section(run.label, run.work) for run in runs],
-        memory=_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
-        counts=_table_rows([_flatten_counts(summary.get("counts", {})) for summary in summaries]),
-        plan=_table_rows([run.values for run in runs]),
+        waiting=[build_waiting_section(run.label, run.work) for run in runs],
+        memory=_build_table_rows([summary.get("memory_bytes", {}) for summary in summaries]),
+        counts=_build_table_rows(
+            [
+                {f"{part}: {key}": value for part, values in summary.get("counts", {}).items() for key, value in values.items()}
+                for summary in summaries
+            ]
+        ),
+        plan=_build_table_rows([run.values for run in runs]),
         origins=[run.start.origins if run.start else {} for run in runs],
-        machine=_table_rows([run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]),
+        machine=_build_table_rows(
+            [run.start.machine if run.start else (run.summary or {}).get("versions", {}) for run in runs]
+        ),
     )
 
 
-def _chart_names(runs: Sequence[RecordedRun]) -> list[str]:
+def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the names of the recorded metrics, those of _CURVES first, without a speed or FLOP/s that no run recorded."""
     recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
     speeds = {"tokens_per_s", "samples_per_s"}
@@ -207,19 +216,11 @@ def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
     return f"data:image/png;base64,{b64encode(image.getvalue()).decode()}"
 
 
-def _table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Returns a row for each key of any column, in the order of their first appearance."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
     return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]
-
-
-def _flatten_counts(counts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"{part}: {key}": value for part, values in counts.items() for key, value in values.items()}
-
-
-def _format_bytes(count: Any) -> str:
-    return format_bytes(count) if isinstance(count, int) else ""
 
 
 def _format_number(value: Any) -> str:

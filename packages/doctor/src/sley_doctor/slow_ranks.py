@@ -23,7 +23,7 @@ MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
 
 MIN_STEPS = 8
 
-SAME_START_S = 600.0  # limit of the difference between start times in one start, by the hosts' clocks
+MAX_START_DIFFERENCE_S = 600.0  # limit of the difference between start times in one start, by the hosts' clocks
 
 MISSING_RECORD_REASONS = (
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
@@ -115,28 +115,28 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
     if missing := sorted(set(range(records[0].start.world)) - {record.start.rank for record in records}):
         return Judgement((), (), f"rank {missing[0]} has recorded nothing: {MISSING_RECORD_REASONS}")
     newest = max(record.start.time for record in records)
-    if stale_ranks := [record.start.rank for record in records if newest - record.start.time > SAME_START_S]:
+    if stale_ranks := [record.start.rank for record in records if newest - record.start.time > MAX_START_DIFFERENCE_S]:
         return Judgement((), (), f"rank {stale_ranks[0]} has recorded nothing since the run was restarted")
     blocks = build_blocks(records)
     steps = sum(block.num_steps for block in blocks)
     if steps < MIN_STEPS:
         return Judgement((), tuple(blocks), f"{steps} steps are too few; at least {MIN_STEPS} are needed")
     # The first block includes one-time work: compiling, opening files, first allocations.
-    settled = blocks[1:] if len(blocks) > NUM_PARTS else blocks
-    causes = _find_causes(settled)
-    last_part = settled[-(len(settled) // NUM_PARTS) :]
-    if not causes and len(settled) > NUM_PARTS and sum(block.num_steps for block in last_part) >= MIN_STEPS:
+    settled_blocks = blocks[1:] if len(blocks) > NUM_PARTS else blocks
+    causes = _find_causes(settled_blocks)
+    last_part = settled_blocks[-(len(settled_blocks) // NUM_PARTS) :]
+    if not causes and len(settled_blocks) > NUM_PARTS and sum(block.num_steps for block in last_part) >= MIN_STEPS:
         causes = _find_causes(last_part)
-    return Judgement(tuple(causes), tuple(settled))
+    return Judgement(tuple(causes), tuple(settled_blocks))
 
 
 def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
     """Returns the causes that most of `blocks` show, the worst first."""
-    causes = [*_slow_ranks(blocks), *_slow_data(blocks)]
+    causes = [*_find_slow_ranks(blocks), *_find_slow_data(blocks)]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
-def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
+def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
     """Returns a cause for each rank that works longer than its peers while other ranks wait."""
     causes = []
     for rank in blocks[0].ranks:
@@ -152,7 +152,7 @@ def _slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
             if max(waits, default=-1.0) >= excess_s / 2:
                 slow_blocks.append((block, excesses))
         if _covers_most([block for block, _ in slow_blocks], blocks):
-            causes.append(_rank_cause(rank, slow_blocks))
+            causes.append(_build_rank_cause(rank, slow_blocks))
     return causes
 
 
@@ -192,31 +192,26 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
 
 def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess | None:
     """Returns the excess of a rank's time at `location` over comparable ranks; None if there is no excess."""
-    spent, ratio = own.window.work[location], MAX_RATIO
-    peers = [work for work in others if work.start.stage == own.start.stage]
-    if location in _COMMON_LOCATIONS or peers:
-        comparable = others if location in _COMMON_LOCATIONS else peers
-        times = [work.window.work.get(location, ZERO_SPREAD) for work in comparable]
-    elif location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES):
-        ratio = MAX_FAR_RATIO
-        # A rank that steps more elements than another needs proportionally longer for its update.
-        times = []
-        for work in others:
-            if location in work.window.work:
-                factor = max(1.0, own.start.trained / max(1, work.start.trained)) if location == Location.UPDATE else 1.0
-                times.append(Spread(*(value * factor for value in work.window.work[location])))
-    else:
+    own_spread, ratio = own.window.work[location], MAX_RATIO
+    peers = [work for work in others if location in _COMMON_LOCATIONS or work.start.stage == own.start.stage]
+    if not peers and (location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES)):
+        ratio, peers = MAX_FAR_RATIO, [work for work in others if location in work.window.work]
+    if not peers:
         return None
-    if not times:
-        return None
-    usual = Spread(*map(median_low, zip(*times, strict=True)))
+    times = [
+        # A rank that updates more elements than another needs proportionally longer.
+        (value * max(1.0, own.start.trained / max(1, work.start.trained)) if location == Location.UPDATE else value)
+        for work in peers
+        for value in work.window.work.get(location, ZERO_SPREAD)
+    ]
+    usual = Spread(*(median_low(times[index::3]) for index in range(3)))
     # The excess must be larger than the spread of steps.
-    if spent.median <= max(ratio * usual.median, usual.high) or spent.low <= usual.median:
+    if own_spread.median <= max(ratio * usual.median, usual.high) or own_spread.low <= usual.median:
         return None
-    return Excess(location, spent.median - usual.median, usual.median)
+    return Excess(location, own_spread.median - usual.median, usual.median)
 
 
-def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
+def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
     """Returns the cause for `rank`, with the location of its largest excess. slow_blocks: blocks with their excesses."""
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -237,7 +232,7 @@ def _rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) ->
     )
 
 
-def _slow_data(blocks: Sequence[Block]) -> list[Cause]:
+def _find_slow_data(blocks: Sequence[Block]) -> list[Cause]:
     """Returns a cause for the wait for data if every rank waits for its data; else none."""
     slow_blocks = [
         block
@@ -308,7 +303,7 @@ def describe_cause(cause: Cause) -> str:
     return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
 
 
-def remedy(cause: Cause) -> str:
+def find_remedy(cause: Cause) -> str:
     """Returns the remedy for the cause."""
     return _REMEDIES.get(cause.location, _REMEDIES["F"])
 
@@ -329,13 +324,13 @@ def describe_work(judgement: Judgement) -> Iterator[str]:
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
         windows = [block.ranks[rank].window for block in blocks]
-        spent = {
+        medians = {
             location: median_low(window.work[location].median for window in windows if location in window.work)
             for location in windows[-1].work
             if location != Location.DEVICE
         }
-        longest = sorted((name for name in spent if spent[name] >= MIN_SHOWN_S), key=lambda name: -spent[name])[:3]
-        parts = ", ".join(f"{location} {_format_seconds(spent[location])}" for location in longest)
+        longest = sorted((name for name in medians if medians[name] >= MIN_SHOWN_S), key=lambda name: -medians[name])[:3]
+        parts = ", ".join(f"{location} {_format_seconds(medians[location])}" for location in longest)
         work = _format_seconds(median_low(window.working_s for window in windows))
         waits = [
             (median_low(window.waits.median for window in windows), "other ranks"),

@@ -34,7 +34,7 @@ RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """States in addition to the outcomes of a summary: finished, interrupted, failed."""
 
 RECENT_S = 60.0  # a run that wrote so recently may be active on another host: locks work on one host only
-SAME_TIME_S = 2.0  # limit of the difference between host clocks; a restart takes longer
+MAX_CLOCK_DIFFERENCE_S = 2.0  # limit of the difference between host clocks; a restart takes longer
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
         check_unlocked(run)
     except FolderInUseError:
         return RunState(RUNNING, step, time)
-    outcome = _last_outcome(run, len(steps), max((record.start.time for record in records), default=0.0))
+    outcome = _read_last_outcome(run, len(steps), max((record.start.time for record in records), default=0.0))
     # A run may be active without a lock on this host: only rank 0's host has the lock.
     times = [record.windows[-1].time for record in records if record.windows]
     host = records[0].start.host if records else socket.gethostname()
@@ -77,13 +77,13 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
     return RunState(outcome, step, time)
 
 
-def _last_outcome(run: Path, num_rows: int, start: float) -> str:
+def _read_last_outcome(run: Path, num_rows: int, start: float) -> str:
     """Returns the outcome in the summary of the last start, or KILLED without such a summary. A summary with fewer steps than
     `num_rows`, or older than `start`, belongs to an earlier start.
     """
     try:
         content = json.loads((run / SUMMARY).read_text("utf-8"))
-        is_earlier = num_rows > content["steps"] or start > (run / SUMMARY).stat().st_mtime + SAME_TIME_S
+        is_earlier = num_rows > content["steps"] or start > (run / SUMMARY).stat().st_mtime + MAX_CLOCK_DIFFERENCE_S
         return KILLED if is_earlier else str(content["outcome"])
     except (OSError, ValueError, KeyError, TypeError):
         return KILLED
@@ -110,7 +110,7 @@ def describe_state(state: RunState, now: float) -> str:
     return f"the run has ended: {state.state}; {progress}"
 
 
-_LONGEST = 240  # limit of an error message in characters: those of C++ are long
+_MAX_MESSAGE = 240  # limit of an error message in characters: those of C++ are long
 
 _SHARED_CODES = frozenset(
     {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}
@@ -120,21 +120,21 @@ _SHARED_CODES = frozenset(
 _EXPECTED_EXIT_CODES = frozenset(
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
 )
-_ABORT = -signal.SIGABRT
+_ABORT_CODE = -signal.SIGABRT
 _STUCK = "stuck"
 
-_SLOW = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
-_STOPPED = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
-_ORDER = (
+_SLOW_REMEDY = "check that code; if it is only slow, set a longer `[limits] collective_timeout_s`"
+_STOPPED_REMEDY = "the cause is outside of the run: a user, a debugger, a batch system that suspends jobs; start the run again"
+_ORDER_REMEDY = (
     "all ranks of a group must start the same exchanges in the same order: check for code that depends on the rank or its "
     "data, in the forward and in your own hooks and handlers, near this exchange"
 )
-_KILLED = "the process was killed from outside: check `dmesg` for the OOM killer"
-_ABORTED = (
+_KILLED_REMEDY = "the process was killed from outside: check `dmesg` for the OOM killer"
+_ABORTED_REMEDY = (
     "native code aborted the process; the run's output has its message. After gloo's `Received data size doesn't match`, ranks "
     "diverged in this exchange or a concurrent one, and either may be wrong: check for code that depends on a rank's data"
 )
-_UNKNOWN = "check the machine of that rank; the report of every rank is in the folder `faults` of the run"
+_UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is in the folder `faults` of the run"
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,16 @@ def find_verdict(reports: AttemptReports) -> Verdict:
     """Returns the verdict on one attempt from all of its reports."""
     by_rank = {report.rank: report for report in reports.ranks}
     return (
-        _error_verdict(by_rank)
-        or _killed_verdict(by_rank, reports.launch)
-        or _stopped_verdict(by_rank, reports.launch)
-        or _busy_verdict(by_rank)
-        or _divergence_verdict(by_rank)
-        or _missing_verdict(by_rank)
-        or _fallback_verdict(by_rank)
+        _find_error_verdict(by_rank)
+        or _find_launch_verdict(by_rank, reports.launch)
+        or _find_busy_verdict(by_rank)
+        or _find_divergence_verdict(by_rank)
+        or _find_missing_verdict(by_rank)
+        or _build_fallback_verdict(by_rank)
     )
 
 
-def _error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict for the first rank that raised an error of its own, not one about other ranks; None without one."""
     errors = [report for report in by_rank.values() if report.kind != _STUCK and report.code not in _SHARED_CODES]
     if not errors:
@@ -180,8 +179,10 @@ def _error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     return _add_position(first, Verdict("error", cause, ranks if subject == "all ranks" else (first.rank,), remedy))
 
 
-def _killed_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
-    """Returns the verdict for a rank that ended without a report, by its exit code; None if there is none."""
+def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
+    """Returns the verdict for a rank without a report that was killed, exited or did not answer its launcher; None without
+    one.
+    """
     if launch is None:
         return None
     codes = {
@@ -190,77 +191,61 @@ def _killed_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | N
         if rank not in by_rank and rank not in launch.silent and code not in _EXPECTED_EXIT_CODES
     }
     # A rank that native code aborted is the cause only if there is no other.
-    for rank, code in sorted(codes.items(), key=lambda item: (item[1] == _ABORT, item[0] != launch.first)):
-        remedy = _ABORTED if code == _ABORT else _KILLED
-        return _verdict_from_peers(rank, f"rank {rank} {_describe_exit(code)}", "killed", remedy, by_rank)
-    return None
-
-
-def _describe_exit(code: int) -> str:
-    """Returns a description of the exit code `code`."""
-    if code >= 0:
-        return f"exited with code {code} without a report"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"was killed by {name}"
-
-
-def _stopped_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
-    """Returns the verdict for a rank that did not answer its launcher; None if there is none."""
-    for rank, state in sorted(launch.silent.items()) if launch is not None else ():
+    for rank, code in sorted(codes.items(), key=lambda item: (item[1] == _ABORT_CODE, item[0] != launch.first)):
+        signal_name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        end = f"was killed by {signal_name}" if code < 0 else f"exited with code {code} without a report"
+        return _build_peer_verdict(
+            rank, f"rank {rank} {end}", "killed", _ABORTED_REMEDY if code == _ABORT_CODE else _KILLED_REMEDY, by_rank
+        )
+    for rank, state in sorted(launch.silent.items()):
         if rank not in by_rank:
             cause = f"rank {rank} did not respond{f': {state}' if state else ''}"
-            return _verdict_from_peers(rank, cause, "stopped", _STOPPED if state else _UNKNOWN, by_rank)
+            return _build_peer_verdict(rank, cause, "stopped", _STOPPED_REMEDY if state else _UNKNOWN_REMEDY, by_rank)
     return None
 
 
-def _busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict for a rank that was stuck outside of any exchange; None if there is none."""
-    busy = [report for report in by_rank.values() if report.kind == _STUCK and report.wait is None]
-    if not busy:
-        return None
-    first = busy[0]
-    verdict = _verdict_from_peers(
-        first.rank, f"rank {first.rank} did not reach the others: {first.message}", "busy", _SLOW, by_rank
-    )
-    return _add_position(first, verdict)
+    for report in by_rank.values():
+        if report.kind == _STUCK and report.wait is None:
+            cause = f"rank {report.rank} did not reach the others: {report.message}"
+            return _add_position(report, _build_peer_verdict(report.rank, cause, "busy", _SLOW_REMEDY, by_rank))
+    return None
 
 
-def _divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict for ranks that ran different exchanges; None if they did not."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None
-    odd_rank = next(iter(divergence.ranks), None)
-    if odd_rank is None:
+    if divergence.ranks:
+        odd_rank = divergence.ranks[0]
+        cause, first = f"rank {odd_rank} differs from the others: {divergence.description}", by_rank[odd_rank]
+    else:
         cause = f"ranks have diverged: {divergence.description}"
         first = min(by_rank.values(), key=lambda report: report.time)
-    else:
-        cause, first = f"rank {odd_rank} differs from the others: {divergence.description}", by_rank[odd_rank]
-    return _add_position(first, Verdict(divergence.kind, cause, divergence.ranks, _ORDER, divergence.exchanges))
+    return _add_position(first, Verdict(divergence.kind, cause, divergence.ranks, _ORDER_REMEDY, divergence.exchanges))
 
 
-def _missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
+def _find_missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
     """Returns the verdict for an awaited rank that left no report; None if there is none."""
-    for report in by_rank.values():
-        if report.wait is None:
-            continue
-        for rank in find_late_ranks(report.wait, by_rank):
-            if rank not in by_rank:
-                cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"
-                return _verdict_from_peers(rank, cause, "missing", _UNKNOWN, by_rank)
+    for rank in (rank for report in by_rank.values() for rank in find_late_ranks(report, by_rank)):
+        if rank not in by_rank:
+            cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"
+            return _build_peer_verdict(rank, cause, "missing", _UNKNOWN_REMEDY, by_rank)
     return None
 
 
-def _fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
+def _build_fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
     """Returns the verdict that only repeats the first report, if no other fits."""
     if not by_rank:
-        return Verdict("unknown", "no rank has written a report", (), _UNKNOWN)
+        return Verdict("unknown", "no rank has written a report", (), _UNKNOWN_REMEDY)
     first = min(by_rank.values(), key=lambda report: report.time)
     exchanges = () if first.wait is None else (first.wait.exchange,)
-    return _add_position(first, Verdict("said", first.message, (), first.hint or _UNKNOWN, exchanges))
+    return _add_position(first, Verdict("said", first.message, (), first.hint or _UNKNOWN_REMEDY, exchanges))
 
 
-def _verdict_from_peers(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
+def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
     """Returns the verdict on a rank without a report, with the exchanges in which other ranks waited for it."""
     waiting = [report for report in by_rank.values() if report.wait is not None and rank in report.wait.exchange.ranks]
     # Exchanges with few members come first: the last exchange of a step includes all ranks.
@@ -295,4 +280,4 @@ def describe_report(report: FaultReport) -> str:
         number = f"number {wait.exchange.number} of `{wait.exchange.queue}`"
         parts.append(f"waited {wait.seconds:.1f} s{peer} in the {wait.exchange} ({number}{size})")
     error = " ".join(f"{report.code}: {report.message}".split())
-    return f"rank {report.rank}{stage}: {', '.join(parts)}; {error[:_LONGEST]}{'...' if len(error) > _LONGEST else ''}"
+    return f"rank {report.rank}{stage}: {', '.join(parts)}; {error[:_MAX_MESSAGE]}{'...' if len(error) > _MAX_MESSAGE else ''}"

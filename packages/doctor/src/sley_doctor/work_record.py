@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,22 +163,19 @@ def read_record(path: Path) -> WorkRecord | None:
     return None if start is None else WorkRecord(start, windows)
 
 
-@cache
-def _type_adapters() -> tuple[TypeAdapter[Start], TypeAdapter[Window]]:
-    return TypeAdapter(Start), TypeAdapter(Window)
+_STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
     """Yields the starts and windows in `lines`; skips lines that cannot be read."""
-    starts, windows = _type_adapters()
     for line in lines:
         try:
             content = json.loads(line)
             if content.pop("start", False):
                 if content.pop("format") == FORMAT:
-                    yield starts.validate_python(content)
+                    yield _STARTS.validate_python(content)
             else:
-                yield windows.validate_python(content)
+                yield _WINDOWS.validate_python(content)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
 
@@ -210,7 +206,7 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
     try:
         yield
     except BaseException:
-        recorder.unhook()  # without another write, since a file system that hangs may have caused the error
+        recorder.detach(write=False)  # a file system that hangs may have caused the error
         raise
     recorder.detach()
 
@@ -242,7 +238,7 @@ class WorkRecorder:
         self._entry_start = self._step_start = time.perf_counter()
         self._step = self._last = self._num_steps = self._num_window_steps = 0
         # The current step: its seconds of work by location, and the seconds in which the host waits for other ranks.
-        self._spent, self._wait_s = defaultdict[str, float](float), 0.0
+        self._work_s, self._wait_s = defaultdict[str, float](float), 0.0
         self._samples: list[tuple[float, float, Mapping[str, float]]] = []  # seconds, waits and work of the window's steps
 
     def attach(self) -> None:
@@ -250,26 +246,23 @@ class WorkRecorder:
         self._progress.step_progress.follow = self.on_entry
         self._progress.follow_wait = self.on_wait
 
-    def detach(self) -> None:
-        """Removes the callbacks, and writes the last window."""
-        self.on_entry(self._beginning)
-        self.unhook()
-        self._write()
-
-    def unhook(self) -> None:
-        """Removes the callbacks without writing the last window."""
+    def detach(self, *, write: bool = True) -> None:
+        """Removes the callbacks. write: whether to write the last window."""
+        if write:
+            self.on_entry(self._beginning)
+            self._write()
         self._progress.step_progress.follow = self._progress.follow_wait = None
 
     def on_entry(self, entry: object) -> None:
         """Records the end of the previous entry and the start of `entry`."""
         time_s = time.perf_counter()
-        self._spent[self._location] += time_s - self._entry_start
+        self._work_s[self._location] += time_s - self._entry_start
         self._entry_start = time_s
         previous_location = self._location
         try:
             self._location = self._locations[entry]
         except KeyError:
-            self._location = self._locations[entry] = _entry_location(entry)
+            self._location = self._locations[entry] = _find_location(entry)
         if self._location == Location.BEGINNING:
             self._end_step(time_s, was_taken=previous_location in (Location.BETWEEN, Location.EVALUATION))
 
@@ -282,17 +275,17 @@ class WorkRecorder:
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
         """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
         if was_taken and self._step:
-            data_s = min(self._feed.wait_s if self._feed else 0.0, self._spent[Location.BETWEEN])
-            self._spent[Location.BETWEEN] -= data_s
-            self._spent[Location.DATA] += data_s
+            data_s = min(self._feed.wait_s if self._feed else 0.0, self._work_s[Location.BETWEEN])
+            self._work_s[Location.BETWEEN] -= data_s
+            self._work_s[Location.DATA] += data_s
             if len(self._samples) < MAX_STEPS:
-                self._samples.append((time_s - self._step_start, self._wait_s, self._spent))
+                self._samples.append((time_s - self._step_start, self._wait_s, self._work_s))
             self._last = self._step
             self._num_steps += 1
             self._num_window_steps += 1
             if self._num_window_steps >= min(max(self._num_steps * WINDOW_SHARE, MIN_WINDOW_STEPS), MAX_WINDOW_STEPS):
                 self._write()
-        self._spent, self._wait_s = defaultdict(float), 0.0
+        self._work_s, self._wait_s = defaultdict(float), 0.0
         self._step = self._progress.step_progress.step
         self._step_start = time_s
 
@@ -309,7 +302,7 @@ class WorkRecorder:
         self._samples, self._num_window_steps = [], 0
 
 
-def _entry_location(entry: object) -> str:
+def _find_location(entry: object) -> str:
     """Returns the location of an action list entry: the type and chunk of an action, messages, or an evaluation."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
