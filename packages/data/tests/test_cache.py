@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,11 @@ import pytest
 from chat_templates import save_tokenizer
 
 from sley_core.data.dataset import DataContext
-from sley_core.errors import PlanError, RunError
-from sley_data import cache, streams
-from sley_data.cache import _Worker
+from sley_data import cache
+from sley_data.cache import text_stream
 from sley_data.datasets import TokenDataset
 from sley_data.plugin import TextConfig
-from sley_data.streams import text_stream
-from sley_data.tokenizer import Tokenizer, _decode_text
+from sley_data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +27,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of documents in each call of the tokenizer; small texts are kept, and parts are small."""
-    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 200)
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)  # counts calls in this process
     calls: list[int] = []
     encode = Tokenizer.encode
 
@@ -90,41 +84,15 @@ def test_a_killed_process_leaves_its_parts(table: TextConfig, encoded: list[int]
         patch.setattr(Tokenizer, "encode", killed)
         with pytest.raises(KeyboardInterrupt):
             samples(table)
-    *complete, unfinished = encoded
-    encoded.clear()
+    assert len(encoded) == 3
     assert samples(table) == wanted
-    assert sum(complete) + sum(encoded) == whole
-    assert sum(complete) > 0 < unfinished
-
-
-def test_worker_processes_give_the_same_tokens(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of one document each, in parts of several, from two processes."""
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 2)
-    monkeypatch.setattr(streams, "MIN_CACHED_BYTES", 0)
-    for name, size in {"PART_BYTES": 200, "BATCH_BYTES": 1}.items():
-        monkeypatch.setattr(cache, name, size)
-    assert samples(table) == samples(table.model_copy(update={"cache": "none"}))
-
-
-def test_errors_and_deaths_of_workers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(cache._Batch(0, 2, [("b.txt#3", b"a"), ("b.txt#4", b"b")])) == "`b.txt#3` and the next 1 documents"
-    with _Worker(partial(_decode_text, "b.txt#0")) as worker, pytest.raises(PlanError, match=r"`b.txt#0` is not UTF-8"):
-        worker.call(b"a\xff")
-    with _Worker(os._exit) as worker:
-        with monkeypatch.context() as patch:  # a death within a reply
-            patch.setattr(worker._process, "stdout", io.BytesIO(pickle.dumps((False, bytes(100)))[:50]))
-            with pytest.raises(RunError, match="exited with status 7 while tokenizing 7") as caught:
-                worker.call(7)
-        assert caught.value.diagnostics[0].code == "data-worker"
-        with pytest.raises(RunError, match="exited with status 7"):
-            worker.call(8)
+    assert sum(encoded) == whole
 
 
 def test_large_bytes_are_mapped_too(table: TextConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     table = table.model_copy(update={"tokenizer": None, "end_of_document": None})
     expected, digest = samples(table), TokenDataset(table, DataContext()).data_digest
-    monkeypatch.setattr("sley_data.streams.MAX_BYTES_IN_MEMORY", 0)
-    monkeypatch.setattr("sley_data.cache.num_cores", lambda: 1)
+    monkeypatch.setattr(cache, "MAX_BYTES_IN_MEMORY", 0)
     assert samples(table) == expected
     assert TokenDataset(table, DataContext()).data_digest == digest
     assert list((table.files[0].parent / "home").glob("sley/data/*/complete.json"))

@@ -1,108 +1,161 @@
-"""Tokenizes a corpus once, on all cores, and caches the tokens on disk, for later runs and all ranks of a host; torch-free.
+"""Tokenizes documents once, and caches the tokens on disk for later runs and for all ranks of a host; torch-free.
 
     ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
         00000.tokens                     the tokens of about 32 MiB of text
-        00000.stats                      statistics about them as JSON, if the dataset has any
+        00000.stats                      statistics about them as JSON, or `null`
         00000.lengths                    the number of tokens of each document; written last
+        offsets                          the start of each document in the tokens of all parts
         complete.json                    written when all parts are complete
 
 One process of a host holds a lock and tokenizes, while the other processes wait. If that process is killed, its parts remain,
-and the next process writes only the missing parts. Worker processes tokenize, one for each core. They are new Python processes,
-since a rank may have threads and a GPU, and its main module may lack a guard.
+and the next process writes only the missing parts. The threads of `tokenizers` use all cores.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
-import pickle
-import signal
-import sys
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from hashlib import blake2b
 from pathlib import Path
-from queue import SimpleQueue
-from subprocess import PIPE, Popen
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+
+from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
-from sley_core.errors import RunError
-from sley_data.files import report
+from sley_data.documents import read_documents
+from sley_data.files import DataFile, cache_home, report, split_files
+from sley_data.formats import Integers, read_blocks
+from sley_data.plugin import ChatConfig, TextConfig
+from sley_data.streams import Stream, map_tokens
+
+if TYPE_CHECKING:
+    from sley_data.tokenizer import Tokenizer
 
 PART_BYTES = 1 << 25
 """The size of the text of a part."""
 
-BATCH_BYTES = 1 << 18
-"""The size of the text that a worker process tokenizes at a time."""
+MIN_CACHED_BYTES = 1 << 23
+"""The minimum size of cached text with a tokenizer. Less text is tokenized again in each run, in about a second."""
+
+MAX_BYTES_IN_MEMORY = 1 << 27
+"""The minimum size of bytes that are cached as mapped files. Each rank holds smaller text in memory."""
 
 _REPORT_S = 5.0
-"""The time in seconds between two progress lines."""
-
-Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
-"""The concatenated tokens of documents, the length of each document (64 bits), and their statistics or None."""
-
-T = TypeVar("T")
-R = TypeVar("R")
+"""The minimum time in seconds between two progress lines."""
 
 _COMPLETE = "complete.json"
+_OFFSETS = "offsets"
+
+Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
+"""The concatenated tokens of documents, the length of each document (64 bits), and statistics that JSON can represent."""
+
+T = TypeVar("T")
 
 
-class Part(NamedTuple):
-    """The paths of a part's files."""
+class _Part(NamedTuple):
+    """The paths of a part's files, in the order in which they are written."""
 
     tokens: Path
-    lengths: Path
     stats: Path
-
-    def read_stats(self) -> list[Any]:
-        """Returns the statistics of the part's batches, if the dataset has any."""
-        stats: list[Any] = json.loads(self.stats.read_text("utf-8")) if self.stats.exists() else []
-        return stats
+    lengths: Path
 
 
-def prepare_parts(
-    folder: Path,
-    documents: Iterable[T],
-    size_of: Callable[[T], int],
-    encode: Callable[[list[T]], Encoded],
-    num_bytes: int,
-    summarize: Callable[[list[Part]], dict[str, Any]],
-) -> dict[str, Any]:
-    """Writes the missing parts in `folder`, or waits for a process that does. Returns the content of `complete.json`.
+def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
+    """Returns the non-empty documents of a split of text in order.
 
-    size_of: returns the number of bytes of a document. encode: tokenizes documents in a worker process. num_bytes: the size of
-    all text, for progress lines. summarize: returns the remaining content of `complete.json`. Raises OSError if the folder
-    cannot be written.
+    tokenizer: None for bytes. notes: the list that receives sentences for the user. Raises PlanError with all missing and empty
+    files, or for an unreadable file.
     """
-    if (complete := _read_complete(folder)) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _hold_lock(folder):
+
+    def read() -> Iterator[tuple[str, bytes]]:
+        notes.clear()
+        return read_documents(files, config, split, notes)
+
+    files, held_out = split_files(config, split)
+    options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
+    stream, summary = load_tokens(
+        cache_folder(config, files, held_out, (6, tokenizer and tokenizer.digest, *options)),
+        "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        sum(file.num_bytes for file in files),
+        read,
+        lambda document: len(document[1]),
+        partial(_encode_documents, tokenizer),
+        lambda _: {"notes": notes},
+    )
+    notes[:] = summary["notes"]
+    return stream
+
+
+def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> Encoded:
+    if tokenizer is not None:
+        return *tokenizer.encode(documents), None
+    tokens, lengths = array("B"), array("q")
+    for _, text in documents:
+        tokens.frombytes(text)
+        lengths.append(len(text))
+    return tokens, lengths, None
+
+
+def cache_folder(
+    config: TextConfig | ChatConfig, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object
+) -> Path | None:
+    """Returns the cache folder for the tokens of `files`, or None if they are not cached.
+
+    held_out: the files whose documents are excluded. settings: all other values that determine the tokens. The name, size,
+    modification time and 16 blocks of bytes identify a file.
+    """
+    min_bytes = MIN_CACHED_BYTES if config.tokenizer else MAX_BYTES_IN_MEMORY
+    if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
+        return None
+    digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
+    for file in (*files, *held_out):
+        digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
+    folder = cache_home() if config.cache == "auto" else Path(config.cache)
+    return folder and folder / digest.hexdigest()
+
+
+def load_tokens(
+    folder: Path | None,
+    dtype: str,
+    num_bytes: int,
+    read: Callable[[], Iterable[T]],
+    size_of: Callable[[T], int],
+    encode: Callable[[Iterable[T]], Encoded],
+    summarize: Callable[[list[Any]], dict[str, Any]],
+) -> tuple[Stream, dict[str, Any]]:
+    """Returns the tokens of the non-empty documents, and the result of `summarize`. Raises the errors of the functions.
+
+    Maps the tokens in the cache `folder`, which are computed first if they are missing. If `folder` is None or cannot be
+    written, all tokens are in memory.
+
+    dtype: the dtype of the tokens. num_bytes: the size of all text, for progress lines. read: yields all documents. size_of:
+    returns the size of a document in bytes. encode: tokenizes documents. summarize: returns JSON data, with sentences for the
+    user in `notes`, for the statistics in all results of `encode`.
+    """
+    problems: list[str] = []
+    if folder is not None:
+        try:
             if (complete := _read_complete(folder)) is None:
-                if (folder / _COMPLETE).exists():  # some file is damaged
-                    for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
-                        path.unlink()
-                num_parts = _write_parts(folder, documents, size_of, encode, num_bytes)
-                summary = summarize(list_parts(folder, num_parts))
-                complete = {"parts": num_parts, "sizes": _file_sizes(folder), **summary}
-                with replace_atomically(folder / _COMPLETE) as file:
-                    file.write(json.dumps(complete).encode())
-    return complete
-
-
-def list_parts(folder: Path, num_parts: int) -> list[Part]:
-    """Returns the paths of all parts."""
-    return [_part_paths(folder, number) for number in range(num_parts)]
-
-
-def _part_paths(folder: Path, number: int) -> Part:
-    return Part(*(folder / f"{number:05}.{suffix}" for suffix in Part._fields))
+                folder.mkdir(parents=True, exist_ok=True)
+                with _hold_lock(folder):
+                    if (complete := _read_complete(folder)) is None:
+                        written_parts = _write_parts(folder, read(), size_of, encode, num_bytes)
+                        complete = _write_summary(folder, dtype, written_parts, summarize)
+            parts = [_part_paths(folder, number) for number in range(complete["parts"])]
+            return _map_parts(folder, dtype, parts, complete["digest"]), complete
+        except OSError as error:
+            problems = [f"the tokens are not kept in {folder}: {error}"]
+    tokens, lengths, stats = encode(read())
+    summary = summarize([stats])
+    arrays = [np.frombuffer(tokens, dtype)] if tokens else []
+    return Stream(arrays, _offsets(lengths)), {**summary, "notes": [*problems, *summary["notes"]]}
 
 
 def _read_complete(folder: Path) -> dict[str, Any] | None:
@@ -120,80 +173,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in paths}
 
 
-class _Batch(NamedTuple):
-    """Documents of the part with the number `part`, and their size in bytes."""
-
-    part: int
-    num_bytes: int
-    documents: list[Any]
-
-    def __str__(self) -> str:
-        """Describes the batch by the name of its first document, which is a (name, content) pair or has an attribute `name`."""
-        first, count = self.documents[0], len(self.documents) - 1
-        name = first[0] if isinstance(first, tuple) else first.name
-        return f"`{name}` and the next {count} documents" if count else f"`{name}`"
-
-
-def _split_batches(documents: Iterable[T], size_of: Callable[[T], int]) -> Iterator[_Batch]:
-    """Yields all documents in batches. A part or batch ends once it has PART_BYTES or BATCH_BYTES."""
-    part = part_bytes = batch_bytes = 0
-    batch: list[T] = []
-    for document in documents:
-        if batch and (part_bytes >= PART_BYTES or batch_bytes >= BATCH_BYTES):
-            yield _Batch(part, batch_bytes, batch)
-            batch, batch_bytes = [], 0
-        if part_bytes >= PART_BYTES:
-            part, part_bytes = part + 1, 0
-        batch.append(document)
-        part_bytes += size_of(document)
-        batch_bytes += size_of(document)
-    if batch:
-        yield _Batch(part, batch_bytes, batch)
-
-
-def _encode_batch(encode: Callable[[list[Any]], Encoded], batch: _Batch) -> tuple[int, int, Encoded]:
-    return batch.part, batch.num_bytes, encode(batch.documents)
-
-
-def _write_parts(
-    folder: Path, documents: Iterable[T], size_of: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
-) -> int:
-    """Writes the missing parts, and returns the number of all parts."""
-    start = last_report = time.monotonic()
-    num_parts = skipped_bytes = encoded_bytes = 0
-
-    def missing_batches() -> Iterator[_Batch]:
-        nonlocal num_parts, skipped_bytes
-        for number, batches in groupby(_split_batches(documents, size_of), lambda batch: batch.part):
-            num_parts, is_complete = number + 1, _part_paths(folder, number).lengths.exists()
-            for batch in batches:
-                if is_complete:
-                    skipped_bytes += batch.num_bytes
-                else:
-                    yield batch
-
-    with closing(map_batches(partial(_encode_batch, encode), missing_batches())) as results:
-        for number, part_results in groupby(results, lambda result: result[0]):
-            part, lengths, stats = _part_paths(folder, number), array("q"), []
-            with replace_atomically(part.tokens) as file:
-                for _, batch_bytes, (tokens, batch_lengths, batch_stats) in part_results:
-                    file.write(tokens)
-                    lengths += batch_lengths
-                    stats += [] if batch_stats is None else [batch_stats]
-                    encoded_bytes += batch_bytes
-                    now = time.monotonic()
-                    if now - last_report > _REPORT_S:
-                        last_report, speed, done_bytes = now, encoded_bytes / (now - start), skipped_bytes + encoded_bytes
-                        progress = f"{done_bytes / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
-                        report(f"tokenized {progress}, {max(0, num_bytes - done_bytes) / speed:.0f} s left")
-            if stats:
-                with replace_atomically(part.stats) as file:
-                    file.write(json.dumps(stats).encode())
-            with replace_atomically(part.lengths) as file:
-                file.write(lengths)
-    return num_parts
-
-
 @contextmanager
 def _hold_lock(folder: Path) -> Iterator[None]:
     """Holds the folder's lock in the block. Prints a line if another process holds it."""
@@ -206,97 +185,87 @@ def _hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-_COMMAND = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from sley_data.cache import run_worker; run_worker()"
-)
+def _write_parts(
+    folder: Path, documents: Iterable[T], size_of: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
+) -> list[_Part]:
+    """Writes the missing parts, and returns the paths of all parts."""
+    if (folder / _COMPLETE).exists():  # some file is damaged
+        for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
+            path.unlink()
+    start = last_report = time.monotonic()
+    parts: list[_Part] = []
+    num_read = num_encoded = 0
+    for part_documents, part_bytes in _read_ahead(_split_parts(documents, size_of)):
+        part = _part_paths(folder, len(parts))
+        parts.append(part)
+        num_read += part_bytes
+        if part.lengths.exists():
+            continue
+        tokens, lengths, stats = encode(part_documents)
+        for path, content in zip(part, (tokens.tobytes(), json.dumps(stats).encode(), lengths.tobytes()), strict=True):
+            with replace_atomically(path) as file:
+                file.write(content)
+        num_encoded += part_bytes
+        now = time.monotonic()
+        if now - last_report > _REPORT_S:
+            last_report, speed = now, num_encoded / (now - start)
+            progress = f"{num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
+            report(f"tokenized {progress}, {max(0, num_bytes - num_read) / speed:.0f} s left")
+    return parts
 
 
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def _split_parts(documents: Iterable[T], size_of: Callable[[T], int]) -> Iterator[tuple[list[T], int]]:
+    """Yields the documents of each part, and their size in bytes. A part ends once it has `PART_BYTES`."""
+    part: list[T] = []
+    num_bytes = 0
+    for document in documents:
+        part.append(document)
+        num_bytes += size_of(document)
+        if num_bytes >= PART_BYTES:
+            yield part, num_bytes
+            part, num_bytes = [], 0
+    if part:
+        yield part, num_bytes
 
 
-def map_batches(function: Callable[[T], R], batches: Iterable[T]) -> Generator[R]:
-    """Yields the result of `function` for each batch, in order. With one core, this process calls the function.
-
-    At most four batches per core are in memory. Function, batches and results must be picklable. Raises the errors of
-    `function`, and RunError "data-worker" if a worker process dies.
-    """
-    if num_cores() == 1:
-        yield from map(function, batches)
-        return
-    idle_workers: SimpleQueue[_Worker] = SimpleQueue()
-
-    def call(batch: T) -> R:
-        worker = idle_workers.get()
-        try:
-            result: R = worker.call(batch)
-            return result
-        finally:
-            idle_workers.put(worker)
-
-    pending: deque[Future[R]] = deque()
-    with ExitStack() as stack:
-        for _ in range(num_cores()):
-            idle_workers.put(stack.enter_context(_Worker(function)))
-        pool = stack.enter_context(ThreadPoolExecutor(num_cores()))
-        for batch in batches:
-            pending.append(pool.submit(call, batch))
-            if len(pending) == 4 * num_cores():
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+def _read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yields `items`. A thread reads the next item while the caller processes one."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(next, items, None)
+        while (item := pending.result()) is not None:
+            pending = pool.submit(next, items, None)
+            yield item
 
 
-class _Worker:
-    """A process that calls `function` on each batch that it receives. Closing its pipe ends it."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # one thread: each core has a process
-        self._process = Popen([sys.executable, "-c", _COMMAND], stdin=PIPE, stdout=PIPE, env=environment)
-        self._send(sys.path)
-        self._send(function)
-
-    def _send(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
-        self._process.stdin.flush()
-
-    def call(self, batch: Any) -> Any:
-        assert self._process.stdout is not None
-        try:
-            self._send(batch)
-            is_error, result = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):  # the last if the process died mid-reply
-            message = f"a worker process exited with status {self._process.wait()} while tokenizing {batch}"
-            hint = "if the system killed the process, split large documents with `separator`, or use a host with more memory"
-            raise RunError("data-worker", message, path=("data",), hint=hint) from None
-        if is_error:
-            raise result
-        return result
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+def _part_paths(folder: Path, number: int) -> _Part:
+    return _Part(*(folder / f"{number:05}.{suffix}" for suffix in _Part._fields))
 
 
-def run_worker() -> None:
-    """Runs a worker: reads the function and the batches from stdin, and writes the results to stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops the workers
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that output of libraries is not part of a reply
-    try:
-        function = pickle.load(requests)
-        while True:
-            batch = pickle.load(requests)
-            try:
-                reply = (False, function(batch))
-            except Exception as error:
-                reply = (True, error)
-            pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
-            replies.flush()
-    except (EOFError, BrokenPipeError):
-        os._exit(0)  # the parent has ended
+def _write_summary(
+    folder: Path, dtype: str, parts: Sequence[_Part], summarize: Callable[[list[Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Writes the offsets of the documents and `complete.json`, and returns the content of `complete.json`."""
+    with replace_atomically(folder / _OFFSETS) as file:
+        offsets = _offsets(array("q"))
+        for part in parts:
+            file.write(offsets[:-1].data)
+            offsets = _offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
+        file.write(offsets.data)
+    summary = summarize([json.loads(part.stats.read_text("utf-8")) for part in parts])
+    digest = _map_parts(folder, dtype, parts).digest
+    complete = {"parts": len(parts), "sizes": _file_sizes(folder), "digest": digest, **summary}
+    with replace_atomically(folder / _COMPLETE) as file:
+        file.write(json.dumps(complete).encode())
+    return complete
+
+
+def _map_parts(folder: Path, dtype: str, parts: Iterable[_Part], digest: str | None = None) -> Stream:
+    tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
+    return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
+
+
+def _offsets(lengths: array[int], start: int = 0) -> Integers:
+    """Returns the offsets of the non-empty documents. start: the offset of the first document."""
+    sizes = np.array(lengths, np.int64)
+    offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
+    return offsets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ import numpy as np
 from sley_core.api.data import IGNORE_INDEX, DataContext, Split
 from sley_core.errors import PlanError
 from sley_core.records import Problem
-from sley_data.chat_template import ChatTemplate, Encoded
+from sley_data.cache import cache_folder, load_tokens
+from sley_data.chat_template import ChatTemplate
 from sley_data.conversations import Conversation, file_conversations
 from sley_data.datasets import ALWAYS_READ, RowsDataset, check_vocabulary, report_errors
 from sley_data.documents import read_split
 from sley_data.files import DataFile, document_files, split_files
 from sley_data.formats import Integers
 from sley_data.plugin import ChatConfig
-from sley_data.streams import Stream, cache_folder, load_tokens
+from sley_data.streams import Stream
 
 
 @dataclass
@@ -32,8 +34,7 @@ class ChatStats:
     documents: the number of conversations. samples: the number of packed token sequences. A conversation has several if the
     template rewrites earlier turns. tokens, trained: the number of tokens of these samples, and of tokens with a label.
     longest: the number of tokens of the longest conversation. dropped: the number of dropped samples by reason. first_dropped:
-    the name of the first dropped sample by reason. copied: the number of conversations that are also held out. remarks:
-    sentences about the template.
+    the name of the first dropped sample by reason.
     """
 
     documents: int = 0
@@ -43,12 +44,10 @@ class ChatStats:
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
-    copied: int = 0
-    remarks: list[str] = field(default_factory=list)
 
     def add(self, stats: ChatStats) -> None:
         """Adds the counts of more conversations."""
-        for name in ("documents", "samples", "tokens", "trained", "copied"):
+        for name in ("documents", "samples", "tokens", "trained"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.longest = max(self.longest, stats.longest)
         self.dropped.update(stats.dropped)
@@ -58,16 +57,6 @@ class ChatStats:
         """Counts a dropped sample."""
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, name)
-
-    def notes(self) -> list[str]:
-        """Returns sentences for the user."""
-        notes = list(self.remarks)
-        if self.copied:
-            notes.append(f"{self.copied} conversations in `files` are also in `held_out_files`: training excludes them")
-        for reason, count in self.dropped.items():
-            name = self.first_dropped[reason]
-            notes.append(f"{count} samples are {'cut' if reason == CUT else 'dropped'}, `{name}` first: {reason}")
-        return notes
 
 
 _LABEL_BIT = 1 << 31
@@ -81,48 +70,40 @@ NOT_TRAINED = "no token has a label"
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> tuple[array[int], array[int], dict[str, Any]]:
-    """Returns the tokens of conversations, the length of each sample, and the attributes of the `ChatStats`."""
-    ids, lengths, stats = array("I"), array("q"), ChatStats()
+    """Returns the tokens of conversations, the length of each sample, and the attributes of the `ChatStats`.
+
+    Raises PlanError "data-too-long" for a conversation that is too long, if the plan refuses it.
+    """
+    ids, lengths, stats, max_length = array("I"), array("q"), ChatStats(), config.sequence + 1
     for conversation, samples, reason in template.encode(conversations, config):
         stats.documents += 1
         if reason:
             stats.drop(reason, conversation.name)
         for sample in samples:
-            _append_sample(config, conversation, sample, ids, lengths, stats)
+            length = len(sample.ids)
+            stats.longest = max(stats.longest, length)
+            if length > max_length and config.too_long == "refuse":
+                message = f"`{conversation.name}` has {length} tokens, more than `sequence` has positions"
+                hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
+                raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
+            if length > max_length:
+                stats.drop(CUT if config.too_long == "cut" else TOO_LONG, conversation.name)
+                if config.too_long == "drop":
+                    continue
+            tokens = list(sample.ids)
+            for start, stop in sample.trained:
+                tokens[start:stop] = [token + _LABEL_BIT for token in tokens[start:stop]]
+            del tokens[max_length:]
+            num_trained = sum(token >= _LABEL_BIT for token in tokens[1:])  # the first token is not a label
+            if not num_trained:
+                stats.drop(NOT_TRAINED, conversation.name)
+                continue
+            ids.extend(tokens)
+            lengths.append(len(tokens))
+            stats.samples += 1
+            stats.tokens += len(tokens)
+            stats.trained += num_trained
     return ids, lengths, vars(stats)
-
-
-def _append_sample(
-    config: ChatConfig, conversation: Conversation, sample: Encoded, ids: array[int], lengths: array[int], stats: ChatStats
-) -> None:
-    """Appends a sample of a conversation to `ids` and `lengths`, or counts it as dropped."""
-    stats.longest = max(stats.longest, len(sample.ids))
-    limit = config.sequence + 1
-    if len(sample.ids) > limit:
-        if config.too_long == "refuse":
-            message = f"`{conversation.name}` has {len(sample.ids)} tokens, more than `sequence` has positions"
-            hint = 'raise `sequence`, or set `too_long` to "drop" or "cut"'
-            raise PlanError("data-too-long", message, path=("data", "too_long"), hint=hint)
-        stats.drop(TOO_LONG if config.too_long == "drop" else CUT, conversation.name)
-        if config.too_long == "drop":
-            return
-    tokens = list(sample.ids)
-    for start, stop in sample.trained:
-        tokens[start:stop] = [token + _LABEL_BIT for token in tokens[start:stop]]
-    num_trained = sum(token >= _LABEL_BIT for token in tokens[1:limit])  # the first token is not a label
-    if not num_trained:
-        stats.drop(NOT_TRAINED, conversation.name)
-        return
-    ids.extend(tokens[:limit])
-    lengths.append(len(tokens[:limit]))
-    stats.samples += 1
-    stats.tokens += min(len(sample.ids), limit)
-    stats.trained += num_trained
-
-
-def _load_stats(values: dict[str, Any]) -> ChatStats:
-    """Returns the `ChatStats` with these attributes, which may come from JSON."""
-    return ChatStats(**{**values, "dropped": Counter(values["dropped"])})
 
 
 def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -132,23 +113,24 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     plus a constant (Johnson et al., 1974).
     """
     bins: list[list[int]] = []
-    bins_by_space: list[list[int]] = [[] for _ in range(size + 1)]  # the bins with each free space
-    space_bits = 0  # bit s is set if a bin has the free space s
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        length = lengths[number]
-        fitting_bits = space_bits >> length
-        space = length + (fitting_bits & -fitting_bits).bit_length() - 1 if fitting_bits else size
-        if fitting_bits:
-            index = bins_by_space[space].pop()
+    bins_by_space: dict[int, list[int]] = {}  # the bins with each free space
+    spaces: list[int] = []  # the keys of `bins_by_space`, sorted
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        index = bisect_left(spaces, lengths[number])
+        if index < len(spaces):
+            space = spaces[index]
+            chosen_bin = bins_by_space[space].pop()
             if not bins_by_space[space]:
-                space_bits ^= 1 << space
+                del bins_by_space[space], spaces[index]
         else:
-            index = len(bins)
+            space, chosen_bin = size, len(bins)
             bins.append([])
-        bins[index].append(number)
-        bins_by_space[space - length].append(index)
-        if space > length:  # the bin is not full
-            space_bits |= 1 << space - length
+        bins[chosen_bin].append(number)
+        space -= lengths[number]
+        if space and space not in bins_by_space:
+            insort(spaces, space)
+        if space:
+            bins_by_space.setdefault(space, []).append(chosen_bin)
     return sorted(map(sorted, bins))
 
 
@@ -189,7 +171,7 @@ class ChatDataset(RowsDataset):
         files, held_out = split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
         stream, summary = load_tokens(
-            cache_folder(config, files, held_out, ("chat", 6, digest, *options, split)) if digest else None,
+            cache_folder(config, files, held_out, ("chat", 7, digest, *options, split)) if digest else None,
             "uint32",
             sum(file.num_bytes for file in files),
             partial(self._read, files),
@@ -197,36 +179,44 @@ class ChatDataset(RowsDataset):
             partial(encode_conversations, self.template, config),
             self._summarize,
         )
-        self.stats = _load_stats(summary["stats"])
-        self.data_notes += [*self.stats.notes(), *summary["notes"]]
+        self.stats = ChatStats(**summary["stats"])
+        self.data_notes += summary["notes"]
         return stream
 
     def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
         """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
-        self.stats, self._first = ChatStats(remarks=self.template.remarks()), None
+        self._first: Conversation | None = None
+        self._num_copied = 0
         for conversation, is_selected in read_split(self.config, self.context.split, files):
             assert isinstance(conversation, Conversation), conversation
             if is_selected:
                 self._first = self._first or conversation
                 yield conversation
             elif self.context.split == "train" and not self.config.largest_share:
-                self.stats.copied += 1
+                self._num_copied += 1
 
     def _summarize(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the sum of the statistics. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
+        """Returns the sum of the statistics, and the notes. Raises the PlanErrors "data-short", "held-out" and "chat-mask"."""
+        total = ChatStats()
         for values in stats:
-            self.stats.add(_load_stats(values))
+            total.add(ChatStats(**values))
         if self._first is None:
             raise empty_split_error(self.context.split)
-        is_all_trained = self.stats.trained == self.stats.tokens - self.stats.samples
-        if not self.stats.samples or (self.config.train_on != "all" and is_all_trained):
-            raise self._mask_error(self._first)
-        return {"stats": vars(self.stats), "notes": []}
+        is_all_trained = total.trained == total.tokens - total.samples
+        if not total.samples or (self.config.train_on != "all" and is_all_trained):
+            raise self._mask_error(self._first, total)
+        notes = self.template.remarks()
+        if self._num_copied:
+            notes.append(f"{self._num_copied} conversations in `files` are also in `held_out_files`: training excludes them")
+        for reason, count in total.dropped.items():
+            action = "cut" if reason == CUT else "dropped"
+            notes.append(f"{count} samples are {action}, `{total.first_dropped[reason]}` first: {reason}")
+        return {"stats": vars(total), "notes": notes}
 
-    def _mask_error(self, conversation: Conversation) -> PlanError:
+    def _mask_error(self, conversation: Conversation, stats: ChatStats) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
-        problem = "every token has a label" if self.stats.samples else "no token of a conversation has a label"
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in self.stats.dropped.items())
+        problem = "every token has a label" if stats.samples else "no token of a conversation has a label"
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in stats.dropped.items())
         try:
             text = self.template.render(conversation.messages, conversation.tools)
         except ValueError as error:

@@ -16,11 +16,12 @@ import numpy as np
 from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, DataContext, DataInfo, Sample, Split
 from sley_core.errors import PlanError, SleyError
 from sley_core.records import Problem
+from sley_data.cache import MAX_BYTES_IN_MEMORY, text_stream
 from sley_data.documents import find_copied_tokens, read_file
 from sley_data.files import DataFile, document_files, token_files
 from sley_data.formats import Integers
 from sley_data.plugin import NUM_BYTES, Documents, TextConfig, TokensConfig
-from sley_data.streams import MAX_BYTES_IN_MEMORY, Stream, text_stream, token_stream
+from sley_data.streams import Stream, token_stream
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
@@ -226,11 +227,10 @@ class TokenDataset(RowsDataset):
         """The tokens of all documents in order, in one or more arrays [n] of uint8, uint16 or uint32. Loads the data."""
         return self.rows.stream.parts
 
-    @cached_property
+    @property
     def data_digest(self) -> str:
         """A digest of all tokens and document lengths, or of blocks of them for token files."""
-        stream = self.rows.stream
-        return stream.sampled_digest if isinstance(self.config, TokensConfig) else stream.digest
+        return self.rows.stream.digest
 
     @property
     def counts(self) -> dict[str, Any]:
