@@ -1,13 +1,12 @@
 """The dataset `data.mixture`: the samples of several datasets, in an order that depends only on the seed.
 
-The sources are the leaves of a binary tree. Of the first n numbers of a node whose branches have shares a and b, the left
-branch has round(n a / (a + b)), and the right branch has the remainder. Each node adds an error of at most half a sample, so
-the count of a source in any range of numbers differs from its share by about two samples. All arithmetic is in integers, and
-there is neither state nor a table.
+Sources are split off one after another, the largest share first. Of the first n numbers that remain before a split, a source
+with share a of the remaining shares b gets round(n a / b), and later sources get the rest. The count of a source in any range
+of numbers differs from its share by about two samples at most. All arithmetic is in integers, without state or tables.
 
                  0 1 2 3 4 5 6 7 8 9
-    code, 3      .   x   .   x   x        3 of 10, spread evenly
-    chats, 7     x       x       x ...
+    code, 3        x       x     x        3 of 10, spread evenly
+    chats, 7     x   x x x   x x   x
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from math import lcm
+from operator import sub
 from typing import Any, cast
 
 import torch
@@ -31,20 +31,6 @@ from sley_data.plugin import MixtureConfig, SourceTable
 from sley_data.sources import locate_errors, source_component, split_sources
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A tree node. left, right: its branches, each a node or a source index. share: the share of `left` in `total`."""
-
-    left: _Node | int
-    right: _Node | int
-    share: int
-    total: int
-
-    def num_left(self, count: int) -> int:
-        """Returns how many of the node's first `count` numbers belong to the left branch."""
-        return (2 * count * self.share + self.total) // (2 * self.total)
-
-
 class Interleave:
     """Interleaves sources: `order[n]` is the source of number n, and the index of n among the numbers of this source.
 
@@ -54,33 +40,26 @@ class Interleave:
     def __init__(self, shares: Sequence[int]) -> None:
         self.shares = tuple(shares)
         self.total = sum(shares)
-        self._paths: list[list[tuple[_Node, bool]]] = [[] for _ in shares]  # the nodes from the root, and whether to go left
-        branches: list[tuple[int, int, _Node | int, list[int]]] = [(share, i, i, [i]) for i, share in enumerate(shares)]
-        heapify(branches)
-        for number in range(len(shares), 2 * len(shares) - 1):  # joins the two smallest branches, as in a Huffman tree
-            right, left = heappop(branches), heappop(branches)
-            node = _Node(left[2], right[2], left[0], left[0] + right[0])
-            for source in (*left[3], *right[3]):
-                self._paths[source].insert(0, (node, source in left[3]))
-            heappush(branches, (node.total, number, node, left[3] + right[3]))
-        self._root = branches[0][2]
+        sources = sorted(range(len(shares)), key=lambda source: -shares[source])
+        totals = accumulate((shares[source] for source in sources), sub, initial=self.total)
+        self._splits = [(source, shares[source], total) for source, total in zip(sources, totals, strict=False)]
 
     def __getitem__(self, number: int) -> tuple[int, int]:
-        node = self._root
-        while isinstance(node, _Node):
-            num_left = node.num_left(number)
-            if node.num_left(number + 1) > num_left:
-                node, number = node.left, num_left
-            else:
-                node, number = node.right, number - num_left
-        return node, number
+        for source, share, total in self._splits:
+            index = _round_share(number, share, total)
+            if _round_share(number + 1, share, total) > index:
+                return source, index
+            number -= index
+        raise AssertionError(self._splits)
 
     def count(self, source: int, length: int) -> int:
         """Returns how many of the first `length` numbers belong to `source`."""
-        for node, is_left in self._paths[source]:
-            num_left = node.num_left(length)
-            length = num_left if is_left else length - num_left
-        return length
+        for split_source, share, total in self._splits:
+            count = _round_share(length, share, total)
+            if split_source == source:
+                return count
+            length -= count
+        raise AssertionError(source)
 
     def shortest_prefix(self, source: int, count: int) -> int:
         """Returns the smallest n such that `count` of the first n numbers belong to `source`."""
@@ -92,6 +71,11 @@ class Interleave:
 
     def _search_limit(self, source: int, count: int) -> int:
         return (count + len(self.shares) + 1) * self.total // self.shares[source] + 1
+
+
+def _round_share(count: int, share: int, total: int) -> int:
+    """Returns `count * share / total`, rounded to the nearest integer."""
+    return (2 * count * share + total) // (2 * total)
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
