@@ -248,7 +248,6 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
             "error[layer-fails]: layer `head` (Linear) fails with inputs FORMAT [1, 16, 64]: ",
         ),
         (f'("pair", Pair(32, 32)), {HEAD}', "error[layer-fails]: layer `head` (Linear) fails with inputs tuple: TypeError: "),
-        ('("head", nn.Linear(32, 8))', "error[model-vocabulary]: the last layer, layer `head` (Linear), has 8 classes"),
         ('("head", Longer(32, 256))', "error[loss-output]: logits of shape [1, 32, 256]"),
         ('("head", Pair(32, 256))', "error[loss-output]: cross-entropy needs a tensor of logits"),
     ],
@@ -292,6 +291,7 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
     result = cli("check", path, "--model", changes=ONE)
     assert result.code == 0, result.err
     assert "layers were called up to layer `picks` (Picks), which cannot run on meta" in result.err
+    assert "creates all first values on its host before it drops those of other ranks: " in result.err
     assert cli("run", path, changes=ONE).code == 0
 
 
@@ -309,17 +309,6 @@ def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
     result = cli("check", plan, "--model")
     assert result.code == 0, result.err
     assert "called" not in result.err
-
-
-def test_check_says_how_much_of_a_model_is_sharded(cli: Cli, own_model: Own) -> None:
-    """Also parameters of other modules than linears; those of less than a page are not sharded."""
-    path = own_model(layers('Picks(32, 32), ("head", Picks(32, 256))'))
-    result = cli("check", path, "--model", changes=("parallel.wp=2", 'weights.use="isp.communicator"'))
-    numels = {"embed": 256 * 32, "1.weight": 32 * 32, "1.bias": 32, "head.weight": 32 * 256, "head.bias": 256}
-    share = 1 - (numels["1.bias"] + numels["head.bias"]) / sum(numels.values())
-    assert (result.code, f"shards {share:.2%} of the parameters" in result.err) == (0, True), result.err
-    assert "`head.bias` with 256 elements" in result.err
-    assert "creates all first values on its host before it drops those of other ranks: " in result.err
 
 
 # -- mistakes that only a run finds ------------------------------------------------------------------------------------

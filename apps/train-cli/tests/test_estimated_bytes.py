@@ -13,20 +13,11 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor, nn
 
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.bytes import rank as steps
-from sley_estimate.bytes.rank import (
-    RankBytes,
-    build_first_draft,
-    can_fork,
-    fake_run,
-    rank_bytes,
-    run_calls,
-    stage_bytes,
-    stage_work_keys,
-)
+from sley_estimate.bytes.rank import RankBytes, build_first_draft, can_fork, rank_bytes, stage_bytes, stage_work_keys
 from sley_estimate.step.estimate import record_stages
 from sley_estimate.step.record import RankRecord
 from sley_testing.live_bytes import RealBytes, real_bytes
@@ -288,25 +279,3 @@ def test_forked_processes_give_equal_estimates(ranks: Any, texts: Path) -> None:
     plan = plan_from_dict(MANY, texts)
     assert num_bytes == [rank_bytes(plan, rank, plan.world_size()) for rank in range(0, plan.world_size(), 2)]
     assert steps == record_ranks(MANY, texts, 1)
-
-
-def raise_run_error() -> None:
-    raise RunError("estimate-layer", "it cannot be called")
-
-
-def test_error_of_forked_process_is_raised() -> None:
-    with pytest.raises(RunError, match="it cannot be called"):
-        list(run_calls([raise_run_error], 2))
-
-
-def test_start_holds_weights_once(texts: Path) -> None:
-    """Expects fp32 initial values and gradients, one bucket and master weights."""
-    model = {"use": "models.llama", "num_layers": 8, "hidden": 64, "heads": 4}
-    reducer = {"use": "dp.sharded", "bucket_mb": 0.1}
-    tables = small_plan(model=model, precision={"compute": "bf16"}, batch__global_size=16, gradient_handlers=[reducer])
-    with fake_run(plan_from_dict(tables, texts), 0, 8) as (run, ledger, _):
-        numel = sum(param.numel for param in run.registry)
-        largest = max(buffer.num_bytes for buffer in run.parts.weights.buffers)
-        peak, *_ = ledger.peak()
-    assert largest < 0.1 * 4 * numel
-    assert 8 * numel <= peak < 9 * numel + largest  # with half a byte of master weights, and padding

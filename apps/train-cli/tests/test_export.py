@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS, transformers_model
 
 from sley_core.run import Run
-from sley_core.weight_files.read import INDEX, WeightFiles
+from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
 
 transformers = pytest.importorskip("transformers")
@@ -66,29 +66,6 @@ def test_transformers_computes_the_logits_of_the_run(cli: Any, trained: Trained,
         torch.testing.assert_close(model(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
     assert model.config.max_position_embeddings == 16
     assert "lm_head.weight" not in WeightFiles(folder / "hf").names or not MODELS[name].get("tie_embeddings")
-
-
-def test_several_files_have_an_index(cli: Any, trained: Trained, folder: Path) -> None:
-    run, logits = trained(changed(PLAN, model__ffn_hidden=6000))
-    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf", "--max-file-mb", 1).code == 0
-    index = json.loads((folder / "hf" / INDEX).read_text())
-    files = {file.name: load_file(file) for file in (folder / "hf").glob("*.safetensors")}
-    assert len(files) == 3
-    assert index["weight_map"] == {name: file for file, values in files.items() for name in values}
-    total_size = sum(value.nbytes for values in files.values() for value in values.values())
-    assert index["metadata"]["total_size"] == total_size
-    with torch.no_grad():
-        torch.testing.assert_close(transformers_model(folder / "hf")(TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("working", torch.bfloat16), ("full", torch.float32)])
-def test_files_have_the_dtype_of_the_saved_weights(
-    cli: Any, trained: Trained, folder: Path, precision: str, dtype: torch.dtype
-) -> None:
-    run, _ = trained(changed(PLAN, precision__compute="bf16"), precision)
-    assert cli("export", run, "--format", "huggingface", "--out", folder / "hf").code == 0
-    assert {value.dtype for value in load_file(folder / "hf" / "model.safetensors").values()} == {dtype}
-    assert transformers_model(folder / "hf").dtype == dtype
 
 
 @pytest.mark.sample(1)

@@ -14,7 +14,7 @@ import pytest
 
 from sley_core.errors import Diagnostic, Place, PlanError, RunError
 from train_cli.console import Settings, format_diagnostics, print_fault
-from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, read_report, write_late_report, write_report
+from train_cli.faults import _SLEY_MODULES, FailedRank, Fault, find_cause, read_report, write_report, write_stuck_report
 
 
 def failure(rank: int, code: int, at: float) -> FailedRank:
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_no_partial_report(report: Path, monkeypatch: pytest.
 
 
 def test_a_late_rank_reports_its_place(report: Path) -> None:
-    write_late_report()
+    write_stuck_report()
     report_and_time = read_report(json.loads(report.read_text("utf-8")))
     assert report_and_time is not None
     assert report_and_time[0].diagnostics[0].code == "rank-late"

@@ -17,7 +17,7 @@ from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli import environment
 from train_cli.local_launch import rank_variables
-from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_restart, locked_run_folder
+from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_folder_of_restarted_run, locked_run_folder
 
 
 def test_ranks_share_the_cores_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_a_rank_that_torchrun_restarts_uses_its_folder(plan: Path, folder: Path,
     for name, value in (("RUN_ID", "one"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "1")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     run_folder = take_step(load_plan(plan))
-    assert not is_restart(run_folder), "another run would delete it"
+    assert not is_folder_of_restarted_run(run_folder), "another run would delete it"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert is_restart(run_folder)
+    assert is_folder_of_restarted_run(run_folder)
     take_step(load_plan(plan), overwrite=True)
     assert not (run_folder / ".lock").exists(), "this was the last attempt"
-    assert not is_restart(run_folder)
+    assert not is_folder_of_restarted_run(run_folder)
 
 
 def test_data_of_a_check_are_closed_once(own_model: Callable[[str], Path], cli: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ import tomli
 from chat_folder import write_chats
 
 from sley_core.errors import RunError
-from train_cli.main import COMMANDS, foreign_commands
+from train_cli.main import COMMANDS, find_foreign_commands
 
 Cli = Callable[..., Any]
 Install = Callable[..., None]
@@ -24,9 +24,9 @@ CLONE = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _fresh_commands() -> Iterator[None]:
-    foreign_commands.cache_clear()
+    find_foreign_commands.cache_clear()
     yield
-    foreign_commands.cache_clear()
+    find_foreign_commands.cache_clear()
 
 
 def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> None:

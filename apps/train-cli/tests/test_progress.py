@@ -14,16 +14,16 @@ import torch
 
 from sley_core.engine.evaluation import Best
 from sley_core.plan.tables import BestTable
+from train_cli import rank
 from train_cli.progress import (
-    CompileNote,
     Reporter,
     RunTotals,
-    closing_lines,
+    describe_repetition,
+    format_closing,
     format_duration,
+    format_opening,
     format_rate,
-    opening_text,
-    repetition_note,
-    summary,
+    summarize_run,
 )
 
 
@@ -72,6 +72,13 @@ def rows(num_steps: int) -> list[dict[str, float | int]]:
     return [{"step": step, "loss": 6.0 - step / 8, "tokens": 512, "seconds": 0.25} for step in range(1, num_steps + 1)]
 
 
+def total(steps: list[dict[str, float | int]]) -> RunTotals:
+    totals = RunTotals()
+    for step_row in steps:
+        totals.add(step_row)
+    return totals
+
+
 def test_lines_are_printed_every_log_every_steps_and_at_the_end() -> None:
     stream = io.StringIO()
     with Reporter(25, 10, stream=stream) as reporter:
@@ -96,13 +103,15 @@ def test_new_notes_are_printed_once(stream: io.StringIO) -> None:
     assert ("\x1b[2K" in stream.getvalue()) == stream.isatty(), "one line is redrawn"
 
 
-def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason() -> None:
+def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     reasons: dict[str, str] = {}
-    note = CompileNote(notes, lambda: 3, lambda: reasons)
+    monkeypatch.setattr(rank, "count_graphs", lambda: 3)
+    monkeypatch.setattr(rank, "recompile_reasons", lambda: reasons)
+    read_row = rank.make_compile_reader(notes)
     for step, compile_id in enumerate(["", "0/1", "", "", "0/2"], start=1):
         reasons |= {compile_id: f"guard of {compile_id}"} if compile_id else {}
-        note({"step": step, "seconds": 2.0})
+        read_row({"step": step, "seconds": 2.0})
     assert notes == ["the first step compiled 3 graphs, in 2s", "step 5 compiled again, since a guard failed: guard of 0/2"]
 
 
@@ -125,7 +134,7 @@ def test_rates_and_durations_have_units() -> None:
 
 def test_the_opening_has_the_sizes_of_the_run() -> None:
     num_bytes = {"weights": 4 << 20, "masters": 0, "gradients": 3 << 30}
-    assert opening_text(fake_run(), num_bytes).splitlines() == [
+    assert format_opening(fake_run(), num_bytes).splitlines() == [
         "2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)",
         "rank 0 has 4.0 MiB weights, 3.0 GiB gradients, and after the first step also the optimizer states",
         "memory below is the peak of rank 0's whole process, libraries included",
@@ -135,7 +144,7 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
     ]
     world = SimpleNamespace(size=1, device="NVIDIA H100")
     unknown = fake_run(None, num_parameters=9, num_trained=8, world=world)
-    assert opening_text(unknown, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
+    assert format_opening(unknown, num_bytes).startswith("1 rank, 8 of 9 parameters trained, 160 steps of 16 samples\n")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +152,7 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
 )
 def test_an_evaluation_that_uses_samples_twice_has_a_note(num_samples: int | None, message: str) -> None:
     plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
-    note = repetition_note(num_samples, plan)
+    note = describe_repetition(num_samples, plan)
     assert message in note
     assert bool(note) == bool(message)
 
@@ -155,13 +164,11 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     for step_row in steps:
         step_row |= {"trained_tokens": 500, "tflops": 200.0 if step_row["step"] <= 20 else 100.0, "mfu": 0.25}
     steps[4]["held_out/exact"] = None  # NaN, in a file
-    totals = RunTotals(steps[:10])  # of a run that was resumed
-    for step_row in steps[10:]:
-        totals.add(step_row)
+    totals = total(steps)
     assert len(totals.losses) == 20, "its size is constant"
     best = Best(BestTable(metric="held_out_loss"), 2)
     best.add(20, steps[19])
-    content = summary(fake_run(best=best, stopped_early="it is bad"), "finished", totals)
+    content = summarize_run(fake_run(best=best, stopped_early="it is bad"), "finished", totals)
     assert content == {
         "name": "quickstart",
         "outcome": "finished",
@@ -194,7 +201,7 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
         "counts": {"mine.handler": {"kept": 3}},
         "notes": [],
     }
-    assert closing_lines(content, "runs/small").splitlines() == [
+    assert format_closing(content, "runs/small").splitlines() == [
         "finished: 40 steps in 10s, early: it is bad",
         "  loss           1.0000  (mean of the last 20: 2.1875)",
         "  held-out loss  1.5000",
@@ -209,15 +216,15 @@ def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:
 def test_summaries_without_tokens_losses_or_steps() -> None:
     steps = rows(4)
     steps[3] |= {"loss": math.nan, "skipped": 1}
-    skipped = summary(fake_run(), "finished", RunTotals(steps))
+    skipped = summarize_run(fake_run(), "finished", total(steps))
     assert (skipped["skipped_steps"], skipped["final_loss"], skipped["mean_loss_last_20"]) == (1, steps[2]["loss"], 5.75)
-    assert closing_lines(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
+    assert format_closing(skipped, "x").startswith("finished: 4 steps, 1 of them skipped in 1s\n")
     frames = [{"step": step, "loss": 1.0, "samples": 4, "seconds": 0.25} for step in (1, 2)]
-    content = summary(fake_run(), "finished", RunTotals(frames))
+    content = summarize_run(fake_run(), "finished", total(frames))
     assert (content["tokens"], content["tokens_per_s"], content["samples_per_s"]) == (0, None, 64.0)
-    none = summary(fake_run(), "failed", RunTotals())
+    none = summarize_run(fake_run(), "failed", RunTotals())
     unknown = ("final_loss", "mean_loss_last_20", "held_out_loss", "tokens_per_s", "samples_per_s", "tflops", "mfu")
     assert [none[key] for key in unknown] == [None] * 7
-    compiled = closing_lines(content | {"counts": {"compile": {"graphs": 3}}}, "x")
+    compiled = format_closing(content | {"counts": {"compile": {"graphs": 3}}}, "x")
     assert "  first step     0s with compilation (3 graphs in the whole run)\n" in compiled
-    assert closing_lines(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"
+    assert format_closing(none, "runs/small") == "failed: 0 steps in 0s\n  run folder     runs/small"

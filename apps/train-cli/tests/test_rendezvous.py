@@ -37,8 +37,8 @@ open_rendezvous: list[Rendezvous] = []
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(module, "STRAGGLERS_S", 0.1)
+    monkeypatch.setattr(module, "RESPONSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(module, "ARRIVAL_GRACE_S", 0.1)
 
 
 def environ(port: int, rank: int, size: int, **changes: str) -> dict[str, str]:
@@ -145,7 +145,9 @@ def test_all_errors_name_a_host_that_differs(port: int, changes: dict[str, str],
 @pytest.mark.parametrize("failing", [0, 1])
 def test_all_errors_name_a_rank_that_cannot_start(port: int, failing: int) -> None:
     calls = {str(rank): agrees(port, rank, 3) for rank in range(3) if rank != failing}
-    errors = errors_of({"failing": lambda: arrive(port, failing, 3).give_up("no file `plan.toml`", "copy it there"), **calls})
+    errors = errors_of(
+        {"failing": lambda: arrive(port, failing, 3).report_failure("no file `plan.toml`", "copy it there"), **calls}
+    )
     assert errors.pop("failing") == "", "it has an error of its own"
     assert all(f"rank {failing} on host{failing} cannot start: no file `plan.toml`" in error for error in errors.values()), (
         errors
@@ -212,7 +214,7 @@ def test_a_lost_store_is_an_error(port: int) -> None:
     del first
     with pytest.raises(RunError, match=r"preflight.*rank 1 has lost the connection"):
         second.agree(INFO, DETAILS)
-    second.give_up("there is no `plan.toml`", None)  # no rank reads it, which is no error
+    second.report_failure("there is no `plan.toml`", None)  # no rank reads it, which is no error
 
 
 def test_a_rank_that_fails_to_build_ends_all(port: int) -> None:
@@ -250,9 +252,9 @@ def test_a_rank_that_is_killed_while_it_builds_is_named(port: int) -> None:
 )
 def test_launchers_without_ranks_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        preflight.refuse_single_process_worlds(environ)
+        preflight.check_launcher_variables(environ)
     for complete in ({}, {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2", "RANK": "0"}):
-        preflight.refuse_single_process_worlds(complete)
+        preflight.check_launcher_variables(complete)
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

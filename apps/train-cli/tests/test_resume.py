@@ -111,12 +111,8 @@ def test_a_wrong_path_has_a_hint_and_a_damaged_checkpoint_is_skipped(cli: Cli, p
     missing = cli("run", plan, "--resume", folder / "nowhere", changes=other)
     assert (missing.code, "no-checkpoint" in missing.err, (folder / "runs/other").exists()) == (2, True, False)
     assert cli("run", plan, "--resume", "auto", "--overwrite", changes=other).code == 2
-    for path, hint in (
-        ("runs/small", "use `runs/small/checkpoints`, the checkpoints of that run"),
-        ("runs/small/checkpoints/step-00000003", "use a checkpoint of the parent folder: `step-00000006`, `step-00000004`"),
-    ):
-        result = cli("run", plan, "--resume", path, changes=other)
-        assert (result.code, hint in result.err) == (2, True), result.err
+    result = cli("run", plan, "--resume", "runs/small", changes=other)
+    assert (result.code, "such as `runs/NAME/checkpoints`" in result.err) == (2, True), result.err
     (newest,) = (small / "checkpoints/step-00000006").glob("*.safetensors")
     with newest.open("r+b") as file:
         file.seek(-3, 2)

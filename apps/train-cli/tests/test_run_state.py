@@ -50,29 +50,20 @@ def state(cli: Cli, run_folder: Path) -> str:
     return str(json.loads(cli("doctor", run_folder, "--format", "json").out)["state"]["state"])
 
 
-def test_the_summary_of_an_earlier_start_is_ignored(cli: Cli, ended: Path) -> None:
+def test_summaries_and_records_of_earlier_starts_do_not_count(cli: Cli, ended: Path) -> None:
     write_record(ended, 0)
     assert state(cli, ended) == "interrupted"
+    write_record(ended, 1, time=time.time() + 100)
+    assert state(cli, ended) == "killed", "a rank started later"
+    write_record(ended, 1)
     with (ended / "metrics.jsonl").open("a") as file:
         file.write('{"step": 103}\n')
     set_old_times(ended)
-    assert state(cli, ended) == "killed"
-
-
-def test_a_later_start_of_a_rank_counts(cli: Cli, ended: Path) -> None:
-    write_record(ended, 0)
-    write_record(ended, 1, time=time.time() + 100)
-    assert state(cli, ended) == "killed"
-
-
-def test_the_state_of_a_run_on_another_host_is_unknown(cli: Cli, ended: Path) -> None:
+    assert state(cli, ended) == "killed", "the summary is older than the last row"
     (ended / "summary.json").unlink()
-    write_record(ended, 1, host="elsewhere")
-    assert state(cli, ended) == "unknown"
-    write_record(ended, 0)
-    assert state(cli, ended) == "killed", "rank 0 owns the folder and ran on this host"
-    write_record(ended, 0, host="elsewhere")
-    assert state(cli, ended) == "unknown"
+    for rank, host, expected in ((1, "elsewhere", "killed"), (0, "elsewhere", "unknown"), (0, socket.gethostname(), "killed")):
+        write_record(ended, rank, host=host)
+        assert state(cli, ended) == expected, "rank 0 owns the folder"
 
 
 def test_unreadable_rows_are_an_error(cli: Cli, ended: Path) -> None:

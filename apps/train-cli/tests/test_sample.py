@@ -140,7 +140,7 @@ def test_a_field_that_a_prompt_lacks_is_refused(name: str, fields: dict[str, Fie
     layers = [SimpleNamespace(name="embed", fields=(name,))]
     run: Any = SimpleNamespace(layers=layers, dataset=SimpleNamespace(info=DataInfo(fields)))
     with pytest.raises(UsageError, match=re.escape(message)):
-        next(generate(run, [1], 9, temperature=0.0, top_k=None, generator=torch.Generator()))
+        next(generate(run, [1], 9, temperature=0.0, top_k=None, seed=0))
 
 
 def test_runs_without_weights_prompts_or_vocabulary_are_refused(cli: Any, trained: Trained, folder: Path) -> None:

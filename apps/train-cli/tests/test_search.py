@@ -13,15 +13,13 @@ import tomli_w
 
 from sley_core.errors import SleyError
 from sley_core.plan.load import load_plan, plan_from_dict
-from sley_estimate.bytes.rank import rank_bytes
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.search import find as finding
 from sley_estimate.search.find import search_layouts
-from sley_estimate.search.layouts import Layout, Layouts, list_choices
-from sley_estimate.search.roofline import Roofline
+from sley_estimate.search.layouts import Layouts, list_choices
 from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine
-from sley_testing.plans import changed, small_plan, write_texts
+from sley_testing.plans import small_plan, write_texts
 from train_cli.environment import num_cores
 from train_cli.progress import format_bytes
 
@@ -98,48 +96,6 @@ def test_missing_data_is_reported_before_the_search(searched: Callable[..., Any]
 
 
 WORLD = 4
-
-
-def layouts_of(plan: Any, *keep: Any, world: int = WORLD) -> list[Layout]:
-    space = Layouts(plan, world, list_choices(plan), ("pp", "sp", "wp", "activations", *keep))
-    return list(space.all_layouts())
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"parallel": {"dp": 2}},
-        {"parallel": {"dp": 2, "wp": 2}, "weights": {"use": "isp.communicator"}},
-        {"parallel": {"pp": 2}, "pipeline": {"use": "pp.zero_bubble_v"}},
-    ],
-    ids=["one stage", "sharded", "one of two stages"],
-)
-def test_formula_counts_tied_weight_once(texts: Path, layout: dict[str, Any]) -> None:
-    model = {"tie_embeddings": True, "vocab_size": 32768, "hidden": 32}
-    tables = small_plan(batch={"global_size": 8, "micro_size": 1}, **layout)
-    plan: Any = plan_from_dict(changed(tables, **{f"model__{name}": value for name, value in model.items()}), texts)
-    roofline = Roofline(plan, 2, machine_from_dict(small_machine()), list_choices(plan))
-    layouts = layouts_of(plan, "micro_size", "schedule", world=2)
-    reducers = {candidate.reducer.name for candidate in layouts if candidate.reducer}
-    assert reducers >= {"core.each", "dp.bucketed", "dp.sharded"} or layout.keys() > {"parallel"}
-    for candidate in layouts[:2]:
-        peak = max(rank_bytes(candidate.apply(plan, 2), rank, 2).peak for rank in range(plan.parallel.pp))
-        assert 0.6 * peak < roofline.estimate(candidate).num_bytes <= peak, candidate
-
-
-def test_formula_counts_offload_of_plan(texts: Path) -> None:
-    """A host optimizer needs fewer bytes of the device and more seconds. Memory that moves on a call changes nothing."""
-    host = {"to_host": 1e9, "to_device": 1e9, "memory_bandwidth": 1e10}
-    estimates = []
-    for offload in ([], [{"use": "memory.host_optimizer"}], [{"use": "memory.everything"}]):
-        plan: Any = plan_from_dict(small_plan(run__device="cuda", offload=offload), texts)
-        roofline = Roofline(plan, 1, machine_from_dict(small_machine(host=host)), list_choices(plan))
-        estimates.append(roofline.estimate(layouts_of(plan, world=1)[0]))
-    without, on_host, on_call = estimates
-    assert on_host.num_bytes < 0.8 * without.num_bytes
-    assert on_host.seconds > without.seconds
-    assert on_call == without
 
 
 def draw_plan_and_machine(seed: int) -> tuple[Any, Any]:

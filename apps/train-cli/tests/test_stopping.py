@@ -14,13 +14,13 @@ from textwrap import dedent
 import pytest
 
 from sley_testing.processes import assert_none_left, descendants
-from train_cli.stopping import STOP_MESSAGE, Stopping
+from train_cli.stopping import STOP_MESSAGE, SignalHandler
 
 HEADER = """
 import multiprocessing, os, signal, sys, time
 from train_cli import stopping
-from train_cli.stopping import Stopping
-stopping.CLEANUP_S = stopping.TERMINATED_S = 0.3
+from train_cli.stopping import SignalHandler
+stopping.CLEANUP_TIMEOUT_S = stopping.SIGTERM_TIMEOUT_S = 0.3
 lines = []
 stops = []
 def stop_run():
@@ -28,8 +28,8 @@ def stop_run():
 """
 
 WAITS = """
-with Stopping(lines.append) as stop:
-    stop.call_at_signal(stop_run)
+with SignalHandler(lines.append) as stop:
+    stop.call_on_signal(stop_run)
     print("ready")
     while not stops:
         time.sleep(0.01)
@@ -38,15 +38,15 @@ with Stopping(lines.append) as stop:
 """
 
 HANGS = """
-with Stopping(lines.append, report_stuck=lambda: print("late")) as stop:
-    stop.call_at_signal(stop_run)
+with SignalHandler(lines.append, report_stuck=lambda: print("late")) as stop:
+    stop.call_on_signal(stop_run)
     print("ready")
     time.sleep(3600)
 """
 
 WARNED = """
-with Stopping(lines.append, warnings=("SIGUSR1", "SIGXCPU")) as stop:
-    stop.call_at_signal(stop_run)
+with SignalHandler(lines.append, warnings=("SIGUSR1", "SIGXCPU")) as stop:
+    stop.call_on_signal(stop_run)
     print("ready")
     while not stops:
         time.sleep(0.01)
@@ -56,17 +56,17 @@ with Stopping(lines.append, warnings=("SIGUSR1", "SIGXCPU")) as stop:
 """
 
 WITHOUT_WORK = """
-with Stopping():
+with SignalHandler():
     try:
         print("ready")
         time.sleep(3600)
-    except (KeyboardInterrupt, stopping.Terminated) as error:
+    except (KeyboardInterrupt, stopping.TerminationInterrupt) as error:
         print(type(error).__name__)
 """
 
 RANK = """
-with Stopping() as stop:  # says nothing, as a rank, whose launcher does
-    stop.call_at_signal(stop_run)
+with SignalHandler() as stop:  # says nothing, as a rank, whose launcher does
+    stop.call_on_signal(stop_run)
     print("ready")
     time.sleep(0.5)
     print(len(stops))
@@ -74,16 +74,16 @@ with Stopping() as stop:  # says nothing, as a rank, whose launcher does
 """
 
 HURRIES = """
-stopping.SECOND_TERM_S, stopping.TOGETHER_S = 0.2, 0.05
-with Stopping(terminated_s=1.0) as stop:
-    stop.call_at_signal(stop_run)
-    stopping._kill_workers = lambda: print(time.monotonic() - stops[0] < 0.9)
+stopping.SECOND_SIGTERM_TIMEOUT_S, stopping.SAME_SIGNAL_S = 0.2, 0.05
+with SignalHandler(sigterm_timeout_s=1.0) as stop:
+    stop.call_on_signal(stop_run)
+    stopping._kill_children = lambda: print(time.monotonic() - stops[0] < 0.9)
     print("ready")
     time.sleep(3600)
 """
 
 FORKS = """
-with Stopping(lines.append, warnings=("SIGUSR1",)):
+with SignalHandler(lines.append, warnings=("SIGUSR1",)):
     worker = os.fork()
     if not worker:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -92,21 +92,21 @@ with Stopping(lines.append, warnings=("SIGUSR1",)):
 """
 
 TEARS_DOWN = """
-with Stopping() as stop:
+with SignalHandler() as stop:
     print("ready")
     stop.limit_cleanup(3)
     time.sleep(3600)
 """
 
 WORKER = """
-with Stopping() as stop:
+with SignalHandler() as stop:
     fork = multiprocessing.get_context("fork")
     is_at_work = fork.Event()
     def work():
         is_at_work.set()
         time.sleep(3600)
     worker = fork.Process(target=work, daemon=True)
-    stop.call_at_signal(stop_run)
+    stop.call_on_signal(stop_run)
     worker.start()
     is_at_work.wait()
     print(f"ready {worker.pid}")
@@ -166,7 +166,7 @@ def test_a_worker_ends_with_a_terminated_process() -> None:
 
 def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (SIGINT, SIGTERM)]
-    with Stopping() as stopping:
+    with SignalHandler() as stopping:
         assert signal.getsignal(SIGINT) != before[0]
         assert stopping.exit_code is None
     assert [signal.getsignal(number) for number in (SIGINT, SIGTERM)] == before
@@ -177,7 +177,7 @@ def test_other_threads_have_no_handlers() -> None:
     codes: list[object] = []
 
     def work() -> None:
-        with Stopping() as stopping:
+        with SignalHandler() as stopping:
             stopping.limit_cleanup(3)
             codes.append(stopping.exit_code)
 

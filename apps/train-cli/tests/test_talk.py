@@ -95,13 +95,13 @@ def test_chat_remembers_the_conversation_until_a_reset(
 ) -> None:
     _, export = runs["hf.decoder"]
     conversations = []
-    encode = chat_module._encode_recent
+    encode = chat_module._encode_messages
 
-    def record(generator: Any, messages: list[dict[str, str]], num_first: int) -> list[int]:
+    def record(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
         conversations.append([message["content"] for message in messages])
-        return encode(generator, messages, num_first)
+        return encode(generator, messages, num_system)
 
-    monkeypatch.setattr(chat_module, "_encode_recent", record)
+    monkeypatch.setattr(chat_module, "_encode_messages", record)
     monkeypatch.setattr("sys.stdin", io.StringIO("the sley\nhome\n\n/reset\nhome\n/quit\nwarp\n"))
     result = cli("chat", export, "--temperature", 0, "--tokens", 5)
     assert result.code == 0, result.err

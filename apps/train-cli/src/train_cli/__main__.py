@@ -10,8 +10,8 @@ if __name__ == "__main__":
     if stopping.has_launcher():
         from train_cli.rank import main as rank_main
 
-        stopping.exit_rank(rank_main(*sys.argv[1:]))
+        stopping.exit_process(rank_main(*sys.argv[1:]))
 
     from train_cli.main import main
 
-    stopping.exit_rank(main())
+    stopping.exit_process(main())

@@ -1,7 +1,6 @@
 """Describes the machine and software of a run: cores, versions, devices, environment variables.
 
-`start.json` in the run folder records them for the last start of rank 0, with the origin of each value of the plan. Each
-resume overwrites it.
+Each start of rank 0 writes this description and the origin of each value of the plan to `start.json` in the run folder.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from sley_core.plan.plan import iterate_values
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-START = "start.json"
+START_FILE = "start.json"
 
-_GROUPS = ("[sley.plugins]", "[sley.commands]")
-_VARIABLES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
-"""Prefixes of the environment variables to record; others are private."""
+_ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")
+_VARIABLE_PREFIXES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
+"""Prefixes of the environment variables to record. Others may contain secrets."""
 
 
 def num_cores() -> int:
@@ -51,7 +50,7 @@ def cgroup_cores(root: Path) -> float:
     limits = [math.inf]
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            with suppress(OSError, ValueError):  # no such file; or "max": no limit
+            with suppress(OSError, ValueError):  # there is no such file, or its limit is "max"
                 quota, period = map(float, (root / "sys/fs/cgroup" / group / "cpu.max").read_text("utf-8").split())
                 limits.append(quota / period)
     return min(limits)
@@ -60,7 +59,7 @@ def cgroup_cores(root: Path) -> float:
 def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
     """Returns the platform, Python, cores, versions of torch and Sley's packages, GPUs and environment variables, by name.
 
-    names_gpus: whether to list GPUs, which makes a CUDA context in this process.
+    names_gpus: whether to list GPUs, which creates a CUDA context in this process.
     """
     python = f"{platform.python_version()} ({sys.executable})"
     info: dict[str, Any] = {"platform": platform.platform(), "python": python, "cores": num_cores()}
@@ -75,7 +74,7 @@ def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
             info["nccl"] = ".".join(map(str, nccl))
             for number in range(torch.cuda.device_count()):
                 info[f"gpu {number}"] = torch.cuda.get_device_name(number)
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)}
     return {**info, **sley_versions(), **variables}
 
 
@@ -85,7 +84,7 @@ def sley_versions() -> dict[str, str]:
     for dist in distributions():
         name = dist.metadata["Name"] or ""
         text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
-        if name.startswith("sley-") or any(group in text for group in _GROUPS):
+        if name.startswith("sley-") or any(group in text for group in _ENTRY_POINT_GROUPS):
             versions.setdefault(name, dist.version)  # the first on sys.path is what an import finds
     return dict(sorted(versions.items()))
 
@@ -104,15 +103,15 @@ class StartRecord:
 
 
 def write_start_record(folder: Path, plan: Plan, *, names_gpus: bool) -> None:
-    """Writes `start.json` with the current time. plan: the resolved plan. names_gpus: as in `machine_info`."""
+    """Writes `start.json` into `folder`, with the current time. plan: the resolved plan. names_gpus: as in `machine_info`."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     origins = {format_path(path): plan.origin(path) for path, _ in iterate_values(plan.tables)}
-    write_json(folder / START, vars(StartRecord(time, origins, machine_info(names_gpus=names_gpus))))
+    write_json(folder / START_FILE, vars(StartRecord(time, origins, machine_info(names_gpus=names_gpus))))
 
 
 def read_start(folder: Path) -> StartRecord | None:
     """Returns the record of the last start; None if the folder has none. Raises OSError, and ValueError for invalid content."""
-    path = folder / START
+    path = folder / START_FILE
     if not path.exists():
         return None
     try:

@@ -6,7 +6,7 @@ first failure is shown. `find_cause` tries these candidates in turn:
     a rank died of a signal, exited without a report, or reported an error of its own                     the first of them
     a rank was aborted by C++: the cause, if only its connections failed elsewhere
     a rank raised KeyboardInterrupt without a signal to the job
-    a rank did not answer when it was asked to end, while other ranks waited for it
+    a rank did not end when it was asked to, while other ranks waited for it
     a wait for others failed                                                                               the first of them
 """
 
@@ -32,15 +32,15 @@ from pydantic import TypeAdapter
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_TERMINATED, Diagnostic, Place, SleyError, is_foreign
 from sley_core.files import write_atomically
-from train_cli.stopping import WARNINGS
+from train_cli.stopping import WARNING_SIGNALS
 
 _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
     | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing", "train_cli"}
 )
 _LIBRARIES = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
-_CALLERS = frozenset({"typer", "rich", "click", "__main__"})
-"""An error that arises in these, or in Python's own library, is reported at the caller."""
+_CALLING_MODULES = frozenset({"typer", "rich", "click", "__main__"})
+"""An error that arises in these, in Sley or in Python's own library is reported at the innermost frame of other code."""
 
 _DISK_HINTS = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -56,28 +56,29 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 class Fault:
     """The diagnostics of a failure and the exit code. Without diagnostics nothing is printed, as after Ctrl-C.
 
-    trace: the full traceback. unexpected: whether the traceback is printed without `--traceback`.
+    trace: the full traceback. is_unexpected: whether torchrun shows the traceback in place of the message.
     """
 
     diagnostics: tuple[Diagnostic, ...]
     exit_code: int
     trace: str = ""
-    unexpected: bool = False
+    is_unexpected: bool = False
 
     @classmethod
     def from_error(cls, error: Exception) -> Fault:
+        """Returns the fault of `error`: its own diagnostics if it is a SleyError, else one that explains it."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, SleyError):
             return cls(error.diagnostics, error.exit_code, trace)
-        return cls((_explain(error),), EXIT_RUN_FAILED, trace, unexpected=True)
+        return cls((_diagnose_error(error),), EXIT_RUN_FAILED, trace, is_unexpected=True)
 
     def with_label(self, label: str) -> Fault:
         """Returns the fault with `label` in front of each message."""
-        labelled = (replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in self.diagnostics)
-        return replace(self, diagnostics=tuple(labelled))
+        diagnostics = (replace(diagnostic, message=f"{label}: {diagnostic.message}") for diagnostic in self.diagnostics)
+        return replace(self, diagnostics=tuple(diagnostics))
 
 
-def _explain(error: Exception) -> Diagnostic:
+def _diagnose_error(error: Exception) -> Diagnostic:
     """Returns the diagnostic of an error that is not a SleyError: memory, disk, torch, user code, or a bug in Sley."""
     message = "".join(traceback.format_exception_only(error)).strip()
     # torch has an exception class for device memory, but only a message for host memory.
@@ -98,7 +99,7 @@ def _explain(error: Exception) -> Diagnostic:
     if place is not None:
         hint = "the error is in your code; use `--traceback` to see the calls"
         last = next(call for call in reversed(traceback.extract_tb(error.__traceback__)) if call.filename == place.file)
-        place = Place(place.file, place.line, (last.colno or 0) + 1, _length(last))
+        place = Place(place.file, place.line, (last.colno or 0) + 1, _marked_length(last))
         return Diagnostic("own-code", message, place=place, source_line=source, hint=hint)
     if is_foreign(error):
         hint = "the error is in code that the plan names; use `--traceback` to see the calls"
@@ -108,39 +109,42 @@ def _explain(error: Exception) -> Diagnostic:
     return Diagnostic("internal-error", message, hint=BUG_HINT)
 
 
-def _length(frame: traceback.FrameSummary) -> int:
+def _marked_length(frame: traceback.FrameSummary) -> int:
+    """Returns the number of characters of the frame's expression on its first line, at least 1."""
     if frame.colno is None or frame.end_colno is None or frame.end_lineno != frame.lineno:
         return 1
     return max(1, frame.end_colno - frame.colno)
 
 
 def _user_code_location(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin; None if there
-    is none. frames: the outermost first. lines: the line number of each frame.
+    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin, or None.
+
+    frames: the outermost first. lines: the line number of each frame.
     """
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_known = package in _SLEY_MODULES | _LIBRARIES | _CALLERS or package in sys.stdlib_module_names
+        is_known = package in _SLEY_MODULES | _LIBRARIES | _CALLING_MODULES or package in sys.stdlib_module_names
         file = frame.f_code.co_filename
         if not is_known and Path(file).is_file():
             return Place(file, line), linecache.getline(file, line).rstrip("\n") or None
     return None, None
 
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of a rank's error file, from torchrun or our launcher."""
 
-_KEY = "sley"
+_REPORT_KEY = "sley"
 
 _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "group-failed", "start-failed"})
 """The error codes that ranks report when a peer has ended."""
 
-_PEER_FAILURE_S = 10
-"""Seconds added to the time of such a report, for torchrun: it shows the rank that failed first, by whole seconds, and notices
-a death only after the dead rank's peers have reported.
+_PEER_FAILURE_DELAY_S = 10
+"""Seconds added to the time of such a report. torchrun shows the rank with the earliest report, in whole seconds, and notices a
+death only after the dead rank's peers have reported.
 """
 
-_BUSY, _WAITING = "rank-late", "rank-waiting"
+_BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
+"""The error codes of a rank that did not end when it was asked to: it was busy, or waited for other ranks."""
 
 
 def write_report(fault: Fault) -> None:
@@ -150,57 +154,53 @@ def write_report(fault: Fault) -> None:
     The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
     has the diagnostics, which our launcher prints once. The file is written completely or not at all.
     """
-    name = os.environ.get(ERROR_FILE)
+    name = os.environ.get(ERROR_FILE_VARIABLE)
     if not name or Path(name).exists():
         return
     time_s = time.time()
     message = "\n".join(str(diagnostic) for diagnostic in fault.diagnostics)
     # torchrun shows the call stack, and the message only if there is no call stack.
-    stack = fault.trace if fault.unexpected else message
-    timestamp = int(time_s) + (_PEER_FAILURE_S if _reports_peer_failure(fault) else 0)
+    stack = fault.trace if fault.is_unexpected else message
+    is_peer_failure = any(diagnostic.code in _PEER_FAILURE_CODES for diagnostic in fault.diagnostics)
+    timestamp = int(time_s) + (_PEER_FAILURE_DELAY_S if is_peer_failure else 0)
     content = {
         "message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(timestamp)}},
-        _KEY: {"fault": asdict(fault), "time": time_s},
+        _REPORT_KEY: {"fault": asdict(fault), "time": time_s},
     }
     with suppress(OSError):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(name), json.dumps(content))
 
 
-def write_late_report() -> Diagnostic:
-    """Writes and returns the report of a rank that was asked to end and cannot. It names the main thread's place."""
+def write_stuck_report() -> Diagnostic:
+    """Writes and returns the report of a rank that was asked to end and cannot. The report names the main thread's place."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     trace = "".join(traceback.format_stack(frame)) if frame else ""
     frames = [outer_frame for outer_frame, _ in traceback.walk_stack(frame)][::-1] if frame else []
     modules = [name for call in frames if (name := call.f_globals.get("__name__", "")).startswith("sley_core.")]
-    waits = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
+    is_waiting = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
     place, line = _user_code_location(frames, [call.f_lineno for call in frames])
     message = f"it was at {place.file}:{place.line}" if place else "it was busy"
-    diagnostic = Diagnostic(_WAITING if waits else _BUSY, message, place=place, source_line=line)
+    diagnostic = Diagnostic(_WAITING_CODE if is_waiting else _BUSY_CODE, message, place=place, source_line=line)
     write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))
     return diagnostic
 
 
-def _reports_peer_failure(fault: Fault) -> bool:
-    """Returns whether a rank's fault only reports that peers have ended."""
-    return any(diagnostic.code in _PEER_FAILURE_CODES for diagnostic in fault.diagnostics)
-
-
 def read_report(content: Mapping[str, Any]) -> tuple[Fault, float] | None:
-    """Returns the fault in the content of an error file, and its time in seconds since the epoch; None if Sley did not write
-    the file.
+    """Returns the fault in the content of an error file and its time in seconds since the epoch, or None if another program
+    wrote the file.
     """
-    report = content.get(_KEY)
+    report = content.get(_REPORT_KEY)
     if report is None:
         return None
     return TypeAdapter(Fault).validate_python(report["fault"]), report["time"]
 
 
-_SIGNAL_CODES = frozenset(
-    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+_SIGNAL_EXIT_CODES = frozenset(
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
 )
 
-_SLACK_S = 2.0
+_REPORT_LEAD_S = 2.0
 """Seconds by which the launcher notices a death later than peers may report its consequences."""
 
 _SIGNAL_HINTS: dict[int, str] = {
@@ -216,8 +216,10 @@ _SIGNAL_HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank that has failed. code: its exit code; negative for a signal. fault: None without a report. failed_at_s: the time
-    of its failure in seconds since the epoch, estimated if there is no report.
+    """A rank that has failed.
+
+    code: its exit code; negative for a signal. fault: None without a report. failed_at_s: the time of its failure in seconds
+    since the epoch, estimated if there is no report.
     """
 
     rank: int
@@ -231,54 +233,53 @@ class FailedRank:
         with suppress(OSError, ValueError):
             if report := read_report(json.loads(error_file.read_text("utf-8"))):
                 return cls(rank, code, *report)
-        return cls(rank, code, None, time.time() - _SLACK_S)
+        return cls(rank, code, None, time.time() - _REPORT_LEAD_S)
 
     def has_code(self, *codes: str) -> bool:
+        """Returns whether the first diagnostic of the rank's report has one of the error codes `codes`."""
         return self.fault is not None and self.fault.diagnostics[:1] != () and self.fault.diagnostics[0].code in codes
 
 
-def find_cause(ranks: Sequence[FailedRank], size: int, silent: Mapping[int, str] = MappingProxyType({})) -> Fault:
+def find_cause(ranks: Sequence[FailedRank], size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
     """Returns one fault for a run of `size` ranks from its failed `ranks`, of which there must be at least one.
 
-    silent: the last known state of ranks that had to be killed. Ranks that only obeyed a signal are not blamed; if all did,
-    the fault has no diagnostics and their exit code.
+    killed_states: the process state of each rank that had to be killed. Ranks that only obeyed a signal are not blamed; if all
+    ranks did, the fault has no diagnostics and their exit code.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     assert ranks, "no rank failed"
-    reported_late = [rank for rank in ranks if rank.has_code(_BUSY, _WAITING)]
-    active = [rank for rank in ranks if rank not in reported_late and (rank.fault or rank.rank not in silent)]
-    failed = [rank for rank in active if rank.fault or rank.code not in _SIGNAL_CODES]
-    waiting = [rank for rank in failed if rank.fault and _reports_peer_failure(rank.fault)]
-    causes = [rank for rank in failed if rank not in waiting and rank.code != -signal.SIGABRT]
-    aborted = [rank for rank in failed if not rank.fault and rank.code == -signal.SIGABRT]
-    if causes or aborted:
-        return _label_fault(min(causes or aborted, key=lambda rank: rank.failed_at_s), failed, size)
-    interrupted = [rank for rank in active if waiting and rank.code == EXIT_INTERRUPTED]
-    if interrupted:
-        message = f"only rank {interrupted[0].rank} of {size} was interrupted"
-        hint = "check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
-        return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
-    if waiting:
-        first = min(waiting, key=lambda rank: rank.failed_at_s)
-        busy = {rank.rank: rank.fault for rank in reported_late if rank.fault and not rank.has_code(_WAITING)}
-        unreported = {
-            rank: state for rank, state in silent.items() if rank not in {reported.rank for reported in reported_late}
-        }
-        return _hung_fault(unreported, busy, size, first) if busy or unreported else _label_fault(first, failed, size)
-    if silent:
-        return _hung_fault(silent, {}, size, None)
-    code = ranks[0].code
-    return Fault((), code if code > 0 else 128 - code)
+    stuck_ranks = [rank for rank in ranks if rank.has_code(_BUSY_CODE, _WAITING_CODE)]
+    active_ranks = [rank for rank in ranks if rank not in stuck_ranks and (rank.fault or rank.rank not in killed_states)]
+    failed_ranks = [rank for rank in active_ranks if rank.fault or rank.code not in _SIGNAL_EXIT_CODES]
+    waiting_ranks = [rank for rank in failed_ranks if rank.has_code(*_PEER_FAILURE_CODES)]
+    causes = [rank for rank in failed_ranks if rank not in waiting_ranks and rank.code != -signal.SIGABRT]
+    aborted_ranks = [rank for rank in failed_ranks if not rank.fault and rank.code == -signal.SIGABRT]
+    if causes or aborted_ranks:
+        first = min(causes or aborted_ranks, key=lambda rank: rank.failed_at_s)
+        return _describe_failed_rank(first, failed_ranks, size)
+    if not waiting_ranks:
+        code = ranks[0].code
+        return _describe_hung_ranks(killed_states, {}, size) if killed_states else Fault((), code if code > 0 else 128 - code)
+    for rank in active_ranks:
+        if rank.code == EXIT_INTERRUPTED:
+            message = f"only rank {rank.rank} of {size} was interrupted"
+            hint = "check whether it received SIGINT, or whether its code raised KeyboardInterrupt"
+            return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
+    first = min(waiting_ranks, key=lambda rank: rank.failed_at_s)
+    busy = {rank.rank: rank.fault for rank in stuck_ranks if rank.fault and rank.has_code(_BUSY_CODE)}
+    stuck_numbers = {rank.rank for rank in stuck_ranks}
+    unreported = {rank: state for rank, state in killed_states.items() if rank not in stuck_numbers}
+    if busy or unreported:
+        return _describe_hung_ranks(unreported, busy, size, first)
+    return _describe_failed_rank(first, failed_ranks, size)
 
 
-def _label_fault(first: FailedRank, failed: Sequence[FailedRank], size: int) -> Fault:
+def _describe_failed_rank(first: FailedRank, failed: Sequence[FailedRank], size: int) -> Fault:
     """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same."""
     label = f"rank {first.rank} of {size}"
     if first.fault is not None:
-        equal = [rank for rank in failed if rank.fault and rank.fault.diagnostics == first.fault.diagnostics]
-        if len(equal) == size:
-            return first.fault
-        return first.fault.with_label(label)
+        num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed)
+        return first.fault if num_equal == size else first.fault.with_label(label)
     if first.code > 0:
         message, hint = f"{label} exited with code {first.code} and left no report", "see its output above"
         return Fault((Diagnostic("rank-died", message, hint=hint),), EXIT_RUN_FAILED)
@@ -287,12 +288,14 @@ def _label_fault(first: FailedRank, failed: Sequence[FailedRank], size: int) -> 
     return Fault((Diagnostic("rank-died", f"{label} was killed by {name}", hint=_SIGNAL_HINTS.get(number)),), EXIT_RUN_FAILED)
 
 
-def _hung_fault(silent: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: FailedRank | None) -> Fault:
-    """Returns the fault of ranks that did not answer.
+def _describe_hung_ranks(
+    killed_states: Mapping[int, str], busy: Mapping[int, Fault], size: int, waiting: FailedRank | None = None
+) -> Fault:
+    """Returns the fault of ranks that did not end when they were asked to.
 
-    silent: the states of ranks without a report. busy: reports of where ranks were busy. waiting: a rank that waited for them.
+    killed_states: the states of ranks without a report. busy: the reports of busy ranks. waiting: a rank that waited for them.
     """
-    states = [*silent.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy.items())]
+    states = [*killed_states.items(), *((rank, fault.diagnostics[0].message) for rank, fault in busy.items())]
     message = "; ".join(f"rank {rank} of {size} did not respond{f': {state}' if state else ''}" for rank, state in states)
     hint = None
     if waiting is not None and waiting.fault is not None:

@@ -6,7 +6,7 @@
 Ranks meet in a file, so nothing listens beyond loopback. They die with their launcher, and Ctrl-C lets them finish their step.
 
     a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> the first failure is returned
-                                                └── 10 s ──> the remaining ranks are recorded in `silent` and killed
+                                                └── 10 s ──> the remaining ranks are killed; their states are reported
 
 A rank ends after SIGTERM unless it cannot run at all. If the user has asked the run to stop, ranks may save a checkpoint, so
 there is no second SIGTERM, which would make them hurry.
@@ -30,9 +30,9 @@ from sley_core.comm.world import STORE
 from sley_core.errors import EXIT_OK, EXIT_PLAN_INVALID, EXIT_PLUGIN, EXIT_TERMINATED, EXIT_USAGE
 from train_cli import environment
 from train_cli.console import print_line
-from train_cli.faults import ERROR_FILE, FailedRank, Fault, find_cause
-from train_cli.run_folder import recorder
-from train_cli.stopping import LAUNCHER, SECOND_TERM_S, Stopping
+from train_cli.faults import ERROR_FILE_VARIABLE, FailedRank, Fault, find_cause
+from train_cli.run_folder import load_recorder
+from train_cli.stopping import LAUNCHER_VARIABLE, SECOND_SIGTERM_TIMEOUT_S, SignalHandler
 
 KILL_DELAY_S = 2
 """Seconds between a rank's own time limit after SIGTERM and SIGKILL."""
@@ -41,16 +41,15 @@ REPEAT_S = 1.5
 """Seconds between two SIGTERMs, so that a rank does not take them for one."""
 
 _POLL_S = 0.05
-_REFUSED_CODES = (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN)
-"""The exit codes of a run that is refused."""
 
-_STATES = {
+_PROCESS_STATES = {
     "T": "it is stopped, for example by SIGSTOP",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, for a disk or a device",
     "R": "it is running and handles no signal",
     "S": "it sleeps and handles no signal",
 }
+"""Descriptions of a process that did not end, by the letter of its state in /proc."""
 
 
 def launch(
@@ -59,126 +58,127 @@ def launch(
     num_ranks: int,
     run_folder: Path,
     *,
-    terminated_s: float,
+    sigterm_timeout_s: float,
     stop_signals: Sequence[str] = (),
 ) -> Fault:
     """Calls the function `target` ("module:function") with `arguments` (JSON) on `num_ranks` ranks of this machine, and waits
     until all have ended. The function returns the rank's exit code.
 
     Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
-    failed. terminated_s: a rank's own time limit after SIGTERM. stop_signals: the stop signals of the plan.
+    failed. sigterm_timeout_s: a rank's own time limit after SIGTERM. stop_signals: the stop signals of the plan.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
-        grace_s = terminated_s + KILL_DELAY_S
-        ranks = LocalRanks(Path(folder), grace_s)
+        kill_timeout_s = sigterm_timeout_s + KILL_DELAY_S
+        ranks = _LocalRanks(Path(folder), kill_timeout_s)
         stack.callback(ranks.kill_sessions)
-        stopping = stack.enter_context(
-            Stopping(print_line, None, grace_s, stop_signals, exit_process=lambda _: ranks.kill_sessions())
+        signal_handler = stack.enter_context(
+            SignalHandler(print_line, None, kill_timeout_s, stop_signals, exit_process=lambda _: ranks.kill_sessions())
         )
         # -P: a file in the current folder must not replace a module of the same name.
         ranks.start([sys.executable, "-P", "-m", "train_cli", target, json.dumps(arguments)], num_ranks)
-        stopping.call_at_signal(lambda: ranks.ask_to_stop(signal.Signals((stopping.exit_code or EXIT_TERMINATED) - 128)))
-        failed = ranks.wait()
-    if stopping.exit_code is not None:
-        return Fault((), stopping.exit_code)
-    if not failed:
-        return Fault((), EXIT_OK)
-    fault = find_cause(failed, num_ranks, ranks.silent)
-    if fault.exit_code not in _REFUSED_CODES:  # a refused run has not failed
+        signal_handler.call_on_signal(
+            lambda: ranks.forward_signal(signal.Signals((signal_handler.exit_code or EXIT_TERMINATED) - 128))
+        )
+        failed_ranks = ranks.wait()
+    if signal_handler.exit_code is not None or not failed_ranks:
+        return Fault((), signal_handler.exit_code or EXIT_OK)
+    fault = find_cause(failed_ranks, num_ranks, ranks.killed_states)
+    if fault.exit_code not in (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN):  # a refused run has not failed
         with suppress(OSError):  # the fault matters more than its report
-            ends = {rank.rank: rank.code for rank in failed}
-            first = min(failed, key=lambda rank: rank.failed_at_s).rank
-            recorder().report_launch(run_folder, num_ranks, ends, ranks.silent, first)
+            codes = {rank.rank: rank.code for rank in failed_ranks}
+            first = min(failed_ranks, key=lambda rank: rank.failed_at_s).rank
+            load_recorder().report_launch(run_folder, num_ranks, codes, ranks.killed_states, first)
     return fault
 
 
-class LocalRanks:
-    """The processes of the ranks. folder: for their store and error files. grace_s: seconds until SIGKILL if ranks may save.
+class _LocalRanks:
+    """The processes of the ranks.
 
-    silent: the process state of each rank that SIGTERM did not end.
+    folder: for their store and error files. kill_timeout_s: seconds until SIGKILL if ranks may save. killed_states: the process
+    state, by rank, of each process that SIGTERM did not end.
     """
 
-    def __init__(self, folder: Path, grace_s: float) -> None:
-        self.silent: dict[int, str] = {}
-        self._is_asked_to_stop = False
+    def __init__(self, folder: Path, kill_timeout_s: float) -> None:
+        self.killed_states: dict[int, str] = {}
+        self._has_forwarded_signal = False
         self._folder = folder
-        self._grace_s = grace_s
+        self._kill_timeout_s = kill_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
         variables = {**os.environ, **rank_variables(num_ranks, os.environ), STORE: (self._folder / "store").as_uri()}
         for rank in range(num_ranks):
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(self._error_file(rank))}
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
             self._processes.append(subprocess.Popen(command, env=dict(variables), start_new_session=True))
 
-    def ask_to_stop(self, number: signal.Signals) -> None:
-        """Passes a signal of the user on, so that each rank finishes its step or ends within its time limit."""
-        self._is_asked_to_stop = True
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Sends a signal of the user to all ranks, so that each finishes its step or ends within its time limit."""
+        self._has_forwarded_signal = True
         pids = [process.pid for process in self._processes]
         # Ranks have no terminal that could hang up.
-        send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else number)
+        _send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def wait(self) -> list[FailedRank]:
         """Waits for all ranks, and ends them if one fails. Returns the failed ranks."""
-        failed: dict[int, FailedRank] = {}
-        while self._alive() and not failed:
+        failed_ranks: dict[int, FailedRank] = {}
+        while self._running_pids() and not failed_ranks:
             time.sleep(_POLL_S)
-            self._collect(failed)
-        self._end()
-        self._collect(failed)
-        return list(failed.values())
+            self._add_failed_ranks(failed_ranks)
+        self._terminate()
+        self._add_failed_ranks(failed_ranks)
+        return list(failed_ranks.values())
 
     def kill_sessions(self) -> None:
         """Kills the remaining processes in the sessions of ranks."""
-        send_signal([process.pid for process in self._processes], signal.SIGKILL)
+        _send_signal([process.pid for process in self._processes], signal.SIGKILL)
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
 
-    def _collect(self, failed: dict[int, FailedRank]) -> None:
+    def _add_failed_ranks(self, failed_ranks: dict[int, FailedRank]) -> None:
         """Adds the ranks that have failed since the last call."""
         for rank, process in enumerate(self._processes):
-            if process.poll() and rank not in failed:
-                failed[rank] = FailedRank.read(rank, process.returncode, self._error_file(rank))
+            if process.poll() and rank not in failed_ranks:
+                failed_ranks[rank] = FailedRank.read(rank, process.returncode, self._error_file(rank))
 
-    def _alive(self) -> dict[int, int]:
+    def _running_pids(self) -> dict[int, int]:
         """Returns the process ids, by rank, of the ranks that have not ended."""
         return {rank: process.pid for rank, process in enumerate(self._processes) if process.poll() is None}
 
-    def _end(self) -> None:
-        """Ends the remaining ranks by SIGTERM, and kills those that are still alive later; records their states in `silent`."""
-        send_signal(self._alive().values(), signal.SIGTERM)
-        if self._is_asked_to_stop:
-            alive = self._wait(self._grace_s)
-        elif alive := self._wait(REPEAT_S):
-            send_signal(alive.values(), signal.SIGTERM)
-            alive = self._wait(SECOND_TERM_S + KILL_DELAY_S)
-        self.silent.update({rank: process_state(pid) for rank, pid in alive.items()})
-        send_signal(alive.values(), signal.SIGKILL)
-        self._wait(self._grace_s)
+    def _terminate(self) -> None:
+        """Ends the remaining ranks by SIGTERM; kills those that do not end, and records their states in `killed_states`."""
+        _send_signal(self._running_pids().values(), signal.SIGTERM)
+        if self._has_forwarded_signal:
+            pids = self._wait_for_end(self._kill_timeout_s)
+        elif pids := self._wait_for_end(REPEAT_S):
+            _send_signal(pids.values(), signal.SIGTERM)
+            pids = self._wait_for_end(SECOND_SIGTERM_TIMEOUT_S + KILL_DELAY_S)
+        self.killed_states.update({rank: _describe_process_state(pid) for rank, pid in pids.items()})
+        _send_signal(pids.values(), signal.SIGKILL)
+        self._wait_for_end(self._kill_timeout_s)
 
-    def _wait(self, seconds: float) -> dict[int, int]:
-        """Waits for the ranks to end. Returns the process ids, by rank, of those that have not."""
-        deadline = time.monotonic() + seconds
-        while (alive := self._alive()) and time.monotonic() < deadline:
+    def _wait_for_end(self, timeout_s: float) -> dict[int, int]:
+        """Waits for the ranks to end. Returns the process ids, by rank, of those that have not ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while (pids := self._running_pids()) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-        return alive
+        return pids
 
 
-def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
     """Sends a signal to processes that may have ended; SIGKILL goes to the whole session of each."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
 
-def process_state(pid: int) -> str:
+def _describe_process_state(pid: int) -> str:
     """Returns a description of the process's state, or "" if it is not known."""
     with suppress(OSError, IndexError):
         # The program name, in parentheses, may contain any character.
         letter = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
-        return _STATES.get(letter, "")
+        return _PROCESS_STATES.get(letter, "")
     return ""
 
 
@@ -188,4 +188,4 @@ def rank_variables(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]
     """
     threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, environment.num_cores() // num_ranks))}
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    return {LAUNCHER: str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **sizes, **threads}
+    return {LAUNCHER_VARIABLE: str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **sizes, **threads}

@@ -1,4 +1,4 @@
-"""The command line of `train-cli`. Commands are imported when they are called; errors become diagnostics and exit codes.
+"""The command line of `train-cli`. CommandGroup are imported when they are called; errors become diagnostics and exit codes.
 
 Other packages add commands by entry points of the group `sley.commands`:
 
@@ -14,7 +14,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -25,11 +25,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, PluginError, install_hint
 from train_cli.console import Settings, print_fault
-from train_cli.stopping import Terminated
+from train_cli.stopping import TerminationInterrupt
 
-GROUP = "sley.commands"
+ENTRY_POINT_GROUP = "sley.commands"
 
-SECTIONS = {
+HELP_SECTIONS = {
     "Prepare": {
         "new": "Write a plugin package to start from.",
         "plugins": "List installed plugins, records and their options.",
@@ -55,13 +55,19 @@ SECTIONS = {
 }
 """Sley's commands in the order of `--help`."""
 
-PACKAGES = {"estimate": "estimate", "search": "estimate", "calibrate": "estimate", "doctor": "doctor", "report": "doctor"}
+COMMAND_PACKAGES = {
+    "estimate": "estimate",
+    "search": "estimate",
+    "calibrate": "estimate",
+    "doctor": "doctor",
+    "report": "doctor",
+}
 """The commands that need another package, by the name of the package without `sley-`."""
 
-MODULES = {"new": "plugins", "env": "check", "eval": "sample"}
+COMMAND_MODULES = {"new": "plugins", "env": "check", "eval": "sample"}
 """The module of `train_cli.commands` that defines a command, if its name differs from the command's."""
 
-COMMANDS = {name: summary for section in SECTIONS.values() for name, summary in section.items()}
+COMMANDS = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
 
 # \b keeps the lines of a paragraph as they are.
 HELP = """
@@ -93,24 +99,24 @@ Exit codes:
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Turns the garbage collector off within the block."""
-    was_on = gc.isenabled()
+    """Disables the garbage collector within the block."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
-def call(function: Callable[[], int | None]) -> int:
-    """Calls `function` and returns the exit code: its result, or that of the interrupt, signal or SystemExit that ended it."""
+def run_to_exit_code(function: Callable[[], int | None]) -> int:
+    """Calls `function` and returns its exit code, or that of a KeyboardInterrupt, TerminationInterrupt or SystemExit."""
     try:
         with disable_gc():  # imports allocate much and free nothing; training turns the collector on
             return function() or EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Terminated as stop:
+    except TerminationInterrupt as stop:
         return stop.code
     except SystemExit as stop:
         if stop.code is None:
@@ -128,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != "--traceback"]  # may follow any command
     try:
         # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
-        return call(lambda: command().main(arguments, prog_name="train-cli", obj=settings))
+        return run_to_exit_code(lambda: build_command().main(arguments, prog_name="train-cli", obj=settings))
     except Exception as error:
         from train_cli.faults import Fault
 
@@ -140,66 +146,68 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.freeze()  # else Python would search all modules for garbage at exit, for most of a second
 
 
-class Commands(TyperGroup):
-    """Lists Sley's commands, then those of other packages, without importing any of them."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *(name for name in foreign_commands() if name not in self.commands)]
+class CommandGroup(TyperGroup):
+    """Sley's commands, then those of other packages. `--help` imports none of them."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the commands for `--help`, section by section."""
-        names = self.list_commands(ctx)
-        width = max(map(len, names))
-        summaries = {name: foreign_summary(name) for name in names if name not in self.commands}
-        missing = {name: f" (needs sley-{package})" for name, package in PACKAGES.items() if name not in foreign_commands()}
-        for title, section in {**SECTIONS, "Of other packages": summaries}.items():
+        width = max(map(len, self.commands))
+        missing = {
+            name: f" (needs sley-{package})"
+            for name, package in COMMAND_PACKAGES.items()
+            if name not in find_foreign_commands()
+        }
+        foreign = {name: str(command.help) for name, command in self.commands.items() if name not in COMMANDS}
+        for title, section in {**HELP_SECTIONS, "Of other packages": foreign}.items():
             if section:
                 with formatter.section(title):
                     formatter.write_dl([(name.ljust(width), text + missing.get(name, "")) for name, text in section.items()])
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in self.commands or cmd_name not in foreign_commands():
-            return super().get_command(ctx, cmd_name)
-        return LazyCommand(cmd_name, foreign_summary(cmd_name), partial(load_foreign, cmd_name))
-
 
 class LazyCommand(TyperCommand):
-    """A command that is imported only when it is called or its help is printed.
+    """The command `name`, which is imported only when it is called or its help is printed."""
 
-    load: imports the command and returns its function or Typer app.
-    """
-
-    def __init__(self, name: str, summary: str, load: Callable[[], Any]) -> None:
+    def __init__(self, name: str) -> None:
+        summary = COMMANDS.get(name) or f"A command of {_format_distributions(find_foreign_commands()[name])}."
         super().__init__(name, help=summary, short_help=summary, rich_markup_mode=None)
-        self._load = load
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        loaded = self._load()
-        if not isinstance(loaded, typer.Typer):
+        function = _load_command(str(self.name))
+        app = function
+        if not isinstance(function, typer.Typer):
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            app.command(self.name)(loaded)
-            loaded = app
-        command = typer.main.get_command(loaded)
-        return command.make_context(info_name, args, parent, **extra)
+            app.command(self.name)(function)
+        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
 
 
-def command() -> Any:
+def build_command() -> Any:
     """Returns the click command of the whole program; call it with arguments and `obj=Settings()`."""
     group = typer.main.get_command(_app)
-    assert isinstance(group, Commands), group
-    for name, summary in COMMANDS.items():
-        group.add_command(LazyCommand(name, summary, partial(_load_command, name)))
+    assert isinstance(group, CommandGroup), group
+    for name in dict.fromkeys((*COMMANDS, *find_foreign_commands())):
+        group.add_command(LazyCommand(name))
     return group
 
 
 def _load_command(name: str) -> Any:
-    """Imports one of Sley's commands and returns its function. Raises PluginError "command-missing" if the package that
-    provides it is not installed.
+    """Imports the command `name` and returns its function or Typer app.
+
+    Raises PluginError "command-missing" if the package of one of Sley's commands is not installed, "command-ambiguous" or
+    "command-import".
     """
-    if name not in PACKAGES:
-        return getattr(import_module(f"train_cli.commands.{MODULES.get(name, name)}"), name)
-    import_optional(PACKAGES[name], f"sley_{PACKAGES[name]}", f"`train-cli {name}`")
-    return load_foreign(name)
+    if name in COMMAND_PACKAGES:
+        import_optional(COMMAND_PACKAGES[name], f"sley_{COMMAND_PACKAGES[name]}", f"`train-cli {name}`")
+    elif name in COMMANDS:
+        return getattr(import_module(f"train_cli.commands.{COMMAND_MODULES.get(name, name)}"), name)
+    points = find_foreign_commands()[name]
+    if len(points) > 1:
+        message = f"several packages have a command `{name}`: {_format_distributions(points)}"
+        raise PluginError("command-ambiguous", message, hint="uninstall one of them")
+    try:
+        return points[0].load()
+    except Exception as error:
+        message = f"the command `{name}` of {_format_distributions(points)} cannot be imported: {type(error).__name__}: {error}"
+        raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
@@ -211,33 +219,15 @@ def import_optional(package: str, module: str, feature: str) -> Any:
 
 
 @cache
-def foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
+def find_foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
     """Returns the entry points of other packages' commands by name; several if packages use the same name."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)
     return commands
 
 
-def foreign_summary(name: str) -> str:
-    """Returns the `--help` summary of another package's command `name`, without importing it."""
-    return f"A command of {_labels(foreign_commands()[name])}."
-
-
-def load_foreign(name: str) -> Any:
-    """Imports another package's command `name`. Raises PluginError "command-ambiguous" or "command-import"."""
-    points = foreign_commands()[name]
-    if len(points) > 1:
-        message = f"several packages have a command `{name}`: {_labels(points)}"
-        raise PluginError("command-ambiguous", message, hint="uninstall one of them")
-    try:
-        return points[0].load()
-    except Exception as error:
-        message = f"the command `{name}` of {_labels(points)} cannot be imported: {type(error).__name__}: {error}"
-        raise PluginError("command-import", message, hint="reinstall it, or report this to its authors") from error
-
-
-def _labels(points: Sequence[EntryPoint]) -> str:
+def _format_distributions(points: Sequence[EntryPoint]) -> str:
     return " and ".join(f"{point.dist.name} {point.dist.version}" if point.dist else point.value for point in points)
 
 
@@ -250,7 +240,7 @@ def _print_versions(is_requested: bool) -> None:
         raise typer.Exit
 
 
-def _root(
+def _define_root_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions of Sley's packages.")
     ] = False,
@@ -262,7 +252,7 @@ def _root(
 
 _app = typer.Typer(
     name="train-cli",
-    cls=Commands,
+    cls=CommandGroup,
     help=HELP,
     epilog=EPILOG,
     no_args_is_help=True,
@@ -270,4 +260,4 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_app.callback()(_root)
+_app.callback()(_define_root_options)

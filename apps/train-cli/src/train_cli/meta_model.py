@@ -1,7 +1,7 @@
-"""Builds the model and calls its layers on meta before any process starts, which finds wrong shapes and dtypes.
+"""Builds the model and calls its layers on meta before any process starts, to find wrong shapes and dtypes.
 
-A run would find the same mistakes in its first step. Layers that cannot run on meta (a forward that reads values, a kernel of
-one device) are reported as not checked.
+A run would find the same mistakes in its first step. Notes list the layers that cannot run on meta, for example because their
+forward reads values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +20,17 @@ from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
 from sley_core.engine.stage import build_stage, count_layer_parameters
-from sley_core.errors import PlanError, RunError, SleyError
+from sley_core.errors import PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
-from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import ModelRecord
 from train_cli.progress import format_bytes, format_parameters
 
 if TYPE_CHECKING:
-    from sley_core.data.dataset import AnyDataset, DataInfo
+    from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
     from sley_core.topology import Topology
 
 
@@ -53,11 +50,11 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         try:
             with assemble(plan, fake) as run:
                 dataset = run.dataset
-                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *_shard_notes(plan, run)]
+                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes]
             if calls_layers:
                 model = build_meta_model(plan, dataset.info)
                 on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
-                notes += host_notes(model, min(world, torch.cuda.device_count()) if on_gpus else world)
+                notes += _describe_host_memory(model, min(world, torch.cuda.device_count()) if on_gpus else world)
                 record = plan.model.record
                 if isinstance(record, ModelRecord) and record.compare is not None:
                     notes.append(record.load(record.compare)(plan.model.config))
@@ -71,8 +68,8 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
     return notes
 
 
-def host_notes(model: Model, ranks_per_host: int) -> list[str]:
-    """Returns notes on the host memory of the first values of `model`, and on a factory that does not run on meta.
+def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
+    """Returns notes on the host memory of the initial values of `model`, and on a factory that does not run on meta.
 
     ranks_per_host: the number of ranks on a host. A rank creates all layers without a builder at the same time.
     """
@@ -93,19 +90,6 @@ def host_notes(model: Model, ranks_per_host: int) -> list[str]:
     if model.recipe is not None and model.recipe.needs_host:
         notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")
     return notes
-
-
-def _shard_notes(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest that it does not."""
-    if plan.parallel.wp == 1 or plan.weights is None:
-        return []
-    numels = {param.name: prod(param.shape) for param in run.registry}
-    unsharded = {param.name: numels[param.name] for param in run.registry if param.shard is None}
-    note = f"`{plan.weights.name}` shards {1 - sum(unsharded.values()) / sum(numels.values()):.2%} of the parameters"
-    if unsharded:
-        name = max(unsharded, key=lambda name: unsharded[name])
-        note += f"; the largest unsharded one is `{name}` with {unsharded[name]:,} elements"
-    return [note]
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
@@ -169,11 +153,11 @@ _DEVICE_ERROR = re.compile(
 )
 """Matches errors that the same call with real tensors might not raise."""
 
-_CERTAIN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+_LAYER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """The exceptions that wrong shapes, types and arguments raise. An AssertionError may come from reading a value."""
 
-_CERTAIN_IN_LOSS = (RuntimeError, ValueError, IndexError)
-"""Like `_CERTAIN`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
+_LOSS_ERRORS = (RuntimeError, ValueError, IndexError)
+"""Like `_LAYER_ERRORS`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
 
 
 def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDataset) -> str | None:
@@ -181,7 +165,7 @@ def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDatas
 
     model: a model on meta, which must not be used again. Raises PlanError "boundary-type" if an output cannot be sent to the
     next stage, "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics,
-    "model-vocabulary" if the last layer has fewer classes than the data has labels, "loss-fails", and the loss's own errors.
+    "loss-fails", and the loss's own errors.
     """
     stages = (
         [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).layers_by_position]
@@ -192,7 +176,7 @@ def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDatas
     try:
         fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # the user's data may not be on this machine
-        return f"no layer was called, because no sample could be read: {_first_line(error)}"
+        return f"no layer was called, because no sample could be read: {format_cause(error)}"
     args: tuple[Any, ...] = ()
     written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
@@ -205,7 +189,7 @@ def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDatas
                 args = (unflatten(*flatten(args[0], layer.name)),)
             written += [
                 (name, module)
-                for name, module in _normalisers_written(layer, state)
+                for name, module in _find_written_statistics(layer, state)
                 if not is_per_rank(name, model.per_rank_buffers)
             ]
         except SleyError as error:
@@ -214,36 +198,21 @@ def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDatas
                 raise PlanError(diagnostic.code, diagnostic.message, path=MODEL, hint=diagnostic.hint) from None
             raise
         except Exception as error:
-            if not _is_certain(error, _CERTAIN):
+            if not _is_certain(error, _LAYER_ERRORS):
                 check_written_buffers(written)
-                return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {_first_line(error)}"
-            inputs = ", ".join([*map(_shape, args), *(f"{name} {_shape(fields[name])}" for name in layer.fields)])
-            message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {_first_line(error)}"
+                return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {format_cause(error)}"
+            inputs = ", ".join(
+                [*map(_describe_value, args), *(f"{name} {_describe_value(fields[name])}" for name in layer.fields)]
+            )
+            message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {format_cause(error)}"
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     check_written_buffers(written)
-    _check_classes(plan, dataset.info, model.layers[-1], args[0])
     return _check_loss(plan, args[0], fields)
 
 
-def _check_classes(plan: Plan, info: DataInfo, last: Layer, output: Any) -> None:
-    """Raises PlanError "model-vocabulary" if the last layer has fewer classes than the data has labels."""
-    config = plan.loss.config
-    if not isinstance(config, CrossEntropyConfig) or not isinstance(output, Tensor) or not output.ndim:
-        return
-    field, count = info.fields.get(config.labels), info.vocab_size
-    if field is None or field.ids != "label" or count is None or output.shape[-1] >= count:
-        return
-    raise PlanError(
-        "model-vocabulary",
-        f"the last layer, {_layer_label(last)}, has {output.shape[-1]} classes, but the data has {count} labels",
-        path=MODEL,
-        hint="use `data.vocab_size` in the factory: `def layers(data)`",
-    )
-
-
 def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
-    """Calls the loss on meta. Returns a note if that is not possible. Raises PlanError "loss-fails"."""
+    """Calls the loss on meta. Returns a note if the loss cannot run on meta. Raises PlanError "loss-fails"."""
     loss = plan.loss.build()
     try:
         with torch.device("meta"):
@@ -252,14 +221,15 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
         diagnostic = error.diagnostics[0]
         raise PlanError(diagnostic.code, diagnostic.message, path=diagnostic.path or ("loss",), hint=diagnostic.hint) from None
     except Exception as error:
-        if hasattr(loss, "attach") or not _is_certain(error, _CERTAIN_IN_LOSS):
-            return f"the loss was not checked: {_first_line(error)}"
-        message = f"the loss fails with output {_shape(output)}: {_first_line(error)}"
+        if hasattr(loss, "attach") or not _is_certain(error, _LOSS_ERRORS):
+            return f"the loss was not checked: {format_cause(error)}"
+        message = f"the loss fails with output {_describe_value(output)}: {format_cause(error)}"
         raise PlanError("loss-fails", message, path=("loss",), hint="its first argument is the last layer's output") from error
     return None
 
 
 def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> bool:
+    """Returns whether a call with real tensors raises the same error."""
     is_expected = isinstance(error, error_types) and not isinstance(error, NotImplementedError)
     return is_expected and not _DEVICE_ERROR.search(str(error))
 
@@ -268,18 +238,14 @@ def _layer_label(layer: Layer) -> str:
     return f"layer `{layer.name}` ({type(layer.module).__name__})"
 
 
-def _shape(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(".: ")
-
-
-def _normalisers_written(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
-    """Returns the names of running statistics that a call of `layer` wrote, with their modules.
+def _find_written_statistics(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
+    """Returns the name and module of each running statistic that a call of `layer` has written.
 
     state: the buffers of the call, which were new. torch increments only the version of the batch counter.
     """

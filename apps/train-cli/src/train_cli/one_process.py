@@ -1,4 +1,4 @@
-"""Derives plans from a plan: without output files, for one process, and of a trained run with its weights."""
+"""Derives plans from a plan, without output files or for one process, and opens trained runs with their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sley_core.data.dataset import DataContext, Sample
 from sley_core.plan.load import resolve_plan
 from sley_core.plan.loader import Loader
 from sley_core.records import GradientHandlerRecord
-from train_cli.saved import load_run_document, open_weights
+from train_cli.saved import open_weights, read_run_document
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -23,16 +23,16 @@ _OUTPUT_TABLES = ("checkpoint", "profile")
 """The tables that only write files."""
 
 _CHECKPOINT_KEYS = ("keep_best", "patience")
-"""Keys of `[evaluation]` that need checkpoints."""
+"""The keys of `[evaluation]` that need checkpoints."""
 
 _LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
-"""The tables that change where and when values are computed, but no value."""
+"""The tables that change the place and time of computations, but no result."""
 
 _LAYOUT_ROLES = ("reducer", "tie")
-"""Roles of handlers that a layout needs. A transform changes the result and is kept."""
+"""The roles of the gradient handlers that belong to a layout. A transform changes the result and is kept."""
 
 _EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
-"""Keys of `[data]` that exclude each other: setting one removes the other."""
+"""Pairs of keys of `[data]` that exclude each other. A change of one key removes the other."""
 
 
 def read_only_plan(plan: Plan) -> Plan:
@@ -43,7 +43,7 @@ def read_only_plan(plan: Plan) -> Plan:
 def one_process_plan(plan: Plan) -> Plan:
     """Returns a plan that computes the same values in one process, without parallel axes, reducers and offload.
 
-    It keeps all that determines the values: batches, microbatches, seed, precision, `reduction` and transforms.
+    The plan keeps its batches, microbatches, seed, precision, `reduction` and transforms.
     """
     tables = _remove_tables(plan, (*_OUTPUT_TABLES, *_LAYOUT_TABLES))
     tables["parallel"] = {**tables.get("parallel", {}), "dp": 1, "pp": 1, "sp": 1, "wp": 1}
@@ -64,13 +64,14 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 
     Raises UsageError "no-run", and the errors of loading a plan.
     """
-    document = load_run_document(folder, [f"data.{change}" for change in data])
-    changed = {str(override.path[1]) for override in document.overrides}
-    if changed:
-        removed = {"samples_per_epoch"}  # belongs to the run's own data
+    document = read_run_document(folder, [f"data.{change}" for change in data])
+    changed_keys = {str(override.path[1]) for override in document.overrides}
+    if changed_keys:
+        removed_keys = {"samples_per_epoch"}  # belongs to the run's own data
         for pair in _EXCLUSIVE_KEYS:
-            removed |= set(pair) if changed & set(pair) else set()
-        table = {key: value for key, value in document.tables["data"].items() if key in changed or key not in removed}
+            removed_keys |= set(pair) if changed_keys & set(pair) else set()
+        removed_keys -= changed_keys
+        table = {key: value for key, value in document.tables["data"].items() if key not in removed_keys}
         document = replace(document, tables={**document.tables, "data": table})
     return resolve_plan(document, Loader())
 
@@ -79,11 +80,11 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 def open_trained_run(
     folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False, batches: int | None = None
 ) -> Iterator[Run]:
-    """Yields a one-process run that has the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
+    """Yields a one-process run with the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
     Prints the origin of these weights.
 
-    plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation, with `batches` batches if
-    set; without it no data are opened. Raises UsageError "no-weights".
+    plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation; if not, no data are opened.
+    batches: the number of batches of the evaluation; None keeps the plan's. Raises UsageError "no-weights".
     """
     from sley_core.assemble import assemble
     from sley_core.comm.world import World
@@ -99,6 +100,8 @@ def open_trained_run(
         if plan.document.overrides:  # of [data], by `plan_with_data`
             evaluation = {**evaluation, "held_out": True}
         tables["evaluation"] = evaluation if batches is None else {**evaluation, "steps": batches}
+    else:
+        tables["batch"] = {"global_size": 1, "micro_size": 1}  # predictions of single samples
     one_process = _replace_tables(plan, tables)
     if not with_evaluation:
         one_process = _without_data(one_process)
@@ -118,8 +121,8 @@ class NoData:
 
 
 def _without_data(plan: Plan) -> Plan:
-    """Returns the plan with `NoData` as its data, for runs that only call the model; batches keep their fields and sizes. A
-    dataset built by a factory is kept, because its fields may be known only from its first sample.
+    """Returns the plan with `NoData` as its data, for runs that only call the model. Batches keep their fields and sizes. A
+    dataset of a factory is kept, because only its first sample may determine the fields.
     """
     if plan.data.record is None:
         return plan

@@ -1,8 +1,8 @@
 """Starts a rank under a launcher: checks the environment, joins the other ranks, and prints each failure once.
 
-the environment ──> refused: processes without a rank, worlds smaller than the number of processes that were started
-the plan        ──> rendezvous: all ranks have the same plan and versions, or none starts
-a failure       ──> reported to the other ranks, which end at once
+environment ──> refused if a process has no rank, or the world is smaller than the number of started processes
+plan        ──> rendezvous: all ranks have the same plan and versions, or none starts
+failure     ──> reported to the other ranks, which end at once
 """
 
 from __future__ import annotations
@@ -26,53 +26,55 @@ if TYPE_CHECKING:
 PREFLIGHT = "preflight"
 """The error code of a start that all ranks refuse."""
 
-_STARTERS = {
+_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "task", "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID, WORLD_SIZE=$SLURM_NTASKS"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "process", "RANK=$OMPI_COMM_WORLD_RANK, ..., WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"),
     "PET_NNODES": ("the TrainJob", "pod", "nothing: its command must be `torchrun -m train_cli run PLAN`"),
 }
-"""The launcher, its term for a process, and the variables that a process needs, by the variable with their number."""
+"""The name of a launcher, its term for a process, and the variables that a process needs, by the variable in which the launcher
+sets the number of processes.
+"""
 
-_NOTIFY_S = 30.0
+_NOTIFICATION_TIMEOUT_S = 30.0
 """Seconds for which a rank that cannot start tries to notify rank 0, which may arrive later."""
 
-_HEAD_START_S = 3.0
-"""Seconds that a rank waits that has the same error as the printing rank: a launcher ends all ranks after the first exit."""
+_EXIT_DELAY_S = 3.0
+"""Seconds after which a rank exits if another rank prints the same error: a launcher ends all ranks after the first exit."""
 
 
-def refuse_single_process_worlds(environ: Mapping[str, str]) -> None:
-    """Raises UsageError "no-ranks" if a launcher started more processes than this one knows ranks. Each would be a separate
-    run, and only one of them could use the run folder.
+def check_launcher_variables(environ: Mapping[str, str]) -> None:
+    """Raises UsageError "no-ranks" if a launcher has started more processes than `environ` has ranks. Each process would be a
+    separate run, and only one of them could use the run folder.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
-        set_name, missing = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
+        name, missing_name = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
         hint = "set both, and LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers do; without a launcher, unset both"
-        raise UsageError("no-ranks", f"{set_name} is set, but {missing} is not", hint=hint)
+        raise UsageError("no-ranks", f"{name} is set, but {missing_name} is not", hint=hint)
     world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdecimal() else 0
-    for variable, (launcher, unit, requirement) in _STARTERS.items():
+    for variable, (launcher, process, required_variables) in _LAUNCHERS.items():
         started = environ.get(variable, "1").partition(":")[0]
         if not started.isdecimal() or int(started) <= max(1, world):
             continue
         problem = f"WORLD_SIZE is {world}" if world else "RANK and WORLD_SIZE are not set"
         raise UsageError(
             "no-ranks",
-            f"{launcher} has started {started} {unit}{'es' if unit.endswith('s') else 's'}, but {problem}",
-            hint=f"use a script like those in examples/launch; each {unit} needs {requirement}, and MASTER_ADDR and "
+            f"{launcher} has started {started} {process}{'es' if process.endswith('s') else 's'}, but {problem}",
+            hint=f"use a script like those in examples/launch; each {process} needs {required_variables}, and MASTER_ADDR and "
             f"MASTER_PORT; if each is a separate run, unset {variable}",
         )
 
 
-class RankFaults(AbstractContextManager["RankFaults"]):
-    """Prints an error of its block once per host or rank, writes the report for the launcher, and raises SystemExit instead.
+class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
+    """Prints an error of its block, writes the report for the launcher, and raises SystemExit in place of the error.
 
-    An error before `has_begun` is set occurs on all ranks, or only on this rank before it joins the others. The first rank of
+    An error before `is_training` is set occurs on all ranks, or only on this rank before it joins the others. The first rank of
     each host prints it, and the other ranks receive it. settings: None in a local launch, whose launcher prints errors.
     """
 
     def __init__(self, rank: int, settings: Settings | None = None) -> None:
         self._rank = rank
         self._settings = settings
-        self.has_begun = False
+        self.is_training = False
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -82,18 +84,18 @@ class RankFaults(AbstractContextManager["RankFaults"]):
         from train_cli.faults import Fault, write_report
 
         fault = Fault.from_error(error)
-        shows = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
-        if self.has_begun:
-            shows = shows or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
+        prints = self._rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+        if self.is_training:
+            prints = prints or all(diagnostic.code != PREFLIGHT for diagnostic in fault.diagnostics)
             if self._rank:
                 fault = fault.with_label(f"rank {self._rank}")
         write_report(fault)
-        if shows and self._settings is not None:
+        if prints and self._settings is not None:
             print_fault(fault, self._settings)
-        if not self.has_begun:
+        if not self.is_training:
             _notify_others(fault)
-        if not shows and self._settings is not None:
-            time.sleep(_HEAD_START_S)
+        if not prints and self._settings is not None:
+            time.sleep(_EXIT_DELAY_S)
         raise SystemExit(fault.exit_code) from error
 
 
@@ -139,6 +141,6 @@ def _notify_others(fault: Fault) -> None:
     first = fault.diagnostics[0]
     location = f"{first.place}: " if first.place else ""
     try:
-        Rendezvous.join(os.environ, timeout_s=_NOTIFY_S).give_up(f"{location}{first.message}", first.hint)
+        Rendezvous.join(os.environ, timeout_s=_NOTIFICATION_TIMEOUT_S).report_failure(f"{location}{first.message}", first.hint)
     except (RunError, KeyError, ValueError):
         return  # this rank's own error matters more

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,39 +24,37 @@ if TYPE_CHECKING:
 Row = Mapping[str, float | int]
 
 SUMMARY = "summary.json"
-NUM_LAST = 20
-"""The number of last steps in the mean loss; a single step's loss depends mostly on its batch."""
+_NUM_AVERAGED = 20
+"""The number of last steps whose losses are averaged; a single step's loss depends mostly on its batch."""
 
-MIB = 1 << 20
-JSONL = "core.jsonl"
-EVALUATED = "held_out/"
-"""How the names of an evaluation's numbers begin, besides `held_out_loss`."""
+_MIB = 1 << 20
+_JSONL_WRITER = "core.jsonl"
+_EVALUATION_PREFIX = "held_out/"
+"""The prefix of the names of an evaluation's numbers, except `held_out_loss`."""
 
 _REDRAW_S = 0.2
-"""The least number of seconds between two drawings of the line."""
+"""The minimum number of seconds between two drawings of the line."""
 
 _ERASE_LINE = "\r\x1b[2K"
 
 
 class RunTotals:
-    """Sums metrics rows of a run in constant memory. steps: the number of rows so far."""
+    """The totals of a run's metrics rows, in constant memory. steps: the number of rows so far."""
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
+    def __init__(self) -> None:
         self.steps = 0
         self.tokens = self.trained_tokens = 0
         self.tflop = self.mfu_seconds = 0.0
         self.seconds = 0.0
         self.first_step_s: float | None = None
         self.held_out_loss: float | None = None
-        self.evaluated: dict[str, float] = {}
-        self.losses: deque[float] = deque(maxlen=NUM_LAST)
+        self.evaluation: dict[str, float] = {}
+        self.losses: deque[float] = deque(maxlen=_NUM_AVERAGED)
         self.skipped = 0
         self.memory_mb: float | None = None
-        for row in rows:
-            self.add(row)
 
     def add(self, row: Row) -> None:
-        """Counts one step's row. Ignores losses that are not finite, as in skipped steps."""
+        """Adds the row of one step. Ignores losses that are not finite, as in skipped steps."""
         self.steps += 1
         self.memory_mb = row.get("memory_mb", self.memory_mb)
         self.tokens += int(row.get("tokens", 0))  # rows of data without tokens count samples
@@ -70,16 +68,18 @@ class RunTotals:
             self.losses.append(row["loss"])
         self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
         # A file of rows has null for a number that is not finite, as of a metric without a sample to count.
-        self.evaluated |= {name: value for name, value in row.items() if name.startswith(EVALUATED) and value is not None}
+        self.evaluation |= {
+            name: value for name, value in row.items() if name.startswith(_EVALUATION_PREFIX) and value is not None
+        }
 
 
-def num_epochs(run: Run, steps: int) -> float | None:
-    """Returns how often `steps` steps use each sample; None for a stream."""
+def _count_epochs(run: Run, steps: int) -> float | None:
+    """Returns the number of epochs in `steps` steps; None for a stream."""
     num_samples = run.feed.num_samples if run.feed is not None else None
     return steps * run.plan.batch.global_size / num_samples if num_samples else None
 
 
-def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:
+def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the content of `summary.json`.
 
     run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run. Losses
@@ -90,9 +90,9 @@ def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()
     import torch
 
     plan, best, losses = run.plan, run.best, list(totals.losses)
-    samples = totals.steps * plan.batch.global_size
+    num_samples = totals.steps * plan.batch.global_size
 
-    def per_s(amount: float) -> float | None:
+    def per_second(amount: float) -> float | None:
         return amount / totals.seconds if amount and totals.seconds > 0 else None
 
     return {
@@ -101,21 +101,21 @@ def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()
         "steps": totals.steps,
         "skipped_steps": totals.skipped,
         "final_loss": losses[-1] if losses else None,
-        f"mean_loss_last_{NUM_LAST}": sum(losses) / len(losses) if losses else None,
+        f"mean_loss_last_{_NUM_AVERAGED}": sum(losses) / len(losses) if losses else None,
         "held_out_loss": totals.held_out_loss,
-        "evaluation": dict(totals.evaluated),
+        "evaluation": dict(totals.evaluation),
         "best": None if best is None else {"metric": best.table.metric, "value": best.value, "step": best.step},
         "stopped_early": run.stopped_early or None,
         "tokens": totals.tokens,
         "trained_tokens": totals.trained_tokens,
         "seconds": totals.seconds,
         "first_step_s": totals.first_step_s,
-        "tokens_per_s": per_s(totals.tokens),
-        "samples": samples,
-        "samples_per_s": per_s(samples),
-        "tflops": per_s(totals.tflop),
-        "mfu": per_s(totals.mfu_seconds),
-        "epochs": num_epochs(run, totals.steps),
+        "tokens_per_s": per_second(totals.tokens),
+        "samples": num_samples,
+        "samples_per_s": per_second(num_samples),
+        "tflops": per_second(totals.tflop),
+        "mfu": per_second(totals.mfu_seconds),
+        "epochs": _count_epochs(run, totals.steps),
         "parameters": run.num_parameters,
         "trained_parameters": run.num_trained,
         "memory_bytes": dict(run.memory.bytes),
@@ -129,81 +129,55 @@ def summary(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()
     }
 
 
-def opening_text(run: Run, num_bytes: Mapping[str, int]) -> str:
-    """Returns the lines that are shown before the first step.
+def format_opening(run: Run, num_bytes: Mapping[str, int]) -> str:
+    """Returns the text that is printed before the first step.
 
         2 ranks, 1,056,896 parameters, 160 steps of 16 samples = 0.59 epochs (655,360 tokens)
         rank 0 has 4.0 MiB weights, 4.0 MiB gradients, and after the first step also the optimizer states
         memory below is the peak of rank 0's whole process, libraries included
 
-    num_bytes: `Run.memory.bytes` of this rank, without the optimizer's states, which are allocated in the first step.
+    num_bytes: the bytes of this rank by kind, as in `Run.memory.bytes`; the first step allocates the optimizer states.
     """
     plan, device = run.plan, str(run.world.device)
     steps, size, sequence = plan.run.steps, plan.batch.global_size, run.dataset.info.sequence
     samples = f"{format_count(steps, 'step')} of {size} samples"
-    if (epochs := num_epochs(run, steps)) is not None:
+    if (epochs := _count_epochs(run, steps)) is not None:
         samples += f" = {epochs:.2g} epochs"
     if sequence is not None and run.samples.meter.unit == "tokens":
         samples += f" ({steps * size * sequence:,} tokens)"
     memory_text = ", ".join(
         f"{format_bytes(num_bytes[name])} {name}" for name in ("weights", "masters", "gradients") if num_bytes[name]
     )
-    counted = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
+    measured = "whole process, libraries included" if device == "cpu" else "tensors on its GPU, activations included"
     lines = [
         ", ".join((format_count(run.world.size, "rank"), format_parameters(run.num_parameters, run.num_trained), samples)),
         f"rank 0 has {memory_text}, and after the first step also the optimizer states",
-        f"memory below is the peak of rank 0's {counted}",
+        f"memory below is the peak of rank 0's {measured}",
     ]
     if plan.averaging is not None:
         lines.append(f"evaluations and saved weights use the averages of `{plan.averaging.name}`")
     if plan.model.config.compile:
         lines.append("the first step also compiles the layers, which may take minutes")
-    if all(writer.name != JSONL for writer in plan.metrics):
+    if all(writer.name != _JSONL_WRITER for writer in plan.metrics):
         names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
-        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{JSONL}`")
+        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{_JSONL_WRITER}`")
     return "\n".join(lines)
 
 
-def repetition_note(num_samples: int | None, plan: Plan) -> str:
-    """Returns a note if an evaluation of `plan` uses samples more than once; "" if not.
+def describe_repetition(num_samples: int | None, plan: Plan) -> str:
+    """Returns a note if an evaluation of `plan` uses samples more than once, else "".
 
-    num_samples: of the held-out data; None if it is not known, as for a stream.
+    num_samples: the number of held-out samples; None if it is not known, as for a stream.
     """
     assert plan.evaluation is not None, "the plan has no [evaluation]"
     used, size = plan.evaluation.steps * plan.batch.global_size, plan.batch.global_size
     if not num_samples or used <= num_samples:
         return ""
     held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
-    times = f"{held_out}, but an evaluation needs {used:,}, so each is used about {used / num_samples:.2g} times"
-    fits = num_samples // size
-    return f"{times}; " + (f"set `[evaluation] steps = {fits}` to use each once" if fits else f"a batch needs {size:,}")
-
-
-class CompileNote:
-    """Reads the rows of a compiled run. Adds the number of graphs to `notes` after the first step, and a warning after each
-    step after the third that compiles again.
-
-    count_graphs: returns the number of graphs so far. recompile_reasons: returns the reasons of recompilations so far, by id.
-    """
-
-    def __init__(
-        self, notes: list[str], count_graphs: Callable[[], int], recompile_reasons: Callable[[], Mapping[str, str]]
-    ) -> None:
-        self._notes = notes
-        self._count_graphs = count_graphs
-        self._recompile_reasons = recompile_reasons
-        self._num_steps = 0
-        self._noted: set[str] = set()
-
-    def __call__(self, row: Row) -> None:
-        self._num_steps += 1
-        if self._num_steps == 1:
-            self._notes.append(f"the first step compiled {self._count_graphs()} graphs, in {format_duration(row['seconds'])}")
-        reasons = self._recompile_reasons()
-        new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in self._noted]
-        self._noted |= reasons.keys()
-        if self._num_steps > 3 and new_reasons:
-            self._notes.append(f"step {row['step']:.0f} compiled again, since a guard failed: {'; '.join(new_reasons)}")
+    problem = f"{held_out}, but an evaluation needs {used:,}, so each is used about {used / num_samples:.2g} times"
+    max_steps = num_samples // size
+    remedy = f"set `[evaluation] steps = {max_steps}` to use each once" if max_steps else f"a batch needs {size:,}"
+    return f"{problem}; {remedy}"
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -218,7 +192,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
         self._redraws = has_styles(self._stream)
-        self._first: tuple[int, float] | None = None
+        self._first_step: tuple[int, float] | None = None
         self._notes = notes
         self._num_before = self._num_printed = len(notes)
         self._redrawn_s = 0.0
@@ -261,27 +235,27 @@ class Reporter(AbstractContextManager["Reporter"]):
             parts.append("skipped")
         if "held_out_loss" in row:
             parts.append(f"held-out {row['held_out_loss']:.3f}")
-        losses = [name for name in row if name.startswith(EVALUATED) and name.endswith("/loss")]
+        losses = [name for name in row if name.startswith(_EVALUATION_PREFIX) and name.endswith("/loss")]
         parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in losses]
-        parts += [format_rate(row), format_bytes(row["memory_mb"] * MIB)]
+        parts += [format_rate(row), format_bytes(row["memory_mb"] * _MIB)]
         time_s = time.monotonic()
-        if self._first is None:  # the first step, which warms everything up, does not count
-            self._first = step, time_s
-        elif step > self._first[0]:
-            left_s = (time_s - self._first[1]) / (step - self._first[0]) * (self._num_steps - step)
+        if self._first_step is None:  # the first step, which warms everything up, does not count
+            self._first_step = step, time_s
+        elif step > self._first_step[0]:
+            left_s = (time_s - self._first_step[1]) / (step - self._first_step[0]) * (self._num_steps - step)
             parts.append(f"{format_duration(left_s)} left")
         return "  ".join(parts)
 
 
-def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
-    """Returns the last lines of a run, from its `summary.json`. weights: their folder, if any."""
+def format_closing(summary: Mapping[str, Any], folder: object, weights: object = None) -> str:
+    """Returns the text that is printed after the last step. summary: from `summarize_run`. weights: their folder, if any."""
     steps, seconds = summary["steps"], summary["seconds"]
     skipped = f", {summary['skipped_steps']} of them skipped" if summary["skipped_steps"] else ""
     lines = [f"{summary['outcome']}: {format_count(steps, 'step')}{skipped} in {format_duration(seconds)}"]
     if summary["stopped_early"]:
         lines[0] += f", early: {summary['stopped_early']}"
     if summary["final_loss"] is not None:
-        mean, last = summary[f"mean_loss_last_{NUM_LAST}"], min(steps, NUM_LAST)
+        mean, last = summary[f"mean_loss_last_{_NUM_AVERAGED}"], min(steps, _NUM_AVERAGED)
         mean_text = f"  (mean of the last {last}: {mean:.4f})" if last > 1 else ""
         lines.append(f"  loss           {summary['final_loss']:.4f}{mean_text}")
     if summary["held_out_loss"] is not None:
@@ -302,16 +276,16 @@ def closing_lines(summary: Mapping[str, Any], folder: object, weights: object = 
 
 
 def format_rate(row: Mapping[str, Any]) -> str:
-    """Formats the speed of a row or summary: `812 tok/s`, `8.1k tok/s  412 TFLOP/s  41.7% MFU`, the last two if they are known;
-    `31 samples/s` for data without tokens; "" if it has none.
+    """Formats the speed of a row or summary: `812 tok/s`, or `8.1k tok/s  412 TFLOP/s  41.7% MFU` if FLOP/s and MFU are known;
+    `31 samples/s` for data without tokens; "" if no speed is known.
     """
-    per_s, unit = row.get("tokens_per_s"), "tok/s"
-    if per_s is None:
-        per_s, unit = row.get("samples_per_s"), "samples/s"
-    if per_s is None:
+    rate, unit = row.get("tokens_per_s"), "tok/s"
+    if rate is None:
+        rate, unit = row.get("samples_per_s"), "samples/s"
+    if rate is None:
         return ""
-    size, letter = next((pair for pair in ((1e6, "M"), (1e3, "k")) if per_s >= pair[0]), (1.0, ""))
-    number = f"{per_s / size:.1f}" if letter else f"{per_s:.0f}" if per_s >= 10 else f"{per_s:.2g}"
+    size, letter = next((pair for pair in ((1e6, "M"), (1e3, "k")) if rate >= pair[0]), (1.0, ""))
+    number = f"{rate / size:.1f}" if letter else f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
     parts = [f"{number}{letter} {unit}"]
     if (tflops := row.get("tflops")) is not None:
         parts.append(f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:.2g} GFLOP/s")
@@ -322,11 +296,11 @@ def format_rate(row: Mapping[str, Any]) -> str:
 
 def format_bytes(count: float) -> str:
     """Formats bytes: `12 KiB`, `1.5 MiB`, `812 MiB`, `31.2 GiB`."""
-    if count < MIB:
+    if count < _MIB:
         return f"{count / 1024:.0f} KiB"
-    if count < 1024 * MIB:
-        return f"{count / MIB:.1f} MiB" if count < 10 * MIB else f"{count / MIB:.0f} MiB"
-    return f"{count / 1024 / MIB:.1f} GiB"
+    if count < 1024 * _MIB:
+        return f"{count / _MIB:.1f} MiB" if count < 10 * _MIB else f"{count / _MIB:.0f} MiB"
+    return f"{count / 1024 / _MIB:.1f} GiB"
 
 
 def format_duration(seconds: float) -> str:

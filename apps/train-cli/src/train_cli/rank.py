@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -23,13 +23,22 @@ from sley_core.metrics.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
-from train_cli.faults import Fault, write_late_report, write_report
-from train_cli.main import call
-from train_cli.preflight import RankFaults, open_rendezvous
-from train_cli.progress import SUMMARY, CompileNote, Reporter, RunTotals, closing_lines, opening_text, repetition_note, summary
-from train_cli.run_folder import recorder, write_plan
+from train_cli.faults import Fault, write_report, write_stuck_report
+from train_cli.main import run_to_exit_code
+from train_cli.preflight import RankErrorReporter, open_rendezvous
+from train_cli.progress import (
+    SUMMARY,
+    Reporter,
+    RunTotals,
+    describe_repetition,
+    format_closing,
+    format_duration,
+    format_opening,
+    summarize_run,
+)
+from train_cli.run_folder import load_recorder, write_plan
 from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
-from train_cli.stopping import Stopping, has_launcher, terminated_s
+from train_cli.stopping import SignalHandler, has_launcher, sigterm_timeout_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -37,22 +46,24 @@ if TYPE_CHECKING:
 
 
 def main(target: str, arguments: str) -> int:
-    """Runs one rank of a local launch: calls the function `target` ("module:function") with `arguments`, a JSON object, and
-    returns its exit code.
+    """Calls the function `target` ("module:function") as one rank of a local launch, and returns its exit code.
+
+    arguments: the arguments of the function, as a JSON object.
     """
     module, _, name = target.partition(":")
 
     def call_target() -> int:
-        with RankFaults(int(os.environ["RANK"])):
+        with RankErrorReporter(int(os.environ["RANK"])):
             code: int = getattr(import_module(module), name)(**json.loads(arguments))
             return code
 
-    return call(call_target)
+    return run_to_exit_code(call_target)
 
 
 def train_plan(path: str, changes: Sequence[str], resume: str | None) -> int:
-    """Trains the plan at `path` as one rank of a local launch, which has checked the plan and made the run folder. Returns the
-    exit code.
+    """Trains the plan at `path` as one rank of a local launch, and returns the exit code.
+
+    The launcher has checked the plan and created the run folder.
     """
     plan = load_plan(Path(path), changes)
     return train(plan, run_folder(plan), resume=resume)
@@ -61,104 +72,126 @@ def train_plan(path: str, changes: Sequence[str], resume: str | None) -> int:
 def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
     """Joins the world and trains until the run ends. Returns the exit code, or raises the error.
 
-    resume: the checkpoint from which to continue; None starts at the first step.
+    folder: the run folder. resume: the path of the checkpoint from which to continue, `AUTO` or `RESTART`; None starts at the
+    first step.
     """
-    with open_run(plan, folder, writes=True) as (run, stopping):
+    with open_run(plan, folder, writes=True) as (run, signal_handler):
         if resume in (AUTO, RESTART) and is_finished(run, folder):
-            _report_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
-            return stopping.exit_code or EXIT_OK
+            _print_finished(run, folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
+            return signal_handler.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
-        with recorder().record_steps(run.parts, run.feed, folder, run.notes):
+        with load_recorder().record_steps(run.parts, run.feed, folder, run.notes):
             if run.num_steps_done >= plan.run.steps or run.stopped_early:  # all ranks have loaded one checkpoint
-                _report_finished(run, _save_final_weights(run, folder))
-                return stopping.exit_code or EXIT_OK
+                _print_finished(run, _save_final_weights(run, folder))
+                return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
                 run.check_weights_folder(folder / WEIGHTS)  # now, rather than after all steps
             totals = RunTotals()
             reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
                 with reporter or nullcontext():
-                    stopping.call_at_signal(run.stop)
+                    signal_handler.call_on_signal(run.stop)
                     outcome: Outcome = run.train()
             except BaseException:
                 if reporter is not None:
                     with suppress(OSError):  # the run's error matters more than that of its summary
-                        _summarize(run, folder, "failed", totals, reporter)
+                        _write_summary(run, folder, "failed", totals, reporter)
                 raise
-            content = _summarize(run, folder, outcome, totals, reporter) if reporter is not None else None
+            summary = _write_summary(run, folder, outcome, totals, reporter) if reporter is not None else None
             weights = _save_final_weights(run, folder)  # after the summary, for which a full disk may still have room
-            if content is not None:
-                print_line(closing_lines(content, folder, weights))
-    return stopping.exit_code or EXIT_OK
+            if summary is not None:
+                print_line(format_closing(summary, folder, weights))
+    return signal_handler.exit_code or EXIT_OK
 
 
 @contextmanager
-def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, Stopping]]:
-    """Joins the world and assembles the run for the block. Yields the run, and the `Stopping` that stops it at a signal.
+def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, SignalHandler]]:
+    """Joins the world and assembles the run for the block. Yields the run, and the handler of signals.
 
     folder: the run folder, which gets this rank's report if it fails. writes: whether the run writes its files there.
     """
-    gc.freeze()  # each search through all modules would take half a second
+    gc.freeze()  # else each collection would search all modules, for half a second
     gc.enable()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores():
         torch.set_num_threads(num_cores())  # torch counts the machine's cores, of which a container may use fewer
     worlds: list[World] = []
 
     def report_stuck() -> None:
-        """Reports, to the launcher and in the run folder, that this rank was asked to end and cannot."""
-        diagnostic = write_late_report()
+        """Reports the place of this rank, which was asked to end and cannot, to the launcher and in the run folder."""
+        diagnostic = write_stuck_report()
         for world in worlds:
-            recorder().report_stuck(folder, world, diagnostic)
+            load_recorder().report_stuck(folder, world, diagnostic)
 
     with ExitStack() as stack:
-        # Our own launcher has informed the user already, and asks why a rank does not end.
-        user_output = None if has_launcher() else print_line
-        stopping = stack.enter_context(Stopping(user_output, report_stuck, terminated_s(plan), plan.run.stop_signals))
+        # A local launcher has informed the user already.
+        print_function = None if has_launcher() else print_line
+        signal_handler = stack.enter_context(
+            SignalHandler(print_function, report_stuck, sigterm_timeout_s(plan), plan.run.stop_signals)
+        )
         try:
             timeout_s = plan.limits.start_timeout_s
             worlds.append(
                 stack.enter_context(World.join(plan.run.device, timeout_s=timeout_s, rendezvous=open_rendezvous(plan)))
             )
-            yield stack.enter_context(assemble(plan, worlds[0], folder=folder if writes else None)), stopping
+            yield stack.enter_context(assemble(plan, worlds[0], folder=folder if writes else None)), signal_handler
         except Exception as error:
             if isinstance(error, SleyError):
                 plan.add_places(error)
             # Before cleanup, which may hang: the launcher needs the first error.
             fault = Fault.from_error(error)
             write_report(fault)
-            stopping.limit_cleanup(fault.exit_code)
+            signal_handler.limit_cleanup(fault.exit_code)
             if worlds and fault.exit_code == EXIT_RUN_FAILED:  # a refused plan needs no report of ranks
-                recorder().report_failure(folder, worlds[0], fault.diagnostics[0], error)
+                load_recorder().report_failure(folder, worlds[0], fault.diagnostics[0], error)
             raise
-        if stopping.exit_code is not None:
-            stopping.limit_cleanup(stopping.exit_code)
+        if signal_handler.exit_code is not None:
+            signal_handler.limit_cleanup(signal_handler.exit_code)
 
 
 def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | None) -> Reporter:
-    """Writes the plan and the start record, counts the steps already taken, prints the run's size, and returns the reporter of
-    its steps. Only rank 0 calls it.
+    """Writes the plan and the start record, adds the rows of earlier steps to `totals`, prints the run's size, and returns the
+    reporter of its steps. Only rank 0 calls this.
     """
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
     resolved = run.resolved_plan  # has the values that come from the data
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
     write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
-    if run.held_out is not None and (note := repetition_note(run.held_out.num_samples, run.plan)):
+    if run.held_out is not None and (note := describe_repetition(run.held_out.num_samples, run.plan)):
         run.notes.append(note)
     for row in read_rows(folder) if resume else ():
         totals.add(row)
     gradients = sum(param.numel for param in run.registry.trainable) * run.store.dtype.itemsize  # allocated in the first step
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
-    print_line("\n".join((opening_text(run, num_bytes), *run.notes)))
+    print_line("\n".join((format_opening(run, num_bytes), *run.notes)))
     if run.plan.model.config.compile:
-        run.readers.append(CompileNote(run.notes, count_graphs, recompile_reasons))
+        run.readers.append(make_compile_reader(run.notes))
     run.readers += [totals.add, reporter]
     return reporter
 
 
-def _report_finished(run: Run, weights: Path | None) -> None:
-    """Prints where the results of a finished run are."""
+def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
+    """Returns a reader of a compiled run's rows. It adds notes on the first step's graphs, and on later steps that compile."""
+    num_steps = 0
+    known_ids: set[str] = set()
+
+    def read_row(row: Mapping[str, float]) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 1:
+            notes.append(f"the first step compiled {count_graphs()} graphs, in {format_duration(row['seconds'])}")
+        reasons = recompile_reasons()
+        new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in known_ids]
+        known_ids.update(reasons)
+        if num_steps > 3 and new_reasons:
+            notes.append(f"step {row['step']:.0f} compiled again, since a guard failed: {'; '.join(new_reasons)}")
+
+    return read_row
+
+
+def _print_finished(run: Run, weights: Path | None) -> None:
+    """Prints on rank 0 that the run has finished. weights: the folder of its final weights, if any."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
         message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
@@ -168,7 +201,7 @@ def _report_finished(run: Run, weights: Path | None) -> None:
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
-    """Saves the final weights and returns their folder; None if the plan has `final_weights = "none"`, or no step was taken."""
+    """Saves the final weights and returns their folder; None if the plan has `final_weights = "none"` or no step was taken."""
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None
@@ -176,9 +209,9 @@ def _save_final_weights(run: Run, folder: Path) -> Path | None:
     return folder / WEIGHTS
 
 
-def _summarize(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
-    """Writes `summary.json` if a step was taken; returns its content."""
-    content = summary(run, outcome, totals, reporter.new_notes)
+def _write_summary(run: Run, folder: Path, outcome: Outcome, totals: RunTotals, reporter: Reporter) -> dict[str, Any]:
+    """Writes `summary.json` if the run has taken a step. Returns the content of the summary."""
+    summary = summarize_run(run, outcome, totals, reporter.new_notes)
     if totals.steps:
-        write_json(folder / SUMMARY, content)
-    return content
+        write_json(folder / SUMMARY, summary)
+    return summary

@@ -1,11 +1,10 @@
-"""The rendezvous of ranks that torchrun, SLURM or another launcher has started. They compare plan and versions in the store at
-MASTER_ADDR before any other wait for each other; all ranks start, or none does.
+"""The rendezvous of ranks that torchrun, SLURM or another launcher has started. Before the ranks wait for each other in a
+collective, they compare their plans and versions in the store at MASTER_ADDR. All ranks start, or none does.
 
     rank 0      info ──> "first"                   all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
     rank n      compares its info with "first" ──> "rank n", or, if it differs or cannot start, "verdict"
 
-The first verdict counts. A rank that died is named when the time limit is over, with the hosts that did arrive; usually its
-launcher ends the others long before.
+The first verdict counts. When the time limit is over, the verdict lists the missing ranks and the hosts that have arrived.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 from sley_core.comm.progress import first_line
 from sley_core.comm.world import is_one_host, unused_part
 from sley_core.engine.agreement import describe_differences
-from sley_core.errors import RunError, SleyError
+from sley_core.errors import RunError, SleyError, shorten_names
 from train_cli.preflight import PREFLIGHT
 
-TIMEOUT_S = 8.0
-"""Seconds for anything that works at once or not at all: a name, a free port, the store's answer, processes on this machine."""
+RESPONSE_TIMEOUT_S = 8.0
+"""Seconds for an operation that fails permanently if it takes longer: resolving a name, opening a port, a store's answer."""
 
-STRAGGLERS_S = 10.0
-BUILDERS_S = 60.0
+ARRIVAL_GRACE_S = 10.0
+BUILD_GRACE_S = 60.0
 """Seconds for which rank 0 keeps its store after a failure, so that ranks that arrive, or build, can read the reason."""
 
 _POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
@@ -43,24 +42,24 @@ _POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
 Verdict = dict[str, Any]
 """{} if all ranks have arrived and agree; else `message` and `hint`."""
 
-ARRIVAL = (
+_ARRIVAL_TEXTS = (
     "did not connect",
     "start all hosts, with a MASTER_ADDR that all can reach, not localhost; raise [limits] start_timeout_s to wait longer",
 )
-BUILD = (
+_BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""The part of a message about missing ranks, and a hint."""
+"""The part of the message about missing ranks that states what they did not do, and a hint."""
 
 
 @dataclass
 class Rendezvous:
     """One rank at the rendezvous.
 
-    timeout_s: how long to wait for ranks. ends_store: whether the store may end soon after this process. job: the launcher's
-    name for this run, which distinguishes runs at one port. num_rounds: how often all ranks have agreed. process: a random
-    name, since an earlier process of the rank may have had the same pid.
+    timeout_s: the time limit of a wait for ranks. ends_store: whether the store may end soon after this process. job: the
+    launcher's name for this run, which distinguishes runs at one port. num_rounds: the number of completed rounds, in each of
+    which all ranks have agreed. process: a random name, since an earlier process of the rank may have had the same pid.
     """
 
     rank: int
@@ -78,8 +77,8 @@ class Rendezvous:
         """Returns this rank's rendezvous in the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless torchrun's
         agent does. Blocks until the store exists. All ranks must call it the same number of times.
 
-        Raises RunError "preflight" with this host and a hint: within about TIMEOUT_S if the name cannot be resolved or the
-        port is in use, within twice that if a program at the port does not answer, and after `timeout_s` if nothing listens.
+        Raises RunError "preflight" with this host and a hint: after about RESPONSE_TIMEOUT_S if the name cannot be resolved or
+        the port is in use, after twice that if a program at the port is silent, and after `timeout_s` if nothing listens.
         """
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
@@ -87,7 +86,7 @@ class Rendezvous:
             hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
             raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
-            timeout_s = min(timeout_s, TIMEOUT_S)  # a loopback address never connects several hosts
+            timeout_s = min(timeout_s, RESPONSE_TIMEOUT_S)  # a loopback address never connects several hosts
         serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _open_store(address, int(port), size, timeout_s, serves=serves)
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
@@ -97,10 +96,10 @@ class Rendezvous:
         return cls(rank, size, keys, timeout_s, ends_store, f"{job} of {size} ranks")
 
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
-        """Compares the `info` of all ranks with those of rank 0, and returns when all ranks have arrived and agree.
+        """Compares `info`, values by name, with that of rank 0. Returns when all ranks have arrived and agree.
 
-        details: the parts of an entry by its name, for messages. Raises RunError "preflight" on all ranks, with the rank
-        that differs, its host, its value and a hint.
+        details: the parts of a value by the name of the value, for messages. Raises RunError "preflight" on all ranks, with the
+        rank that differs, its host, its value and a hint.
         """
         if self.rank == 0:
             first = self._identity | {"info": {**info}, "details": {**details}}
@@ -110,31 +109,29 @@ class Rendezvous:
             first = self._read_rank_0()
             if self._read_key("verdict") == {}:
                 raise _reused_store_error()
-            self._record_arrival(self._difference(first, info, details) if "info" in first else {})
-        self._finish(ARRIVAL, self.timeout_s)
+            self._record_arrival(self._compare(first, info, details) if "info" in first else {})
+        self._end_round(_ARRIVAL_TEXTS, self.timeout_s)
 
     @contextmanager
     def all_or_none(self, timeout_s: float) -> Iterator[None]:
         """Returns a context manager that all ranks leave together. If the block raises on a rank, that rank raises its error,
-        and the others raise RunError "preflight".
-
-        timeout_s: how long to wait for ranks that are still in the block.
+        and the others raise RunError "preflight". timeout_s: the time limit of the wait for ranks in the block.
         """
         try:
             yield
         except Exception as error:
             diagnostic = error.diagnostics[0] if isinstance(error, SleyError) else None
-            self.give_up(
+            self.report_failure(
                 diagnostic.message if diagnostic else f"{type(error).__name__}: {first_line(error)}",
                 diagnostic.hint if diagnostic else None,
             )
             raise
         if self.rank:
             self._record_arrival({})
-        self._finish(BUILD, timeout_s)
+        self._end_round(_BUILD_TEXTS, timeout_s)
 
-    def give_up(self, reason: str, hint: str | None) -> None:
-        """Sends the reason why this rank cannot start to all ranks. Rank 0 returns when they know it, or after a time limit."""
+    def report_failure(self, reason: str, hint: str | None) -> None:
+        """Sends the reason why this rank cannot start to all ranks. Rank 0 waits until they have read it, or a time limit."""
         try:
             if self.rank == 0 and not self.num_rounds:
                 self._write_once("first", self._identity)
@@ -152,15 +149,15 @@ class Rendezvous:
         return {"host": self.host, "job": self.job, "process": self.process}
 
     def _read_rank_0(self) -> dict[str, Any]:
-        """Waits for the info of rank 0. Raises RunError "preflight" if they belong to another run, or do not arrive."""
+        """Waits for the info of rank 0. Raises RunError "preflight" if the info belongs to another run, or does not arrive."""
         first = self._wait_for("first", "rank 0", self.timeout_s)
         if first["job"] != self.job:
             hint = "set a different MASTER_PORT for each run on a host, and the same one on all ranks of a run"
             raise _preflight_error(f"another run uses this port (job {first['job']}, on {first['host']})", hint)
         return first
 
-    def _difference(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns the verdict if this rank differs from rank 0, else {}."""
+    def _compare(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
+        """Returns a verdict with the difference if this rank differs from rank 0, else {}. first: the info of rank 0."""
         rank, rank_0 = f"rank {self.rank} on {self.host}", f"rank 0 on {first['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
@@ -186,9 +183,10 @@ class Rendezvous:
         else:
             self._add_count("arrived")
 
-    def _finish(self, occasion: tuple[str, str], timeout_s: float) -> None:
-        """Ends a round: waits for the verdict, which rank 0 writes when all ranks have arrived or the time is over. Raises
-        RunError "preflight" if the verdict is a failure.
+    def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
+        """Waits for the verdict, which rank 0 writes when all ranks have arrived or the time is over.
+
+        texts: for a message about missing ranks. Raises RunError "preflight" if the verdict is a failure.
         """
         num_readers = self.size - 1
         if self.rank == 0:
@@ -197,39 +195,39 @@ class Rendezvous:
                     self._write_once("verdict", {})
                     break
             else:
-                self._write_once("verdict", self._missing_ranks_verdict(occasion, timeout_s))
+                self._write_once("verdict", self._list_missing_ranks(texts, timeout_s))
                 num_readers = self._add_count("arrived", 0)
         # Rank 0 may have arrived a little later, and names missing ranks after its own time limit.
-        verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + TIMEOUT_S)
+        verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + RESPONSE_TIMEOUT_S)
         if verdict:
             self._acknowledge_failure(num_readers)
             raise RunError(PREFLIGHT, verdict["message"], hint=verdict.get("hint"))
         self.num_rounds += 1
 
     def _acknowledge_failure(self, num_readers: int) -> None:
-        """Records that this rank knows of a failure. If the store ends with this process, rank 0 keeps it until `num_readers`
-        other ranks know too.
+        """Records that this rank has read of a failure. If the store ends with this process, rank 0 waits until `num_readers`
+        other ranks have read it too.
         """
         if self.rank != 0:
             self._add_count("readers")
         elif self.ends_store:
-            for _ in _poll_until(BUILDERS_S if self.num_rounds else STRAGGLERS_S):
+            for _ in _poll_until(BUILD_GRACE_S if self.num_rounds else ARRIVAL_GRACE_S):
                 if self._add_count("readers", 0) >= num_readers:
                     break
 
-    def _missing_ranks_verdict(self, occasion: tuple[str, str], timeout_s: float) -> Verdict:
+    def _list_missing_ranks(self, texts: tuple[str, str], timeout_s: float) -> Verdict:
+        """Returns the verdict on the ranks that have not arrived in this round."""
         hosts = {rank: card["host"] for rank in range(1, self.size) if (card := self._read_key(f"rank {rank}")) is not None}
         hosts[0] = self.host
-        absent = [rank for rank in range(self.size) if rank not in hosts]
-        names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        message = f"of {self.size} ranks, these {occasion[0]} within {timeout_s:g} s: {names}"
-        return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": occasion[1]}
+        missing_ranks = [str(rank) for rank in range(self.size) if rank not in hosts]
+        message = f"of {self.size} ranks, these {texts[0]} within {timeout_s:g} s: {shorten_names(missing_ranks, 8)}"
+        return {"message": f"{message} (hosts that did: {', '.join(sorted(set(hosts.values())))})", "hint": texts[1]}
 
     def _wait_for(self, key: str, description: str, timeout_s: float) -> dict[str, Any]:
         for _ in _poll_until(timeout_s):
             if (value := self._read_key(key)) is not None:
                 return value
-        raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _OTHERS_HINT)
+        raise _preflight_error(f"rank {self.rank} did not receive {description} in time", _RANK_0_HINT)
 
     def _read_key(self, key: str) -> dict[str, Any] | None:
         """Returns the value under `key` in this round; None if no rank has written it."""
@@ -251,16 +249,16 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turns torch's errors into RunError "preflight": the process that serves the store has ended."""
+        """Raises RunError "preflight" in place of torch's errors: the process that serves the store has ended."""
         try:
             yield
         except RuntimeError as error:
             raise _preflight_error(
-                f"rank {self.rank} has lost the connection to the store: {first_line(error)}", _OTHERS_HINT
+                f"rank {self.rank} has lost the connection to the store: {first_line(error)}", _RANK_0_HINT
             ) from error
 
 
-_OTHERS_HINT = "check the output of rank 0, or of its launcher, for the reason"
+_RANK_0_HINT = "check the output of rank 0, or of its launcher, for the reason"
 
 
 def _preflight_error(message: str, hint: str) -> RunError:
@@ -301,17 +299,17 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
     num_silent = 0
     while True:
         has_answered = serves
-        limit_s = TIMEOUT_S if serves else timeout_s  # an earlier run's store may still hold the port
+        limit_s = RESPONSE_TIMEOUT_S if serves else timeout_s  # an earlier run's store may still hold the port
         try:
             socket.getaddrinfo(address, port)
             if not serves:  # first, since torch handles no signals while it connects
-                socket.create_connection((address, port), timeout=TIMEOUT_S).close()
+                socket.create_connection((address, port), timeout=RESPONSE_TIMEOUT_S).close()
                 has_answered = True
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
             is_unknown = isinstance(error, socket.gaierror)  # names of pods are known a little after the pods start
-            limit_s = TIMEOUT_S if is_unknown else limit_s
+            limit_s = RESPONSE_TIMEOUT_S if is_unknown else limit_s
             # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
             num_silent += has_answered and isinstance(error, TimeoutError)
             if time.monotonic() - start_s > limit_s or num_silent == 2:
@@ -337,7 +335,7 @@ def _tcp_store(address: str, port: int, size: int, is_server: bool) -> Store:
     outcomes: list[Store | RuntimeError] = []
 
     def create_store() -> None:
-        timeout = timedelta(seconds=TIMEOUT_S / 2)
+        timeout = timedelta(seconds=RESPONSE_TIMEOUT_S / 2)
         try:
             outcomes.append(TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
@@ -345,7 +343,7 @@ def _tcp_store(address: str, port: int, size: int, is_server: bool) -> Store:
 
     thread = threading.Thread(target=create_store, name="sley-store", daemon=True)
     thread.start()
-    thread.join(TIMEOUT_S)
+    thread.join(RESPONSE_TIMEOUT_S)
     if not outcomes:
         raise TimeoutError("it does not respond")
     if isinstance(outcomes[0], RuntimeError):

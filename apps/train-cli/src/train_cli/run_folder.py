@@ -1,4 +1,4 @@
-"""Makes and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of sley-doctor.
+"""Creates and locks the run folder `runs/<name>/` before any rank starts, and loads the recorder of sley-doctor.
 
 The folder has the resolved `plan.toml`, `start.json`, and the run's output: `metrics.jsonl`, `summary.json`, traces, the
 final weights, `faults` if it failed, and `attempt.json`, which lists the checkpoints from which it may resume.
@@ -27,8 +27,8 @@ from sley_core.errors import PlanError, SleyError
 from sley_core.files import PLAN, write_atomically
 from sley_core.metrics.jsonl import NAME as METRICS
 from sley_core.plan.plan import Plan
-from train_cli.environment import START
-from train_cli.saved import may_resume, run_folder
+from train_cli.environment import START_FILE
+from train_cli.saved import can_resume, run_folder
 
 if TYPE_CHECKING:
     from sley_core.comm.world import World
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.errors import Diagnostic
 
-LOCK = ".lock"
 FAULTS = "faults"
 WORK = "work"
 """The folders in a run folder that a recorder writes: failure reports, and each rank's work."""
 
+_LOCK = ".lock"
+
 
 class RunRecorder:
-    """Records nothing. sley-doctor's recorder overrides all methods. `folder` is always the run folder."""
+    """The interface of the recorder of sley-doctor. This class records nothing. `folder` is the run folder in all methods."""
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
         """Returns a context manager that records this rank's steps. It must not wait for other ranks.
@@ -56,15 +57,15 @@ class RunRecorder:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
     def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        """Reports what this rank does if it was asked to end and did not; called in a second thread."""
+        """Reports the place of a rank that was asked to end and did not end; called in a second thread."""
 
     def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        """Reports how the `world` ranks of a local launch ended, if one failed.
+        """Reports how the `world` ranks of a local launch ended, after one failed.
 
-        codes: the exit codes by rank, negative for signals. silent: the process states of ranks that had to be killed.
-        first: the rank that ended first.
+        codes: the exit codes by rank, negative for signals. silent: the process states, by rank, of ranks that had to be
+        killed. first: the rank that ended first.
         """
 
     def delete_reports(self, folder: Path) -> None:
@@ -72,8 +73,8 @@ class RunRecorder:
 
 
 @cache
-def recorder() -> RunRecorder:
-    """Returns the recorder of sley-doctor if it is installed, else one that records nothing."""
+def load_recorder() -> RunRecorder:
+    """Returns the recorder of sley-doctor if that is installed, else one that records nothing."""
     if find_spec("sley_doctor") is None:
         return RunRecorder()
     doctor_recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
@@ -89,20 +90,20 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """Makes `folder` if it is missing, and locks it. Raises FolderInUseError, and OSError if it cannot be written.
+    """A lock on `folder`, which is created if it is missing. Raises FolderInUseError, and OSError if it cannot be written.
 
     The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, nothing is
     locked.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
+        self._path = folder / _LOCK
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 _lock_or_raise(self._file)
-                if self._is_current():  # else its former owner has just removed it, perhaps with the folder
+                if self._is_file_in_folder():  # else its former owner has just removed it, perhaps with the folder
                     break
             except BaseException:
                 os.close(self._file)
@@ -114,24 +115,21 @@ class FolderLock:
     def release(self) -> None:
         """Unlocks the folder, and removes the lock file unless torchrun may restart this rank, which must find its folder."""
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-        if self._is_current() and int(restarts[0]) >= int(restarts[1]):
+        if self._is_file_in_folder() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
         os.close(self._file)
 
-    def _is_current(self) -> bool:
-        """Returns whether the locked file is still in the folder."""
+    def _is_file_in_folder(self) -> bool:
         try:
-            current = os.stat(self._path, follow_symlinks=False)  # noqa: PTH116 - beside fstat
+            return os.path.samestat(self._path.lstat(), os.fstat(self._file))
         except OSError:
             return False
-        locked = os.fstat(self._file)
-        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def check_unlocked(folder: Path) -> None:
     """Raises FolderInUseError if a run has locked `folder`. Changes nothing."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        file = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        file = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             _lock_or_raise(file)
         finally:
@@ -152,28 +150,28 @@ def _lock_or_raise(file: int) -> None:
         return  # the file system has no locks
 
 
-def is_restart(folder: Path) -> bool:
-    """Returns whether torchrun restarted this rank in the run that made `folder`, so that it may use the folder again."""
+def is_folder_of_restarted_run(folder: Path) -> bool:
+    """Returns whether torchrun has restarted this rank in the run that created `folder`, which may use the folder again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
-        return bool(json.loads((folder / LOCK).read_text("utf-8"))["starter"] == torchrun_id())
+        return bool(json.loads((folder / _LOCK).read_text("utf-8"))["starter"] == torchrun_id())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> None:
-    """Raises PlanError "run-folder" if `locked_run_folder` could not make or continue the folder. Changes nothing.
+    """Raises PlanError "run-folder" if `locked_run_folder` could not create or continue the folder. Changes nothing.
 
-    Reasons: it exists and neither `overwrite` nor `resume` is set, it is not a run folder, an active run uses it, or it
-    cannot be written.
+    The folder is refused if it exists and neither `overwrite` nor `resume` is set, if it is not a run folder, if an active run
+    uses it, or if it cannot be written.
     """
     folder = run_folder(plan)
     with _folder_errors(plan, folder):
         check_unlocked(folder)
-        if _has_files(folder):
+        if _has_protected_files(folder):
             if not overwrite and not resume:
-                resume_hint = "`--resume auto` to continue it, " if may_resume(plan, folder) else ""
+                resume_hint = "`--resume auto` to continue it, " if can_resume(plan, folder) else ""
                 hint = f"use {resume_hint}`--overwrite` to replace it, or `--set run.name=NAME` for a new one"
                 raise _refusal_error(plan, f"`{folder}` already exists", hint)
             if not _is_run_folder(folder):
@@ -188,15 +186,14 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 
 @contextmanager
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Makes the run folder of `plan` with its `plan.toml`, and locks it until the block ends.
+    """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder.
 
-    resume: whether to keep its files. The next run may use a folder that has only reports of ranks, as a run that failed
-    before its first step leaves it, or only records of ranks, as on hosts other than rank 0's. Raises the same errors as
-    `check_run_folder`.
+    resume: whether to keep its files. A run that fails before its first step leaves only reports of ranks, and hosts other than
+    rank 0's have only records of ranks: the next run replaces such folders. Raises the same errors as `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
-    is_second = is_restart(folder)
+    keeps_reports = is_folder_of_restarted_run(folder)  # those of torchrun's first attempt
     with _folder_errors(plan, folder):
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
@@ -204,9 +201,9 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
     try:
         if not (resume and _is_run_folder(folder)):
             with _folder_errors(plan, folder):
-                _initialize(plan, folder, overwrite=overwrite)
-        if not is_second:  # else keep the reports of torchrun's first attempt
-            recorder().delete_reports(folder)
+                _replace_files(plan, folder, overwrite=overwrite)
+        if not keeps_reports:
+            load_recorder().delete_reports(folder)
         yield folder
     finally:
         if _is_unused(folder) and not (folder / FAULTS).exists():
@@ -214,16 +211,16 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
         lock.release()
 
 
-def _initialize(plan: Plan, folder: Path, *, overwrite: bool) -> None:
-    """Deletes all files but reports from the folder, which this process has locked, and writes the plan."""
-    if _has_files(folder) and not (overwrite and _is_run_folder(folder)):
+def _replace_files(plan: Plan, folder: Path, *, overwrite: bool) -> None:
+    """Deletes all files except reports from the folder, which this process has locked, and writes the plan."""
+    if _has_protected_files(folder) and not (overwrite and _is_run_folder(folder)):
         raise _refusal_error(plan, f"another run has just made `{folder}`", "choose another `run.name`")
     for path in folder.iterdir():
         if path.name == FAULTS:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != LOCK:
+        elif path.name != _LOCK:
             path.unlink()
     write_plan(plan, folder)
 
@@ -236,10 +233,10 @@ def write_plan(plan: Plan, folder: Path) -> None:
 def _is_unused(folder: Path) -> bool:
     """Returns whether `folder` has no results: it is empty, or its run failed before the first step."""
     files = {path.name: path.stat().st_size for path in folder.glob("*")}
-    return files.keys() <= {PLAN, METRICS, LOCK, FAULTS, ATTEMPT, START} and not files.get(METRICS)
+    return files.keys() <= {PLAN, METRICS, _LOCK, FAULTS, ATTEMPT, START_FILE} and not files.get(METRICS)
 
 
-def _has_files(folder: Path) -> bool:
+def _has_protected_files(folder: Path) -> bool:
     """Returns whether the folder has files that a run must not replace without `--overwrite`."""
     if not folder.exists():
         return False
@@ -247,25 +244,24 @@ def _has_files(folder: Path) -> bool:
         return True
     names = {path.name for path in folder.iterdir()}
     work = folder / WORK
-    if names <= {LOCK, FAULTS, WORK} and WORK in names:
+    if names <= {_LOCK, FAULTS, WORK} and WORK in names:
         # On hosts other than rank 0's a run leaves only records of ranks.
-        is_record = work.is_dir() and not work.is_symlink()
-        return not is_record or not all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
-    return bool(names - {LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
+        is_folder = work.is_dir() and not work.is_symlink()
+        return not is_folder or not all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
+    return bool(names - {_LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
 
 
 def _is_run_folder(folder: Path) -> bool:
-    """Returns whether a run made `folder`: only a resolved plan has `source_folder`, a hand-written one does not."""
+    """Returns whether a run created `folder`. Its plan has `source_folder`, unlike a plan that a user has written."""
     try:
-        written = tomli.loads((folder / PLAN).read_text("utf-8"))
+        return "source_folder" in tomli.loads((folder / PLAN).read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    return "source_folder" in written
 
 
 @contextmanager
 def _folder_errors(plan: Plan, folder: Path) -> Iterator[None]:
-    """Turns FolderInUseError and OSError into PlanError "run-folder"."""
+    """Raises PlanError "run-folder" in place of FolderInUseError and OSError."""
     try:
         yield
     except FolderInUseError as error:

@@ -1,7 +1,7 @@
 """Reads run folders: the plan, checkpoints and newest weights of a run; and resumes a run.
 
---resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
-                       └── restarted, or --resume auto ───> resumes from the newest of these, or from PATH if there is none
+    --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
+                           └── restarted, or --resume auto ───> resumes from the newest of these, or from PATH if there is none
 
 Listing checkpoints does not read their contents. Loading one checks whether it is intact. URLs are not listed.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from train_cli.progress import SUMMARY
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
     from sley_core.plan.plan import Plan
-    from sley_core.protocols import CheckpointFiles, RestoreResult
+    from sley_core.protocols import CheckpointFiles
     from sley_core.run import Run
     from sley_core.run_state.pieces import SavedRun
     from sley_core.weight_files.read import TensorReader
@@ -39,8 +39,6 @@ AUTO = "auto"
 RESTART = "restart"
 """Like `AUTO`, for a run that torchrun or SLURM has restarted and whose user has passed no `--resume`."""
 
-_NUM_SHOWN = 4
-
 
 def run_folder(plan: Plan) -> Path:
     """Returns the run folder of `plan`. A relative `[run] folder` is relative to the current folder."""
@@ -48,8 +46,8 @@ def run_folder(plan: Plan) -> Path:
 
 
 def copy_run_files(plan: Plan, folder: Path) -> None:
-    """Copies the files into the run folder that `export` and `sample` need: the tokenizer with its chat template, and the small
-    files next to the weights from which the run started. Raises OSError.
+    """Copies files for `export` and `sample` into the run folder: the tokenizer with its chat template, and the configs next to
+    the weights from which the run started. Raises OSError.
     """
     for (table, key), name in COPIES.items():
         source = getattr(getattr(plan, table).config, key, None)
@@ -73,19 +71,14 @@ def load_run_plan(folder: Path) -> Plan:
 
     Raises UsageError "no-run", and the errors of loading a plan.
     """
-    return resolve_plan(load_run_document(folder), Loader())
+    return resolve_plan(read_run_document(folder), Loader())
 
 
-def load_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
+def read_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
     """Returns the unresolved plan of the run in `folder`, with changes. Raises the same errors as `load_run_plan`."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN}`")
     return use_copied_files(read_file(folder / PLAN, changes), folder)
-
-
-def is_remote(path: str) -> bool:
-    """Returns whether `path` is a URL."""
-    return "://" in path
 
 
 def checkpoint_folder(plan: Plan, folder: Path) -> str:
@@ -93,42 +86,46 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
     return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
 
 
-def checkpoint_reader(plan: Plan | None) -> CheckpointFiles:
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
+def _load_reader(plan: Plan | None) -> CheckpointFiles:
     """Returns the checkpoint reader of the plan's checkpointer, or of the default one. Imports torch.
 
     Raises PluginError "plugin-missing" if the checkpointer is not installed, and UsageError "no-checkpoint-files" if only a
     run can read its checkpoints.
     """
-    files = _files_or_none(plan)
-    if files is None:
+    reader = _find_reader(plan)
+    if reader is None:
         name = plan.checkpoint.name if plan and plan.checkpoint else ""
         hint = "run `train-cli run` with `--resume PATH`, and use the final weights of that run"
         raise UsageError("no-checkpoint-files", f"only a run can read checkpoints of `{name}`", hint=hint)
-    return files
+    return reader
 
 
-def _files_or_none(plan: Plan | None) -> CheckpointFiles | None:
+def _find_reader(plan: Plan | None) -> CheckpointFiles | None:
     from sley_core.run_state.state import checkpoint_files
 
     return checkpoint_files(Loader() if plan is None else plan.loader, plan)
 
 
-def _checkpoint_paths(files: CheckpointFiles, folder: str) -> list[str]:
+def _list_checkpoints(reader: CheckpointFiles, folder: str) -> list[str]:
     """Returns the paths or URLs of the complete checkpoints in `folder`, newest first."""
-    return [f"{folder.rstrip('/')}/{name}" for name in files.names(folder)]
+    return [f"{folder.rstrip('/')}/{name}" for name in reader.names(folder)]
 
 
-def _description_or_none(files: CheckpointFiles, path: str) -> SavedRun | None:
+def _describe_checkpoint(reader: CheckpointFiles, path: str) -> SavedRun | None:
     """Returns the description of the checkpoint at `path`, or None if there is none or it is damaged."""
     try:
-        return files.describe(path)
+        return reader.describe(path)
     except Exception:  # a file system may raise anything
         return None
 
 
-def _weights_origin(folder: Path) -> tuple[str, int | None]:
-    """Returns the attempt that wrote the weights in `folder`, and its step. Returns "" and None if the files
-    do not have them. Raises RunError "weight-files".
+def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
+    """Returns the attempt that wrote the weights in `folder`, and its step; "" and None if the files do not have them. Raises
+    RunError "weight-files".
     """
     from sley_core.weight_files.read import SINGLE, open_safetensors
 
@@ -139,31 +136,30 @@ def _weights_origin(folder: Path) -> tuple[str, int | None]:
     return str(metadata.get("attempt", "")), int(step) if step.isdecimal() else None
 
 
-def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
-    """Returns the path of the newest weights of the run in `folder`, and the step after which they were saved, or None if the
-    step is not known. These are the final weights, or an intact checkpoint if it is of a later step. best: the newest
-    checkpoint that was the best when it was saved.
+def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
+    """Returns the path of the newest weights of the run in `folder`, and their step, or None if that is not known.
 
-    Steps that do not belong to the run's history do not count, because the run went back or was started over. Raises
-    UsageError "no-weights" if there are no weights.
+    These are the final weights, or an intact checkpoint if it is of a later step. best: whether to return the newest checkpoint
+    that was the best when it was saved. Steps that the run has discarded, because it went back or was started over, do not
+    count. Raises UsageError "no-weights" if there are no weights.
     """
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
     if (folder / WEIGHTS).is_dir() and not best:
-        writer, step = _weights_origin(folder / WEIGHTS)
+        writer, step = _read_weights_origin(folder / WEIGHTS)
         if attempt is None or step is None or attempt.includes_steps(writer, step):
             final = folder / WEIGHTS, step
     checkpoints = checkpoint_folder(plan, folder)
-    if is_remote(checkpoints) or Path(checkpoints).is_dir():
-        files = checkpoint_reader(plan)
-        descriptions = {path: _description_or_none(files, path) for path in _checkpoint_paths(files, checkpoints)}
+    if _is_url(checkpoints) or Path(checkpoints).is_dir():
+        reader = _load_reader(plan)
+        descriptions = {path: _describe_checkpoint(reader, path) for path in _list_checkpoints(reader, checkpoints)}
         readable = [(saved, path) for path, saved in descriptions.items() if saved is not None]
         for saved, path in sorted(readable, key=lambda pair: pair[0].step, reverse=True):
             if best and not saved.is_best:
                 continue
             if final is not None and (final[1] is None or final[1] >= saved.step):
                 break
-            if (attempt is None or attempt.shares_steps(saved.lineage, saved.step)) and files.is_whole(path):
+            if (attempt is None or attempt.shares_steps(saved.lineage, saved.step)) and reader.is_whole(path):
                 return path, saved.step
     if final is None:
         if best:
@@ -175,7 +171,11 @@ def newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Pat
 
 
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
-    """Returns the plan and the weights of a checkpoint, or the newest or `best` weights of a run; prints their origin."""
+    """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights.
+
+    run: a run folder, for its newest weights or with `best` those of its best checkpoint; or the path or URL of a checkpoint.
+    Raises UsageError "no-run" or "no-weights".
+    """
     from sley_core.run_state.tensors import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
@@ -183,14 +183,14 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     plan = None
     if (Path(run) / PLAN).is_file():
         plan = load_run_plan(Path(run))
-        path, step = newest_weights(Path(run), plan, best=best)
+        path, step = find_newest_weights(Path(run), plan, best=best)
         if isinstance(path, Path):
             print_line(f"the weights{'' if step is None else f' of step {step}'} in {path}")
             return plan, WeightFiles(path)
     elif best:
         raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
-    may_exist = is_remote(str(path)) or Path(path).is_dir()
-    checkpoint = checkpoint_reader(plan).open(str(path)) if may_exist else None
+    can_exist = _is_url(str(path)) or Path(path).is_dir()
+    checkpoint = _load_reader(plan).open(str(path)) if can_exist else None
     if checkpoint is None:
         raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
     saved_plan, source = plan_and_weights(checkpoint)
@@ -199,36 +199,28 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     return plan or saved_plan, source
 
 
-def may_resume(plan: Plan, folder: Path) -> bool:
+def can_resume(plan: Plan, folder: Path) -> bool:
     """Returns whether the run in `folder` may have a checkpoint to resume from: its own, or the one from which it started."""
     checkpoints, attempt = checkpoint_folder(plan, folder), read_attempt(folder)
-    if is_remote(checkpoints) or (attempt is not None and attempt.origin):
+    if _is_url(checkpoints) or (attempt is not None and attempt.origin):
         return True
     try:
-        return Path(checkpoints).is_dir() and bool(checkpoint_reader(plan).names(checkpoints))
+        return Path(checkpoints).is_dir() and bool(_load_reader(plan).names(checkpoints))
     except SleyError:  # no installed package reads them
         return False
 
 
 def check_checkpoint_path(plan: Plan, path: str) -> None:
-    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them; the hint lists nearby ones."""
-    if is_remote(path) or (files := _files_or_none(plan)) is None:
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them. URLs are not checked."""
+    if _is_url(path) or (reader := _find_reader(plan)) is None:
         return
-    folder = Path(path)
     try:
-        is_checkpoint = files.describe(path) is not None
+        is_missing = reader.describe(path) is None and not reader.names(path)
     except SleyError:  # a damaged checkpoint, which loading reports
-        is_checkpoint = True
-    if is_checkpoint or files.names(path):
         return
-    if files.names(str(folder / CHECKPOINTS)):
-        hint = f"use `{folder / CHECKPOINTS}`, the checkpoints of that run"
-    elif siblings := files.names(str(folder.parent)):
-        suffix = f" and {len(siblings) - _NUM_SHOWN} more" if len(siblings) > _NUM_SHOWN else ""
-        hint = f"use a checkpoint of the parent folder: {', '.join(f'`{name}`' for name in siblings[:_NUM_SHOWN])}{suffix}"
-    else:
+    if is_missing:
         hint = "pass a checkpoint, or a folder of checkpoints such as `runs/NAME/checkpoints`"
-    raise UsageError("no-checkpoint", f"there is no checkpoint in `{path}`", hint=hint)
+        raise UsageError("no-checkpoint", f"there is no checkpoint in `{path}`", hint=hint)
 
 
 def is_restarted() -> bool:
@@ -237,9 +229,9 @@ def is_restarted() -> bool:
     return any(count != "0" for count in restarts)
 
 
-def continues_in_folder(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run continues in its existing folder. If not, it starts in a new folder, perhaps from another run's
-    checkpoint. resume: the value of `--resume`.
+def is_folder_continued(plan: Plan, resume: str | None) -> bool:
+    """Returns whether the run continues in its existing folder. A run that starts needs a new folder, even with a checkpoint of
+    another run. resume: the value of `--resume`.
 
     A job that SLURM has restarted continues its own runs, but not those of other jobs.
     """
@@ -255,12 +247,12 @@ def continues_in_folder(plan: Plan, resume: str | None) -> bool:
     paths = {Path(resume).resolve(), Path(os.path.abspath(resume))}  # noqa: PTH100  # does not follow links
     if any(path.is_relative_to(base) for path in paths for base in (folder.resolve(), folder.absolute())):
         return True
-    # Checkpoints of this run in any other folder.
+    # The checkpoint may be of this run, but in another folder.
     attempt = read_attempt(folder)
-    if attempt is None or (files := _files_or_none(plan)) is None:
+    if attempt is None or (reader := _find_reader(plan)) is None:
         return False
-    candidates = (_description_or_none(files, path) for path in _checkpoint_paths(files, resume))
-    saved = _description_or_none(files, resume) or next(candidates, None)
+    candidates = (_describe_checkpoint(reader, path) for path in _list_checkpoints(reader, resume))
+    saved = _describe_checkpoint(reader, resume) or next(candidates, None)
     return saved is not None and attempt.is_writer_of(saved.lineage)
 
 
@@ -285,32 +277,26 @@ def is_finished(run: Run, folder: Path) -> bool:
 
 
 def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
-    """Loads the checkpoint `resume` into `run`, unless it is None; returns lines for the user. All ranks must call it.
+    """Loads the checkpoint `resume` into `run`, unless it is None; returns notes for the user. All ranks must call it.
 
-    A restarted run continues from its own newest checkpoint, not from the one from which it started. If it has saved none, it
-    starts at step 1, unless the user has passed `AUTO` with a plan that saves none.
+    A restarted run continues from its own newest checkpoint, not from the one from which it started. A run without a checkpoint
+    starts at step 1, unless the user has passed `AUTO` with a plan that saves no checkpoints.
     """
     if resume is None:
         return []
     attempt = read_attempt(folder) if run.world.rank == 0 else None
-    may_start_over = is_restarted() and (resume != AUTO or run.plan.checkpoint is not None)
+    can_start_over = is_restarted() and (resume != AUTO or run.plan.checkpoint is not None)
     if resume == RESTART:
         resume = AUTO
     elif resume != AUTO and is_restarted():
         has_started = attempt is not None and attempt.given == resume
-        # Over all ranks, which have the same command and environment.
+        # All ranks of the world gather: they have the same command and environment, so all of them come here.
         if run.groups["control"].gather_objects(has_started, label="where the run has started")[0]:
             resume = AUTO
-    # True if the same torchrun started the attempt in the folder: it restarts the run, perhaps at step 1.
-    allow_fresh_start = may_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
-    restored = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
-    return (
-        ["there is no checkpoint yet, so the run starts at step 1"] if restored is None else list(_restore_lines(run, restored))
-    )
-
-
-def _restore_lines(run: Run, restored: RestoreResult) -> Iterator[str]:
-    for path, damages in restored.damaged_checkpoints:
-        yield f"skipped {path}: {', '.join(map(str, damages))}"
-    yield f"continuing after step {restored.step} of {run.plan.run.steps}, from {restored.path}"
-    yield from restored.notes
+    # The same torchrun has started the attempt in the folder, and restarts it, perhaps at step 1.
+    allow_fresh_start = can_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
+    result = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
+    if result is None:
+        return ["there is no checkpoint yet, so the run starts at step 1"]
+    notes = [f"skipped {path}: {', '.join(map(str, damages))}" for path, damages in result.damaged_checkpoints]
+    return [*notes, f"continuing after step {result.step} of {run.plan.run.steps}, from {result.path}", *result.notes]

@@ -1,4 +1,4 @@
-"""Ends a rank: at a signal, after its step and within a time limit; with its launcher; and without waiting for peers.
+"""Ends a rank at a signal: after its step, within a time limit, together with its launcher, and without waiting for peers.
 
     training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
         │                              └── second SIGINT ──> exits at once
@@ -27,29 +27,29 @@ from sley_core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
-CLEANUP_S = 10.0
-TERMINATED_S = 8.0
-SAVING_S = 25.0
-"""Like `TERMINATED_S`, for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
+CLEANUP_TIMEOUT_S = 10.0
+SIGTERM_TIMEOUT_S = 8.0
+SAVE_TIMEOUT_S = 25.0
+"""Like `SIGTERM_TIMEOUT_S`, for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
 
-SECOND_TERM_S = 6.0
+SECOND_SIGTERM_TIMEOUT_S = 6.0
 """The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
 
-TOGETHER_S = 1.0
+SAME_SIGNAL_S = 1.0
 """Signals within this time count as one: an interrupt reaches a rank directly and through its launcher."""
 
 STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
 
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """The signals that batch systems send some time before they end a job."""
 
-LAUNCHER = "SLEY_LAUNCHER"
+LAUNCHER_VARIABLE = "SLEY_LAUNCHER"
 """The environment variable in which a local launch passes its process id to its ranks."""
 
-ELASTIC = "TORCHELASTIC_RUN_ID"
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets for its workers, which also die with it."""
 
-_WAKE = b"\0"
+_WAKE_BYTE = b"\0"
 _PR_SET_PDEATHSIG = 1
 
 _has_launcher = False
@@ -61,25 +61,25 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes this process end with its launcher, even after `kill -9` of the launcher. Does nothing without a launcher.
+    """Makes the kernel kill this process when its launcher ends, even by SIGKILL. Does nothing without a launcher.
 
-    The kernel sends the signal, even while the rank hangs in a driver. Must be called before slow imports. Exits if the
-    launcher has already died.
+    This works even while the rank hangs in a driver. Must be called before slow imports. Exits if the launcher has already
+    died.
     """
     global _has_launcher
     # Removed, so that processes that the rank starts do not take themselves for ranks.
-    launcher = int(os.environ.pop(LAUNCHER, 0))
-    _has_launcher = launcher != 0
-    if not _has_launcher and ELASTIC not in os.environ:
+    launcher_pid = int(os.environ.pop(LAUNCHER_VARIABLE, 0))
+    _has_launcher = launcher_pid != 0
+    if not _has_launcher and TORCHRUN_VARIABLE not in os.environ:
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if _has_launcher and os.getppid() != launcher:
+    if _has_launcher and os.getppid() != launcher_pid:
         os._exit(1)
 
 
-def exit_rank(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends this process with exit code `code`.
 
     A failed rank exits without destructors, since those of communicators may wait for dead peers. Its `multiprocessing`
@@ -89,12 +89,17 @@ def exit_rank(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        _kill_workers()
-        os._exit(code)
+        _exit_now(code)
     sys.exit(code)
 
 
-def _kill_workers() -> None:
+def _exit_now(code: int) -> NoReturn:
+    """Kills the `multiprocessing` children and ends this process, from any thread; unflushed buffers are lost."""
+    _kill_children()
+    os._exit(code)
+
+
+def _kill_children() -> None:
     if "multiprocessing" in sys.modules:
         with suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the handler of torch's data loaders raises when a worker is killed
@@ -102,8 +107,8 @@ def _kill_workers() -> None:
             child.kill()
 
 
-class Terminated(BaseException):
-    """Raised at SIGTERM if there is no step to finish; ends the process with exit code `code`.
+class TerminationInterrupt(BaseException):
+    """Raised at SIGTERM or SIGHUP if there is no step to finish; ends the process with exit code `code`.
 
     This is not a SystemExit, since a SystemExit of the user's factory is reported as a failure.
     """
@@ -113,16 +118,16 @@ class Terminated(BaseException):
         self.code = code
 
 
-def terminated_s(plan: Plan) -> float:
+def sigterm_timeout_s(plan: Plan) -> float:
     """Returns the number of seconds after SIGTERM within which a rank of `plan` finishes its step, saves and exits."""
     saves = plan.run.final_weights != "none" or (plan.checkpoint is not None and plan.checkpoint.config.on_interrupt)
-    return SAVING_S if saves else TERMINATED_S
+    return SAVE_TIMEOUT_S if saves else SIGTERM_TIMEOUT_S
 
 
-def exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
+def signal_exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
     """Returns the exit code of a run by the signal that stops it: 128 + the signal's number.
 
-    warnings: the names of the signals in `WARNINGS` that stop the run.
+    warnings: the names of the signals in `WARNING_SIGNALS` that stop the run.
     """
     exit_codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -130,72 +135,72 @@ def exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
     return exit_codes | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
 
 
-class Stopping(AbstractContextManager["Stopping"]):
+class SignalHandler(AbstractContextManager["SignalHandler"]):
     """A context manager that handles SIGINT, SIGTERM, SIGHUP and the signals `warnings`.
 
     A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when a
     signal arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended
-    within `terminated_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Does nothing
-    outside the main thread, where Python allows no handlers.
+    within `sigterm_timeout_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Does
+    nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
         self,
         print_line: Callable[[str], None] | None = None,
         report_stuck: Callable[[], None] | None = None,
-        terminated_s: float | None = None,
+        sigterm_timeout_s: float | None = None,
         warnings: Iterable[str] = (),
-        exit_process: Callable[[int], None] | None = None,
+        exit_process: Callable[[int], None] = _exit_now,
     ) -> None:
-        self._exit_process = exit_process or _exit_now
-        self._terminated_s = TERMINATED_S if terminated_s is None else terminated_s
+        self._exit_process = exit_process
+        self._sigterm_timeout_s = SIGTERM_TIMEOUT_S if sigterm_timeout_s is None else sigterm_timeout_s
         self._print_line = print_line
         self._report_stuck = report_stuck
-        self._codes = exit_codes(warnings)
+        self._exit_codes = signal_exit_codes(warnings)
         self._stop: Callable[[], None] | None = None
-        self._first: int | None = None
-        self._first_signal_s = 0.0
-        self._terminated_at: float | None = None
-        self._deadline: float | None = None
+        self._first_signal: int | None = None
+        self._first_signal_at_s = 0.0
+        self._first_sigterm_at_s: float | None = None
+        self._deadline_s: float | None = None
         self._deadline_code = 0
-        self._closed = False
-        self._is_main = threading.current_thread() is threading.main_thread()
+        self._is_closed = False
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     @property
     def exit_code(self) -> int | None:
         """The exit code of the first signal, such as 130; None if there was no signal."""
-        return None if self._first is None else self._codes[self._first]
+        return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
-    def call_at_signal(self, stop: Callable[[], None]) -> None:
+    def call_on_signal(self, stop: Callable[[], None]) -> None:
         """Makes signals call `stop` from another thread. Before this call they raise in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:
-        """Ends this process with exit code `code` if it has not ended by itself within `CLEANUP_S` seconds."""
-        self._limit(CLEANUP_S, code)
-        if self._is_main:
-            os.write(self._writer, _WAKE)
+        """Ends this process with exit code `code` if it has not ended by itself within `CLEANUP_TIMEOUT_S` seconds."""
+        self._set_deadline(CLEANUP_TIMEOUT_S, code)
+        if self._is_main_thread:
+            os.write(self._writer, _WAKE_BYTE)
 
-    def __enter__(self) -> Stopping:
-        if not self._is_main:
+    def __enter__(self) -> SignalHandler:
+        if not self._is_main_thread:
             return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, self._handle) for number in self._codes}
+        self._old_handlers = {number: signal.signal(number, self._raise_interrupt) for number in self._exit_codes}
         self._thread = threading.Thread(target=self._watch, name="sley-signals", daemon=True)
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore_in_child)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_main:
+        if not self._is_main_thread:
             return
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup_fd)
-        self._closed = True
-        os.write(self._writer, _WAKE)
+        self._is_closed = True
+        os.write(self._writer, _WAKE_BYTE)
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
@@ -205,58 +210,55 @@ class Stopping(AbstractContextManager["Stopping"]):
 
         Otherwise SIGTERM would not end it, and this process would wait for it forever.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             signal.set_wakeup_fd(-1)
             for number, handler in self._old_handlers.items():
                 # A batch system may warn all processes of a job; the worker must go on.
-                signal.signal(number, signal.SIG_IGN if number in WARNINGS else handler)
+                signal.signal(number, signal.SIG_IGN if number in WARNING_SIGNALS else handler)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _raise_interrupt(self, number: int, _: FrameType | None) -> None:
+        """Raises in the main thread if there is no run to stop; Python's handler of each signal."""
         if self._stop is None:
-            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(self._codes[number])
+            raise KeyboardInterrupt if number == signal.SIGINT else TerminationInterrupt(self._exit_codes[number])
 
     def _watch(self) -> None:
         """Waits for signals and the deadline; the body of the thread."""
-        while not self._closed:
-            wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        while not self._is_closed:
+            wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:
                 for number in os.read(self._reader, 64):
-                    if number in self._codes:
+                    if number in self._exit_codes:
                         self._handle_signal(number)
-            elif self._deadline is not None and time.monotonic() >= self._deadline:
+            elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 if self._report_stuck is not None:
                     self._report_stuck()
-                self._deadline = None
+                self._deadline_s = None
                 self._exit_process(self._deadline_code)
 
     def _handle_signal(self, number: int) -> None:
         """Handles a signal: asks the run to stop, sets a deadline, or ends the process at once."""
-        code = self._codes[number]
-        now = time.monotonic()
-        if self._first is None:
-            self._first, self._first_signal_s = number, now
+        code = self._exit_codes[number]
+        now_s = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal, self._first_signal_at_s = number, now_s
             if self._stop is not None:
                 if self._print_line is not None:
                     self._print_line(STOP_MESSAGE)
                 self._stop()
             else:
-                self._limit(CLEANUP_S, code)
-        elif number == signal.SIGINT and (self._print_line is not None or now - self._first_signal_s > TOGETHER_S):
+                self._set_deadline(CLEANUP_TIMEOUT_S, code)
+        elif number == signal.SIGINT and (self._print_line is not None or now_s - self._first_signal_at_s > SAME_SIGNAL_S):
             self._exit_process(code)
-        if number != signal.SIGINT and number not in WARNINGS:
-            if self._terminated_at is None:
-                self._terminated_at = now
-            is_second = now - self._terminated_at > TOGETHER_S
-            self._limit(SECOND_TERM_S if is_second else self._terminated_s, self.exit_code or code)
+        if number != signal.SIGINT and number not in WARNING_SIGNALS:
+            if self._first_sigterm_at_s is None:
+                self._first_sigterm_at_s = now_s
+            is_second = now_s - self._first_sigterm_at_s > SAME_SIGNAL_S
+            timeout_s = SECOND_SIGTERM_TIMEOUT_S if is_second else self._sigterm_timeout_s
+            self._set_deadline(timeout_s, self.exit_code or code)
 
-    def _limit(self, seconds: float, code: int) -> None:
-        deadline = time.monotonic() + seconds
-        if self._deadline is None or deadline < self._deadline:
-            self._deadline, self._deadline_code = deadline, code
-
-
-def _exit_now(code: int) -> None:
-    """Ends this process at once, from any thread; unflushed buffers are lost."""
-    _kill_workers()
-    os._exit(code)
+    def _set_deadline(self, timeout_s: float, code: int) -> None:
+        """Makes the thread end this process with `code` after `timeout_s` seconds, unless an earlier deadline is set."""
+        deadline_s = time.monotonic() + timeout_s
+        if self._deadline_s is None or deadline_s < self._deadline_s:
+            self._deadline_s, self._deadline_code = deadline_s, code

@@ -28,7 +28,7 @@ from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport
 from sley_doctor.work_record import WorkRecord
 from train_cli.progress import SUMMARY
 from train_cli.run_folder import FolderInUseError, check_unlocked
-from train_cli.stopping import WARNINGS
+from train_cli.stopping import WARNING_SIGNALS
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
 """States in addition to the outcomes of a summary: finished, interrupted, failed."""
@@ -118,7 +118,7 @@ _SHARED_CODES = frozenset(
 """Codes of errors that involve at least two ranks."""
 
 _EXPECTED_EXIT_CODES = frozenset(
-    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNINGS), -signal.SIGTERM, -signal.SIGINT}
+    {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
 )
 _ABORT_CODE = -signal.SIGABRT
 _STUCK = "stuck"

@@ -1,4 +1,4 @@
-"""`train-cli chat RUN`: a conversation with a trained model in the terminal; opens models for `train-cli sample`, too."""
+"""`train-cli chat RUN`: a conversation with a trained model in the terminal. Also opens the models for `train-cli sample`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import TextIds
     from sley_core.plan.plan import Plan
 
-HELP = "Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer."
+_HELP = "Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer."
 
 
 def chat(
@@ -41,24 +41,24 @@ def chat(
 ) -> None:
     """Talk to a trained model in the terminal."""
     generator, text_ids = open_generator(run, best=best, feature="`train-cli chat`")
-    first = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(first)
-    generator.encode_chat([*first, {"role": "user", "content": "?"}])  # refuses a model without a template at once
-    print_line(HELP)
-    for line in _typed_lines():
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(system_messages)
+    generator.encode_chat([*system_messages, {"role": "user", "content": "?"}])  # refuses a model without a template at once
+    print_line(_HELP)
+    for line in _read_lines():
         if line == "/quit":
             return
         if line == "/reset":
-            messages = list(first)
+            messages = list(system_messages)
         elif line:
             messages.append({"role": "user", "content": line})
-            ids = _encode_recent(generator, messages, len(first))
+            ids = _encode_messages(generator, messages, len(system_messages))
             num_tokens = limit_tokens(generator, len(ids), tokens)
             steps = generator.generate([ids], tokens=num_tokens, temperature=temperature, top_k=top_k, seed=seed)
             messages.append({"role": "assistant", "content": _print_answer(text_ids, steps)})
 
 
-def _typed_lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """Yields the lines that the user types, until the end of stdin."""
     while True:
         if sys.stdin.isatty():
@@ -70,7 +70,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _print_answer(text_ids: TextIds, steps: Any) -> str:
-    """Prints an answer as it is generated, until Ctrl-C; returns what was printed. steps: lists of one id."""
+    """Prints an answer while it is generated, until Ctrl-C. Returns the printed text. steps: yields lists of one token id."""
     text, ids = "", []
 
     def tokens() -> Iterator[int]:
@@ -94,20 +94,23 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
     return text
 
 
-def _encode_recent(generator: Any, messages: list[dict[str, str]], num_first: int) -> list[int]:
-    """Returns the ids of the conversation, from which the oldest turns are removed while it fills the model's positions."""
+def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
+    """Returns the token ids of the conversation. Removes its oldest turns while it fills the model's positions.
+
+    num_system: the number of system messages, which are kept.
+    """
     while True:
         ids: list[int] = generator.encode_chat(messages)
-        if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_first + 1:
+        if generator.max_length is None or len(ids) < generator.max_length or len(messages) <= num_system + 1:
             return ids
-        del messages[num_first : num_first + 2]
+        del messages[num_system : num_system + 2]
         print_line("the conversation is too long for the model, which forgets its first turn")
 
 
 def limit_tokens(generator: Any, num_ids: int, tokens: int) -> int:
     """Returns the number of new tokens for which the model has positions, at most `tokens`.
 
-    num_ids: the number of tokens of the prompt. Raises UsageError "prompt-long" if there is no position left.
+    num_ids: the number of tokens of the prompt. Raises UsageError "prompt-long" if the prompt fills all positions.
     """
     if generator.max_length is None or num_ids + tokens <= generator.max_length:
         return tokens

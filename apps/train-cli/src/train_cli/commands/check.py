@@ -1,4 +1,4 @@
-"""`train-cli check` and `env`: work on plans before a run, without torch unless `--model` is set."""
+"""`train-cli check` reports mistakes in plans, without torch unless `--model` is set. `train-cli env` describes the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(
     errors: list[SleyError] = []
     for path in plans:
         try:
-            _check(path, overrides or [], world, model)
+            _check_plan(path, overrides or [], world, model)
         except SleyError as error:
             errors.append(error)
     if errors:
@@ -53,8 +53,8 @@ def check(
     print_line(result if model else f"{result}; no model was built (use --model)")
 
 
-def _check(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
-    """Raises SleyError with the problems of one plan; prints notes. model: whether to build and call the model."""
+def _check_plan(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
+    """Prints notes on one plan. Raises SleyError with its problems. model: whether to build and call the model."""
     plan = load_plan(path, overrides)
     size = plan.world_size(world) if world is None else world
     if problems := check_plan(plan, size):

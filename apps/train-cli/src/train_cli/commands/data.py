@@ -1,4 +1,4 @@
-"""`train-cli data show PLAN`: counts of a plan's data, and samples as the model sees them; `prepare`, `export`."""
+"""`train-cli data`: `show` prints counts and samples of a plan's data, `prepare` fills caches, `export` writes token files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the data as a plan's model receives it.")
 
-_MAX_COUNTED = 10_000
-"""The number of samples that are counted for a dataset that does not count them itself."""
+_MAX_COUNTED_SAMPLES = 10_000
+"""The maximum number of samples to count for a dataset that does not count its samples itself."""
 
 
 @data.callback()
@@ -53,16 +53,14 @@ def show(
     data, data_split = resolved.data, split
     if split not in ("train", "held_out"):
         data, data_split = sets[split].data, "held_out" if sets[split].keys.split == "held_out" else "train"
-    dataset = _open_tokens(data, DataContext(resolved.run.seed, cast(Split, data_split)))
-    counts = _counts(dataset)
+    dataset = _open_token_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    counts = _count_tokens(dataset)
     if sample is not None and sample >= len(dataset):
         raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
-    row = _read_row(dataset, sample) if sample is not None else None
+    fields = _read_sample(dataset, sample) if sample is not None else None
     if output_format is OutputFormat.json:
-        value = {"split": split, "samples": len(dataset), **counts}
-        if row is not None:
-            value["sample"] = row
-        print(json.dumps(value))
+        sample_entry = {} if fields is None else {"sample": fields}
+        print(json.dumps({"split": split, "samples": len(dataset), **counts, **sample_entry}))
         return
     print(f"{split}: {len(dataset)} samples")
     for name, count in counts.items():
@@ -74,9 +72,9 @@ def show(
                 print(f"  {source}: " + ", ".join(f"{number} {unit}" for unit, number in source_counts.items()))
         else:
             print(f"  {name:<11}{'unknown' if count is None else f'{count:.2%}' if name == 'packing' else count}")
-    if row is not None:
+    if fields is not None:
         print(f"\nsample {sample}, with its labels in brackets:")
-        for line in document_lines(row, _load_text_ids(data)):
+        for line in document_lines(fields, _load_text_ids(data)):
             print(line)
 
 
@@ -119,7 +117,7 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Opens a dataset. Imports torch for your own dataset, and if the dataset's module does."""
+    """Opens a dataset. Imports torch for a dataset of a factory, and if the dataset's module does."""
     if data.record is not None:
         return cast("AnyDataset", data.build(context))
     from sley_core.data.factory import open_dataset
@@ -127,7 +125,7 @@ def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
     return open_dataset(data, context)
 
 
-def _open_tokens(data: Component, context: DataContext) -> Dataset:
+def _open_token_dataset(data: Component, context: DataContext) -> Dataset:
     """Opens a dataset of token ids. Raises UsageError "no-tokens" for other data and for streams."""
     dataset = _open_dataset(data, context)
     if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
@@ -136,13 +134,13 @@ def _open_tokens(data: Component, context: DataContext) -> Dataset:
     return cast("Dataset", dataset)
 
 
-def _read_row(dataset: Dataset, index: int) -> dict[str, list[int]]:
-    """Returns sample `index` as lists. Imports torch."""
+def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
+    """Returns the fields of sample `index` as flat lists. Imports torch."""
     return {name: value.reshape(-1).tolist() for name, value in dataset[index].items()}
 
 
-def _counts(dataset: Dataset) -> dict[str, Any]:
-    """Returns the counts of the samples, with their packing efficiency."""
+def _count_tokens(dataset: Dataset) -> dict[str, Any]:
+    """Returns the counts of documents, tokens and padding, and `packing`: the share of positions that are not padding."""
     counts = dict(getattr(dataset, "counts", None) or _count_samples(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
@@ -150,15 +148,15 @@ def _counts(dataset: Dataset) -> dict[str, Any]:
 
 
 def _count_samples(dataset: Dataset) -> dict[str, Any]:
-    """Counts the first `_MAX_COUNTED` samples one by one. `sources`: the counts of each source by name, if there are any."""
+    """Counts the tokens of at most `_MAX_COUNTED_SAMPLES` samples, for a dataset with sources also by source."""
     names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
-    for index in range(min(len(dataset), _MAX_COUNTED)):
-        row = _read_row(dataset, index)
-        source = row[SOURCE][0] if names else 0
-        counts[source].update(samples=1, tokens=len(row["labels"]), trained=sum(label >= 0 for label in row["labels"]))
-    num_left = len(dataset) - _MAX_COUNTED
-    dropped = {f"not counted: samples after the first {_MAX_COUNTED}": num_left} if num_left > 0 else {}
+    for index in range(min(len(dataset), _MAX_COUNTED_SAMPLES)):
+        fields = _read_sample(dataset, index)
+        labels, source = fields["labels"], fields[SOURCE][0] if names else 0
+        counts[source].update(samples=1, tokens=len(labels), trained=sum(label >= 0 for label in labels))
+    num_left = len(dataset) - _MAX_COUNTED_SAMPLES
+    dropped = {f"not counted: samples after the first {_MAX_COUNTED_SAMPLES}": num_left} if num_left > 0 else {}
     tokens, trained = (sum(count[key] for count in counts) for key in ("tokens", "trained"))
     totals = {"documents": None, "padding": None, "longest": None, "tokens": tokens, "trained": trained, "positions": tokens}
     by_source = {"sources": dict(zip(names, map(dict, counts), strict=True))} if names else {}
@@ -174,13 +172,14 @@ def _load_text_ids(data: Component) -> TextIds | None:
     return ids
 
 
-def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
-    """Yields the documents of a sample, each after a line with its positions. ids: decodes tokens; None prints token ids.
+def document_lines(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
+    """Yields the documents of a sample as text, each after a line with its positions.
 
-    A token is in brackets if it is a label, that is, if the previous position is trained.
+    ids: converts tokens to text; None for token ids as text. A token is in brackets if the previous position is trained to
+    predict it.
     """
-    tokens, labels = row["tokens"], row["labels"]
-    starts = sorted({*row.get("cu_seqlens", (0,)), len(tokens)})
+    tokens, labels = fields["tokens"], fields["labels"]
+    starts = sorted({*fields.get("cu_seqlens", (0,)), len(tokens)})
     for start, stop in pairwise(starts):
         is_padding = not any(tokens[start:stop]) and all(label == IGNORE_INDEX for label in labels[start:stop]) and start > 0
         yield f"-- positions {start} to {stop - 1}{': padding' if is_padding else ''}"
@@ -192,7 +191,7 @@ def document_lines(row: Mapping[str, Sequence[int]], ids: TextIds | None) -> Ite
 
 
 def _mark_labels(values: Sequence[int], are_labels: Sequence[bool], ids: TextIds | None) -> Iterator[str]:
-    """Yields the text of consecutive labels in brackets, and the text of other consecutive tokens."""
+    """Yields the text of each run of consecutive labels, in brackets, and of each run of other tokens."""
     for is_label, group in groupby(zip(values, are_labels, strict=True), key=itemgetter(1)):
         tokens = [token for token, _ in group]
         text = "".join(ids.decode(tokens)) if ids is not None else " ".join(map(str, tokens)) + " "

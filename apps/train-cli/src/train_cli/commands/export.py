@@ -1,9 +1,9 @@
 """`train-cli export`: writes the weights of a run or checkpoint under the names that other programs use.
 
 A factory returns layers, and the registry names a weight by its layer: `3.attn.weight` in the fourth layer of a list. Usually
-the layers are parts of a module that the factory made, in which the same weight is `h.2.attn.weight`. To find that module, the
-factory is called once more on meta, with a hook that sees which modules register others. The module that has all parameters of
-the model is the one whose `load_state_dict` accepts the exported names.
+the layers are parts of a module that the factory has created, in which the same weight is `h.2.attn.weight`. To find that
+module, the factory is called once more on meta, with a hook on the registration of modules. The exported names are those of the
+module that has all parameters of the model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def export(
     plan, source = open_weights(run, best=best)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("export-folder", f"`{out}` exists and is not an empty folder", hint="choose another `--out`")
-    to = out.absolute()
+    folder = out.absolute()
     if merge and export_format is ExportFormat.peft:
         message = "`--merge` leaves no adapters for `--format peft`"
         raise UsageError("export-adapters", message, hint="use one of them")
@@ -84,13 +84,13 @@ def export(
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
         raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
     if export_format is ExportFormat.peft:
-        _export_adapters(plan, source, Path(run), to)
+        _export_adapters(plan, source, Path(run), folder)
         print_line(f"the adapters for peft: {out}")
         return
     if export_format is ExportFormat.huggingface:
-        num_files = _export_hugging_face(plan, source, to, max_file_mb * 10**6, check=check)
+        num_files = _export_hugging_face(plan, source, folder, max_file_mb * 10**6, check=check)
     else:
-        num_files = _export_safetensors(plan, source, to, max_file_mb * 10**6)
+        num_files = _export_safetensors(plan, source, folder, max_file_mb * 10**6)
     print_line(f"weights in {format_count(num_files, 'file')}: {out}")
 
 
@@ -122,8 +122,8 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
     return len(files)
 
 
-def generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the first weights, which also ends a text as the data do."""
+def _make_generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
+    """Returns the content of `generation_config.json`: that of the first weights, with the end tokens of the model and data."""
     content: dict[str, Any] = {}
     folder = start_folder(plan)
     if folder is not None and (folder / GENERATION).is_file():
@@ -138,8 +138,8 @@ def generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
     return content
 
 
-def tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yields the files of the data's tokenizer with their names; those of the first weights if the data have no tokenizer."""
+def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
+    """Yields the files of the data's tokenizer, or else of the first weights, with their names in an export."""
     data = plan.data.config
     tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
     if tokenizer is not None and tokenizer.is_file():
@@ -152,25 +152,25 @@ def tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
 
 
 def write_other_files(plan: Plan, model: HuggingFaceModel, folder: Path) -> None:
-    """Writes both configs, and copies the tokenizer, changed so that it makes the tokens of training."""
-    contents = {CONFIG: dict(model.config), GENERATION: generation_config(plan, model)}
+    """Writes the config files and the tokenizer of an exported model. The tokenizer makes the same tokens as in training."""
+    contents = {CONFIG: dict(model.config), GENERATION: _make_generation_config(plan, model)}
     for name, content in contents.items():
         if content:
             with replace_atomically(folder / name) as file:
                 file.write(json.dumps(content, indent=2).encode() + b"\n")
-    for source, name in tokenizer_files(plan):
+    for source, name in _find_tokenizer_files(plan):
         shutil.copyfile(source, folder / name)
     if (path := folder / TOKENIZER[0]).is_file():
         text = path.read_text("utf-8")
-        if (changed := deterministic_tokenizer_json(text)) != text:
+        if (new_text := deterministic_tokenizer_json(text)) != text:
             with replace_atomically(path) as file:
-                file.write(changed.encode())
+                file.write(new_text.encode())
 
 
 def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> None:
     """Writes the adapters in `source` for peft into the new folder `out`.
 
-    Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft cannot have, and
+    Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft does not have, and
     RunError "export-differs".
     """
     from sley_core.run_state.tensors import SavedWeights
@@ -180,8 +180,8 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
-    text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
-    tables = tomllib.loads(text)  # the plan of a run folder names copies, without weights
+    plan_text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
+    tables = tomllib.loads(plan_text)  # `plan` names the copies in the run folder, which have no weights
     weights = tables["model"].get("weights")
     base = None if weights is None else Path(tables.get("source_folder", "."), expand_path(weights))
     record.load(record.export)(plan, source, model.names, base, out)
@@ -198,7 +198,7 @@ def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | N
 
 def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> int:
     """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
-    Returns the number of files, and prints the module whose names they have.
+    Prints the module that has the exported names, and returns the number of files.
 
     Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
@@ -206,9 +206,9 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
 
     record = plan.model.record
     if isinstance(record, ModelRecord) and record.uses_layer_names:
-        module_names = ModuleNames({name: [name] for name in source.names}, "", [])
+        module_names = _ModuleNames({name: [name] for name in source.names}, "", [])
     else:
-        module_names = state_dict_names(plan)
+        module_names = _find_module_names(plan)
         if differing := sorted(module_names.names.keys() ^ set(source.names)):
             owner = "the run's weights have" if differing[0] in source.names else "the model now has"
             message = f"the factory returns a different model than for the run: only {owner} {differing[0]!r}"
@@ -223,12 +223,11 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_by
     return len(files)
 
 
-class ModuleNames(NamedTuple):
+class _ModuleNames(NamedTuple):
     """State-dict names of a model's parameters and buffers.
 
-    names: the names by registry name, several for a tied parameter. module: the class of the module, or "" if no single module
-    has all parameters, in which case the names are those of the registry. missing: names in the module's state dict that are
-    not in the model.
+    names: the names by registry name, several for a tied parameter. module: the class of the module; "" if no module has all
+    parameters, so that the names are those of the registry. missing: names in the module's state dict that the model lacks.
     """
 
     names: Mapping[str, list[str]]
@@ -236,7 +235,7 @@ class ModuleNames(NamedTuple):
     missing: list[str]
 
 
-def state_dict_names(plan: Plan) -> ModuleNames:
+def _find_module_names(plan: Plan) -> _ModuleNames:
     """Returns the names of the model's weights in the state dict of the factory's own module. Calls the factory on meta.
 
     Raises the errors of the data and the factory.
@@ -248,22 +247,22 @@ def state_dict_names(plan: Plan) -> ModuleNames:
     from sley_core.data.factory import open_dataset
 
     info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
-    holders: dict[int, nn.Module] = {}
+    parents: dict[int, nn.Module] = {}
 
-    def record_holder(holder: nn.Module, _name: str, _module: nn.Module | None) -> None:
-        holders[id(holder)] = holder
+    def record_parent(parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        parents[id(parent)] = parent
 
-    hook: Any = record_holder
+    hook: Any = record_parent
     handle = register_module_module_registration_hook(hook)
     try:
         model = build_meta_model(plan, info)
     finally:
         handle.remove()
-    return _names(model, holders)
+    return _name_by_module(model, parents)
 
 
-def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
-    """Returns the names in the outermost module of `holders` that has all parameters, or those of the registry."""
+def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> _ModuleNames:
+    """Returns the names in the outermost module of `parents` that has all parameters, or else those of the registry."""
     from sley_core.engine.registry import ParameterRegistry
 
     registry = ParameterRegistry([model.layers])
@@ -276,16 +275,16 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
     }
     parameters = {id(param.parameter): param.name for param in registry}
     layers = {id(layer.module) for layer in model.layers}
-    complete = [
+    candidates = [
         module
-        for key, module in holders.items()
+        for key, module in parents.items()
         if key not in layers and parameters.keys() <= {id(parameter) for parameter in module.parameters()}
     ]
-    inner = {id(child) for module in complete for child in module.modules() if child is not module}
-    outermost = [module for module in complete if id(module) not in inner]
+    inner = {id(child) for module in candidates for child in module.modules() if child is not module}
+    outermost = [module for module in candidates if id(module) not in inner]
     if len(outermost) != 1:
         names = {param.name: [param.name, *param.aliases] for param in registry}
-        return ModuleNames(names | {name: [name] for name in buffers.values()}, "", [])
+        return _ModuleNames(names | {name: [name] for name in buffers.values()}, "", [])
     (root,) = outermost
     names = {name: [] for name in (*parameters.values(), *buffers.values())}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -296,4 +295,4 @@ def _names(model: Model, holders: Mapping[int, nn.Module]) -> ModuleNames:
             if (id(module), attribute) in buffers:
                 names[buffers[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
     exported = {name for aliases in names.values() for name in aliases}
-    return ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in exported])
+    return _ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in exported])

@@ -1,5 +1,5 @@
-"""`train-cli plugins` lists the installed plugins, their records and options. `train-cli new KIND NAME` writes a complete
-plugin package, which passes its tests, as a starting point.
+"""`train-cli plugins` lists the installed plugins, their records and options. `train-cli new KIND NAME` writes a plugin package
+that passes its tests, as a starting point.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
         listed = f"use one of {', '.join(f'`{name}`' for name in names)}" if names else None
         hint = suggestion(f"{plugin.name}.{record_name}", names, listed)
         raise PlanError("unknown-record", f"{plugin.label} has no record `{record_name}`", hint=hint)
-    headers = {spec.record_type: f", for {spec.header}" for spec in COMPONENTS}
+    tables = {spec.record_type: f", for {spec.header}" for spec in COMPONENTS}
     for record in records:
-        yield f"{plugin.name}.{record.name}  ({type_name(type(record))}{headers.get(type(record), '')})"
+        yield f"{plugin.name}.{record.name}  ({type_name(type(record))}{tables.get(type(record), '')})"
         if summary := " ".join((record.config.__doc__ or "").split()):
             yield f"  {summary}"
         for key, option in record.config.model_fields.items():
@@ -119,8 +119,8 @@ SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY})
 _KIND_COLUMNS = 24
 """The width of the kinds of records in the list of plugins."""
 
-_SUFFIX = ".in"
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_TEMPLATE_SUFFIX = ".in"
+_PLUGIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class PluginKind(StrEnum):
@@ -155,19 +155,21 @@ def new(
 
 
 def package_files(plugin_kind: str, name: str) -> dict[str, str]:
-    """Returns the text of each file of a plugin package, by its path. Raises the same errors as `check_name`.
+    """Returns the text of each file of a plugin package by its path. Raises the same errors as `check_name`.
 
     docs/write-a-plugin.md explains the package of a gradient handler; examples/plugins/sley-narrow is the same package.
     """
     folder = Path(templates.__file__).parent / plugin_kind
-    paths = sorted(path for path in folder.rglob(f"*{_SUFFIX}") if path.is_file())
-    files = {path.relative_to(folder).as_posix().removesuffix(_SUFFIX): path.read_text("utf-8") for path in paths}
+    paths = sorted(path for path in folder.rglob(f"*{_TEMPLATE_SUFFIX}") if path.is_file())
+    files = {path.relative_to(folder).as_posix().removesuffix(_TEMPLATE_SUFFIX): path.read_text("utf-8") for path in paths}
     check_name(name)
     return {path.replace("NAME", name): _fill_template(text, name) for path, text in files.items()}
 
 
 def write_package(files: Mapping[str, str], out: Path) -> None:
-    """Writes the files into the folder `out`. Raises UsageError "new-folder" if `out` is not empty or cannot be written."""
+    """Writes `files`, texts by path, into the folder `out`. Raises UsageError "new-folder" if `out` is not empty or cannot be
+    written.
+    """
     hint = "choose another `--out`"
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UsageError("new-folder", f"`{out}` exists and is not an empty folder", hint=hint)
@@ -180,8 +182,8 @@ def write_package(files: Mapping[str, str], out: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, or is used by a plugin or a module."""
-    if not _NAME.fullmatch(name) or iskeyword(name):
+    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, or if a plugin or module has it."""
+    if not _PLUGIN_NAME.fullmatch(name) or iskeyword(name):
         message = (
             f"the plugin name `{name}` must consist of lower-case letters, digits and `_`, start with a "
             "letter, and not be a Python keyword"

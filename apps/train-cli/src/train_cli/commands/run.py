@@ -20,10 +20,10 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan
 from sley_core.plan.plan import Plan
 from train_cli.console import PlanArgument, SetOption, Settings, format_count, print_fault, print_line
-from train_cli.preflight import RankFaults, refuse_single_process_worlds
-from train_cli.run_folder import FAULTS, check_run_folder, is_restart, locked_run_folder
-from train_cli.saved import AUTO, RESTART, check_checkpoint_path, continues_in_folder, is_restarted, run_folder
-from train_cli.stopping import terminated_s
+from train_cli.preflight import RankErrorReporter, check_launcher_variables
+from train_cli.run_folder import FAULTS, check_run_folder, is_folder_of_restarted_run, locked_run_folder
+from train_cli.saved import AUTO, RESTART, check_checkpoint_path, is_folder_continued, is_restarted, run_folder
+from train_cli.stopping import sigterm_timeout_s
 
 _CODES_WITH_REPORTS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
 """Codes of faults for which the ranks' reports have more information."""
@@ -51,20 +51,22 @@ def run(
     """Train: in this process, on several local ranks, or as one rank under torchrun."""
     settings = context.ensure_object(Settings)
     changes = overrides or []
-    refuse_single_process_worlds(os.environ)
+    check_launcher_variables(os.environ)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank and nproc is not None:
         raise UsageError("nproc", "`--nproc` cannot be used with a launcher, which has already started the ranks")
     with ExitStack() as stack:
-        faults = stack.enter_context(RankFaults(int(os.environ["RANK"]), settings)) if is_rank else None
-        start = _resume_source(resume, overwrite=overwrite)
+        reporter = stack.enter_context(RankErrorReporter(int(os.environ["RANK"]), settings)) if is_rank else None
+        if resume and overwrite:
+            raise UsageError("resume", "`--resume` continues a run, but `--overwrite` deletes it", hint="remove one of them")
+        start = resume or (RESTART if is_restarted() else None)
         resolved = load_plan(plan, changes)
         size = int(os.environ["WORLD_SIZE"]) if is_rank else nproc or resolved.world_size(num_devices(resolved))
         check_world_size(resolved, size)
         if start is not None and start != AUTO and not is_restarted():  # a restarted run uses its own checkpoints
             check_checkpoint_path(resolved, start)
         folder = run_folder(resolved)
-        keeps_folder = continues_in_folder(resolved, resume) or is_restart(folder)
+        keeps_folder = is_folder_continued(resolved, resume) or is_folder_of_restarted_run(folder)
         if not is_rank:
             check_run_folder(resolved, overwrite=overwrite, resume=keeps_folder)
             if sys.stderr.isatty():
@@ -81,25 +83,18 @@ def run(
         else:
             from train_cli.rank import train
 
-            if faults is not None:
-                faults.has_begun = True
+            if reporter is not None:
+                reporter.is_training = True
             code = train(resolved, folder, resume=start)
     raise typer.Exit(code)
-
-
-def _resume_source(resume: str | None, *, overwrite: bool) -> str | None:
-    """Returns the checkpoint to resume from: `resume`, or `RESTART` if torchrun or SLURM has restarted this run."""
-    if resume and overwrite:
-        raise UsageError("resume", "`--resume` continues a run, but `--overwrite` deletes it", hint="remove one of them")
-    return resume or (RESTART if is_restarted() else None)
 
 
 def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan) -> int:
     """Starts the local ranks, waits for them, prints their failure if there is one, and returns the exit code."""
     from train_cli.local_launch import launch
 
-    limit_s, signals = terminated_s(plan), plan.run.stop_signals
-    fault = launch("train_cli.rank:train_plan", arguments, size, folder, terminated_s=limit_s, stop_signals=signals)
+    limit_s, signals = sigterm_timeout_s(plan), plan.run.stop_signals
+    fault = launch("train_cli.rank:train_plan", arguments, size, folder, sigterm_timeout_s=limit_s, stop_signals=signals)
     print_fault(fault, settings)
     if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
         print_line(f"use `train-cli doctor {folder}` to see the state of each rank")

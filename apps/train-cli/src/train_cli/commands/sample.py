@@ -1,8 +1,8 @@
 """`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss,
 or the numbers of tasks of lm-eval.
 
-Models that transformers has are sampled with its `generate` and a KV cache. Any other model, and a text with more
-tokens than the model has positions, has no cache: each token recomputes the whole window.
+`sample` uses transformers' `generate` and its KV cache if transformers has the model. For other models, and for a text that
+exceeds the model's positions, it recomputes the whole window for each token.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from sley_core.records import DatasetRecord, ModelRecord
 from train_cli.commands.chat import limit_tokens, load_text_ids, open_generator
 from train_cli.console import BestOption, SamplingSeedOption, TemperatureOption, TopKOption, print_line
 from train_cli.one_process import open_trained_run, plan_with_data
-from train_cli.progress import SUMMARY, repetition_note
+from train_cli.progress import SUMMARY, describe_repetition
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from sley_core.data.dataset import TextIds
@@ -61,34 +60,36 @@ def sample(
     """Generate text after a prompt from a run's weights, and print it token by token."""
     if not all(prompt):
         raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
-    options = {"temperature": temperature, "top_k": top_k}
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
     plan = plan_with_data(Path(run)) if (Path(run) / PLAN).is_file() else None
-    has_windows = plan is not None and len(prompt) == 1 and not chat
-    if plan is not None and has_windows and not _has_cache(plan):
-        _sample_windows(Path(run), plan, prompt[0], tokens, tokenizer, seed, best, options)
-        return
-    if plan is not None:
-        load_text_ids(plan, tokenizer)  # refuses data without a vocabulary before weights are read
-    generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
-    if chat:
-        ids = [generator.encode_chat([{"role": "user", "content": text}]) for text in prompt]
-        shown: list[list[int]] = [[] for _ in prompt]
-    else:
-        ids = [_encode(text_ids, text) for text in prompt]
-        shown = [row[text_ids.num_before :] for row in ids]
-    length = max(map(len, ids))
-    if plan is not None and has_windows and length + tokens > (generator.max_length or math.inf):
-        _sample_windows(Path(run), plan, prompt[0], tokens, tokenizer, seed, best, options)
-        return
-    limit = limit_tokens(generator, length, tokens)
-    steps = generator.generate(ids, tokens=limit, seed=seed, **options)
-    if len(ids) == 1:
-        _print(text_ids, chain(shown[0], (row[0] for row in steps if row[0] is not None)))
-    else:
-        for context, *answer in zip(shown, *steps, strict=True):
-            _print(text_ids, chain(context, (token for token in answer if token is not None)))
-    if limit < tokens:
-        print_line(f"the model has {generator.max_length} positions")
+    text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # refuses data without a vocabulary first
+    windows_plan = plan if len(prompt) == 1 and not chat else None
+    if windows_plan is None or _has_cache(windows_plan):
+        generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
+        if chat:
+            ids = [generator.encode_chat([{"role": "user", "content": text}]) for text in prompt]
+            contexts: list[list[int]] = [[] for _ in prompt]
+        else:
+            ids = [_encode_prompt(text_ids, text) for text in prompt]
+            contexts = [row[text_ids.num_before :] for row in ids]
+        length = max(map(len, ids))
+        if windows_plan is None or length + tokens <= (generator.max_length or math.inf):
+            num_tokens = limit_tokens(generator, length, tokens)
+            steps = generator.generate(ids, tokens=num_tokens, **options)
+            # One answer is printed while it is generated.
+            answers = [(row[0] for row in steps)] if len(ids) == 1 else zip(*steps, strict=True)
+            for context, answer in zip(contexts, answers, strict=True):
+                _print_text(text_ids, chain(context, (token for token in answer if token is not None)))
+            if num_tokens < tokens:
+                print_line(f"the model has {generator.max_length} positions")
+            return
+    assert text_ids is not None, "a run folder has a plan"
+    prompt_ids = _encode_prompt(text_ids, prompt[0])
+    with open_trained_run(Path(run), windows_plan, best=best) as model:
+        answer = islice(generate(model, prompt_ids, text_ids.size, **options), tokens)
+        answer = takewhile(lambda token: token != text_ids.end, answer)
+        # The decoder may need the prompt's ids as context.
+        _print_text(text_ids, chain(prompt_ids[text_ids.num_before :], answer))
 
 
 def _has_cache(plan: Plan) -> bool:
@@ -97,55 +98,37 @@ def _has_cache(plan: Plan) -> bool:
     return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
 
 
-def _encode(text_ids: TextIds, prompt: str) -> list[int]:
-    """Returns the ids of a prompt. Raises UsageError "empty-prompt" if it has none."""
+def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
+    """Returns the ids of a prompt. Raises UsageError "empty-prompt" if there are none."""
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
         raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
     return ids
 
 
-def _print(text_ids: TextIds, ids: Iterable[int]) -> None:
-    """Prints the text of ids as they come."""
+def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
+    """Prints the text of token ids while `ids` yields them."""
     for text in text_ids.decode(ids):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _sample_windows(
-    run: Path, plan: Plan, prompt: str, tokens: int, tokenizer: Path | None, seed: int, best: bool, options: Mapping[str, Any]
-) -> None:
-    """Prints text after a prompt with the run's own layers, which compute the whole window for each token."""
-    import torch
-
-    text_ids = load_text_ids(plan, tokenizer)
-    ids = _encode(text_ids, prompt)
-    with open_trained_run(run, plan, best=best) as model:
-        generator = torch.Generator().manual_seed(seed)
-        tokens_drawn = generate(model, ids, text_ids.size, generator=generator, **options)
-        answer = takewhile(lambda token: token != text_ids.end, islice(tokens_drawn, tokens))
-        # The decoder may need the prompt's ids as context.
-        _print(text_ids, chain(ids[text_ids.num_before :], answer))
-
-
-def generate(
-    run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, generator: torch.Generator
-) -> Iterator[int]:
-    """Yields endless token ids that continue `ids`. The model's context is the last ids, at most as many as a sample has.
+def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
+    """Yields token ids that continue `ids`, without an end. Each id is computed from the last ids, at most as many as a sample
+    has.
 
     size: the number of ids. temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids.
     Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
     """
     import torch
 
-    roles = _roles(run)
+    contents = _field_contents(run)
     window = run.dataset.info.sequence
     sequence = list(ids)
-    for layer in run.layers:
-        layer.module.eval()
+    generator = torch.Generator().manual_seed(seed)
     while True:
-        logits = _logits(run, roles, sequence[-window:] if window else sequence, size)
+        logits = _predict_logits(run, contents, sequence[-window:] if window else sequence, size)
         if not bool(logits.isfinite().all()):
             raise RunError("not-finite", "the model's logits are not finite", hint="check its weights, which may be damaged")
         if temperature == 0:
@@ -160,41 +143,35 @@ def generate(
         yield token
 
 
-def _roles(run: Run) -> dict[str, str]:
+def _field_contents(run: Run) -> dict[str, str]:
     """Returns the content of each batch field that the model reads: "tokens", "positions" or "cu_seqlens"."""
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
-    roles = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
+    contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
     for layer in run.layers:
         for name in layer.fields:
-            if name not in roles and not ids:
+            if name not in contents and not ids:
                 message = f"layer `{layer.name}` reads `{name}`, but no field of the data is declared as token ids"
                 table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
                 hint = f"add the field to [data.fields] of `plan.toml` in the run's folder, for example {table}"
                 raise UsageError("sample-fields", message, hint=hint)
-            if name not in roles:
+            if name not in contents:
                 message = f"layer `{layer.name}` reads the field `{name}`, which a prompt does not have"
                 hint = "use `run.predict(batch)` in your own program: docs/how-to.md"
                 raise UsageError("sample-fields", message, hint=hint)
-    return {name: roles[name] for layer in run.layers for name in layer.fields}
+    return {name: contents[name] for layer in run.layers for name in layer.fields}
 
 
-def _logits(run: Run, roles: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
-    """Returns the logits of the next token, float64 [size], on the host."""
+def _predict_logits(run: Run, contents: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
+    """Returns the logits of the next token, float64 [size], on the host. contents: from `_field_contents`."""
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
     declared = run.dataset.info.fields
-    device = run.world.device.torch_device
-    with torch.no_grad():
-        fields = {
-            name: torch.tensor(values[role], dtype=getattr(torch, declared[name].dtype), device=device)
-            for name, role in roles.items()
-        }
-        output: Any = None
-        for number, layer in enumerate(run.layers):
-            inputs = {name: fields[name] for name in layer.fields}
-            output = layer.module(output, **inputs) if number else layer.module(**inputs)
+    batch = {
+        name: torch.tensor(values[content], dtype=getattr(torch, declared[name].dtype)) for name, content in contents.items()
+    }
+    output = run.predict(batch)
     shape = (1, len(ids))
     if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[:2] != shape or output.shape[2] < size:
         actual = f"a tensor of {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
@@ -242,20 +219,23 @@ def eval(
 
 
 def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
-    """Prints the numbers of tasks of lm-eval, and writes them into the summary of the run, if it has one."""
+    """Prints the metrics of tasks of lm-eval, and adds them to the summary of the run, if it has one."""
     generator, _ = open_generator(run, best=best, feature="`train-cli eval --harness`")
-    numbers = import_module("sley_hf.generate").evaluate_tasks(generator, tasks, include)
-    rows = {f"{task}/{name}": value for task, values in numbers.items() for name, value in values.items()}
-    _print_numbers(rows)
+    results = import_module("sley_hf.generate").evaluate_tasks(generator, tasks, include)
+    metrics = {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
+    _print_metrics(metrics)
     summary = Path(run) / SUMMARY
     if summary.is_file():
         content = json.loads(summary.read_text("utf-8"))
-        content.setdefault("harness", {}).setdefault("best" if best else "newest", {}).update(rows)
+        content.setdefault("harness", {}).setdefault("best" if best else "newest", {}).update(metrics)
         write_json(summary, content)
 
 
 def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool) -> None:
-    """Prints the numbers of `[evaluation]`. data: changes of `[data]`. batches: their number, if it is not the plan's."""
+    """Prints the metrics of `[evaluation]`.
+
+    data: changes of `[data]`. batches: the number of batches; None for the plan's.
+    """
     plan = plan_with_data(run, data)
     with ExitStack() as stack:
         try:
@@ -265,37 +245,36 @@ def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
-        if data and (note := _overlap_note(plan_with_data(run), plan)):
+        if data and (note := _describe_overlap(plan_with_data(run), plan)):
             print_line(note)
-        numbers = model.evaluate_sets()
+        metrics = model.evaluate_sets()
         evaluation = model.plan.evaluation
         assert evaluation is not None
-        if model.held_out is not None and (note := repetition_note(model.held_out.num_samples, model.plan)):
+        if model.held_out is not None and (note := describe_repetition(model.held_out.num_samples, model.plan)):
             print_line(note)
-    if (loss := numbers.pop(row_name("loss"), None)) is not None:
+    if (loss := metrics.pop(row_name("loss"), None)) is not None:
         typer.echo(f"held-out loss  {loss:.4f}  ({evaluation.steps} batches of {plan.batch.global_size} samples)")
         if _is_nats_per_byte(plan):
             typer.echo(f"bits per byte  {loss / math.log(2):.4f}")
-    _print_numbers(numbers)
+    _print_metrics(metrics)
 
 
-def _print_numbers(numbers: Mapping[str, float]) -> None:
-    width = max(map(len, numbers), default=0)
-    for name, value in numbers.items():
+def _print_metrics(metrics: Mapping[str, float]) -> None:
+    width = max(map(len, metrics), default=0)
+    for name, value in metrics.items():
         typer.echo(f"{name:<{width}}  {value:.4f}")
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:
+    """Returns whether the plan's loss is a plain cross-entropy over bytes of text."""
     record, loss = plan.data.record, plan.loss.config
     if not isinstance(loss, CrossEntropyConfig) or loss.label_smoothing or not isinstance(record, DatasetRecord):
         return False
     return record.text_ids is not None and record.load(record.text_ids)(plan.data.config, None).is_bytes
 
 
-def _overlap_note(run_plan: Plan, plan: Plan) -> str:
-    """Returns a note on the evaluated documents on which the run was trained, or "". run_plan: the run's plan. plan: the plan
-    with the evaluated data.
-    """
+def _describe_overlap(run_plan: Plan, plan: Plan) -> str:
+    """Returns a note if the run was trained on evaluated documents, else "". plan: the run's plan with the evaluated data."""
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
         return ""

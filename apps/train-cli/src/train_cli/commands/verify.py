@@ -1,10 +1,10 @@
 """`train-cli verify`: trains a plan's layout and the same plan in one process for a few steps, and compares them.
 
-this process     one process of the plan ──> losses, gradients, weights of each step, in a temporary folder
-its ranks        the plan's layout       ──> each rank compares its tensors ──> findings
-this process     findings ──> agreement, or the first difference
+    this process     trains the plan in one process ──> losses, gradients, weights of each step, in a temporary folder
+    its ranks        train the plan's layout        ──> each rank compares its tensors ──> findings
+    this process     prints the findings: agreement, or the first difference
 
-The test kit (sley-testing) compares the results.
+sley-testing compares the results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from train_cli.console import (
 )
 from train_cli.main import import_optional
 from train_cli.one_process import has_layout, one_process_plan, read_only_plan
-from train_cli.stopping import terminated_s
+from train_cli.stopping import sigterm_timeout_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -90,10 +90,9 @@ def verify(
 
 
 def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, Any], settings: Settings) -> list[RankFindings]:
-    """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of all ranks. Raises
-    typer.Exit if either does not finish.
+    """Trains `plan` in one process and then on `world_size` ranks, and returns the findings of all ranks.
 
-    arguments: the arguments of `compare_on_rank` except the folder.
+    arguments: the arguments of `compare_on_rank` except the folder. Raises typer.Exit if one of the runs does not finish.
     """
     import torch
 
@@ -101,26 +100,23 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
     from train_cli.local_launch import launch
     from train_cli.rank import open_run
 
-    single = one_process_plan(plan)
     with TemporaryDirectory(prefix="sley-verify-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        with open_run(single, folder) as (run, stopping):
+        with open_run(one_process_plan(plan), folder) as (run, signal_handler):
             if plan.parallel.sp > 1 and (layers := dropout_modules(run)):
-                message = (
-                    f"a model with dropout cannot be compared with sp > 1, since `{layers[0]}` draws different "
-                    "random numbers for each slice"
-                )
+                reason = f"`{layers[0]}` draws different random numbers for each slice"
+                message = f"a model with dropout cannot be compared with sp > 1, since {reason}"
                 raise UsageError("verify-dropout", message, hint="remove the dropout or `sp` to verify the plan")
-            stopping.call_at_signal(run.stop)
+            signal_handler.call_on_signal(run.stop)
             save_reference(run, arguments["steps"], folder)
-        if stopping.exit_code is not None:
-            raise typer.Exit(stopping.exit_code)
+        if signal_handler.exit_code is not None:
+            raise typer.Exit(signal_handler.exit_code)
         del run
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the ranks need the memory that torch caches in this process
-        target, limit_s = f"{__name__}:compare_on_rank", terminated_s(plan)
-        fault = launch(target, {**arguments, "folder": name}, world_size, folder, terminated_s=limit_s)
+        target, limit_s = f"{__name__}:compare_on_rank", sigterm_timeout_s(plan)
+        fault = launch(target, {**arguments, "folder": name}, world_size, folder, sigterm_timeout_s=limit_s)
         print_fault(fault, settings)
         if fault.exit_code != EXIT_OK:
             raise typer.Exit(fault.exit_code)
@@ -134,7 +130,7 @@ def compare_on_rank(path: str, overrides: list[str], steps: int, folder: str) ->
     from sley_testing.verify import compare_steps
     from train_cli.rank import open_run
 
-    with open_run(read_only_plan(load_plan(Path(path), overrides)), Path(folder)) as (run, stopping):
-        stopping.call_at_signal(run.stop)
+    with open_run(read_only_plan(load_plan(Path(path), overrides)), Path(folder)) as (run, signal_handler):
+        signal_handler.call_on_signal(run.stop)
         compare_steps(run, steps, Path(folder))
-    return stopping.exit_code or EXIT_OK
+    return signal_handler.exit_code or EXIT_OK

@@ -49,7 +49,7 @@ def calibrate(
 
         arguments = {"out": str(out), "plan": str(plan) if plan else None, "overrides": overrides or []}
         target = "sley_estimate.commands.calibrate:measure_on_rank"
-        fault = launch(target, arguments, ranks, out.absolute().parent, terminated_s=TIMEOUT_S)
+        fault = launch(target, arguments, ranks, out.absolute().parent, sigterm_timeout_s=TIMEOUT_S)
         print_fault(fault, context.ensure_object(Settings))
         raise typer.Exit(fault.exit_code)
     measure_on_rank(str(out), str(plan) if plan else None, overrides or [])
