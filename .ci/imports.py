@@ -29,19 +29,25 @@ def import_rules() -> Iterator[str]:
     )
     yield from contract("a plugin imports no tool", "forbidden", source_modules=plugins, forbidden_modules=tools)
     yield from contract("a tool imports no plugin", "forbidden", source_modules=tools, forbidden_modules=plugins)
-    others = [module for module in tools if module not in apps]
+    others = [module for module in tools if module not in (*apps, "sley_trainer")]
     yield from contract(
-        "the app imports no other tool",  # but for `verify`, which says what to install where the test kit is missing
+        "the trainer imports only core",
+        "forbidden",
+        source_modules=["sley_trainer"],
+        forbidden_modules=[module for module in modules if module not in ("sley_core", "sley_trainer")],
+    )
+    yield from contract(
+        "the app imports no other tool than the trainer",  # but for `verify`, which says what to install where the test kit is missing
         "forbidden",
         source_modules=apps,
         forbidden_modules=others,
         ignore_imports=["train_cli.commands.verify -> sley_testing.**"],
     )
     yield from contract(
-        "the test kit imports no other tool",
+        "the test kit imports no other tool than the trainer",
         "forbidden",
         source_modules=["sley_testing"],
-        forbidden_modules=[module for module in tools if module != "sley_testing"],
+        forbidden_modules=[module for module in tools if module not in ("sley_testing", "sley_trainer")],
     )
     yield from contract("estimate and doctor do without each other", "independence", modules=["sley_estimate", "sley_doctor"])
     yield from contract(

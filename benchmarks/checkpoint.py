@@ -31,11 +31,11 @@ from protocol import RESAMPLES, interleave, parser
 from sley_checkpoint.folders import LocalFolder, compute_crc
 from sley_checkpoint.reader import CHUNK_BYTES
 from sley_core.api.state import bytes_of
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.update import states_of
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
+from sley_trainer.update import states_of
 
 SHAPE = {"layers": 4, "hidden": 768, "heads": 12, "sequence": 16}
 VOCABULARY = 40_000

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from sley_core.assemble import assemble
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.engine.totals import LOSS, USUAL, WEIGHT, StepTotals, Votes
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 LR = 1e-4
 Batch = Mapping[str, Tensor]

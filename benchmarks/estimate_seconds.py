@@ -20,13 +20,13 @@ from typing import Any
 
 from contestants import plan
 from protocol import parser
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_estimate.calibrate.links import measure_machine
 from sley_estimate.machine import MachineFile
 from sley_estimate.step.estimate import estimate_plan
 from sley_testing.ranks import Ranks
+from sley_trainer.assemble import assemble
 
 RANKS = 2
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128}

@@ -13,7 +13,7 @@ f  the host time that the engine adds to a step
 
 Each part runs in processes of its own, so that its memory is free for the next one. A part that fails, or a missed target, sets
 the exit code 1. The plan tables need the packages core, models and testing; transformers and peft are not used. Published
-figures are from an H100. TFLOP/s and MFU follow `sley_core.metrics.throughput.model_flops`, for the plain loop too.
+figures are from an H100. TFLOP/s and MFU follow `sley_trainer.throughput.model_flops`, for the plain loop too.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from torch.nn import attention
 import overhead
 from gpu_models import BETAS, CLIP_NORM, LR, PlainLoop
 from protocol import compare, interleave
-from sley_core.assemble import assemble
 from sley_core.comm.device import SHARED_NCCL
 from sley_core.comm.world import World
 from sley_core.engine.step_batch import BatchCounts
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig
 from sley_testing.live_bytes import Figure, note
 from sley_testing.plans import build_model_with_values
 from sley_testing.ranks import Ranks
 from sley_testing.runs import assert_parity, record
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 PART_TIMEOUT_S = 300.0
 MIN_SPEED = 0.99

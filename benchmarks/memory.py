@@ -22,9 +22,9 @@ import torch.distributed as dist
 from contestants import Sley, Torch, plan
 from protocol import Ratio, compare, interleave, noise_of, parser, report
 from sley_core.comm.device import HostMemory
-from sley_core.run import Run
 from sley_testing.live_bytes import Figure, note
 from sley_testing.ranks import Ranks
+from sley_trainer.run import Run
 
 SHAPE = {"layers": 8, "hidden": 384, "heads": 6, "sequence": 64}
 LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "sequence": 512}

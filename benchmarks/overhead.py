@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from protocol import arguments, compare, interleave, noise_of, report
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 THREADS = 1
 MICROS = (1, 4)

@@ -10,8 +10,8 @@ import gc
 import torch
 
 from protocol import Step
-from sley_core.metrics.throughput import memory_mb
 from sley_testing.live_bytes import memory_profile, peak_bytes
+from sley_trainer.throughput import memory_mb
 
 
 def peak_live_mb(work: Step) -> float:

@@ -28,8 +28,8 @@ from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, TimedAction, simulate
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import SchedulerHook
-from sley_core.run import Run
 from sley_testing.ranks import Ranks
+from sley_trainer.run import Run
 
 STAGES = (2, 4)
 SHAPE = {"layers": 8, "hidden": 256, "heads": 4, "sequence": 64}

@@ -17,12 +17,12 @@ import torch
 from overhead import CPU, CUDA, THREADS, plan
 from protocol import arguments
 from sley_core.actions.action import Action, Kind
-from sley_core.assemble import assemble
 from sley_core.comm.progress import BEGINNING, BETWEEN, begin_turn
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_doctor.work_record import WorkRecorder
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 CALLS, REPEATS = 2000, 9
 TARGET = 0.005

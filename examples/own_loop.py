@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import load_plan
+from sley_trainer.assemble import assemble
 
 PLAN = Path(__file__).parent / "plans" / "quickstart.toml"
 ANY_WORLD = ['parallel.dp="auto"', 'data.documents="cut"']  # "cut" has two fields, tokens and labels

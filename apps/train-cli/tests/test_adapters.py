@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS
 
 from sley_core.files import PLAN
-from sley_core.run import Run
 from sley_testing.plans import Tables, small_plan
+from sley_trainer.run import Run
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -20,19 +20,19 @@ from drawn_model import BODIES, BY_DATA, BY_POSITION, FORMS, MAY_BE_CHANGED, MIX
 from matrix_optimizers import Orthogonal
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import SleyError
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import CrossEntropyConfig
-from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.plans import Tables
 from sley_testing.runs import gradients, weights
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 CAMPAIGN = 20
 """The number of parts of a campaign, with 100 new cases each."""

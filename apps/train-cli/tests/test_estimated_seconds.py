@@ -14,7 +14,6 @@ from unittest.mock import patch
 import dozing
 import pytest
 
-from sley_core.assemble import build_meta_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -27,6 +26,7 @@ from sley_estimate.layers.trace import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan
 from sley_testing.runs import running
+from sley_trainer.assemble import build_meta_model
 from train_cli.meta_model import meta_micro_batch
 
 pytestmark = pytest.mark.timeout(180)

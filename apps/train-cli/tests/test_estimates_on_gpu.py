@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
@@ -29,6 +28,7 @@ from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan
 from sley_testing.live_bytes import Figure, note
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.assemble import assemble
 
 BYTES, SECONDS = 0.03, 0.10
 """The allowed relative errors of the peak and of a step."""

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from layouts import layout_of, num_ranks
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -25,6 +24,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plain import PlainLoop
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.assemble import assemble
 
 
 class Rows:

@@ -17,6 +17,7 @@ from trained_runs import TOKENS, transformers_model
 from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.run import Run
 
 transformers = pytest.importorskip("transformers")
 PLAN = small_plan(

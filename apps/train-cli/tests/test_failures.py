@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from acting_model import FIRST_LINE, doing
 
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import read_rows
 from sley_core.weight_files.read import WeightFiles
 from sley_doctor.fault_report import read_reports
 from train_cli import rank

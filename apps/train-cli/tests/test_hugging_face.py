@@ -16,11 +16,11 @@ from trained_runs import TOKENS, transformers_model
 
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
 from sley_hf import export as hf_export
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.run import Run
 from train_cli.commands.export import write_other_files
 from train_cli.saved import load_run_plan
 

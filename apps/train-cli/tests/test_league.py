@@ -15,7 +15,6 @@ from league_model import RandomSamples
 from league_rows import ROWS, LeagueRow
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.optim.config import AdamWConfig
@@ -23,6 +22,7 @@ from sley_core.plan.plan import Plan
 from sley_testing.parity import relative_errors
 from sley_testing.plain import Batch, NamedParameters, PlainLoop, decay_groups
 from sley_testing.runs import Recorded, Tensors, gradients, weights
+from sley_trainer.assemble import assemble
 
 SAMPLE = ("resume-wp",)
 """The row in CI; a campaign has all."""

@@ -9,10 +9,10 @@ import pytest
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import Recorded, record
+from sley_trainer.run import Run
 
 pytestmark = pytest.mark.timeout(180)
 

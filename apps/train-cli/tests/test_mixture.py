@@ -12,13 +12,13 @@ import torch
 from chat_folder import documents, loop_of, write_chats
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, assert_parity_of_parts, record, weights
+from sley_trainer.assemble import assemble
 
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")

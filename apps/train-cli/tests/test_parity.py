@@ -15,7 +15,6 @@ import pytest
 import torch
 from parity_table import Row
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.losses.cross_entropy import CrossEntropy
 from sley_core.plan.load import plan_from_dict
@@ -25,6 +24,7 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, gradients, running, weights
+from sley_trainer.assemble import assemble
 
 NUM_STEPS = 3
 Key = tuple[str, str, str]

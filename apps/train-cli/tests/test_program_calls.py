@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sley_core.run import Run
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import running, weights
+from sley_trainer.run import Run
 
 Batch = dict[str, Tensor]
 PLAN = small_plan(run__steps=9, model__vocab_size=257, data__sequence=16, data__documents="cut", batch__micro_size=1)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.engine.evaluation import Best
 from sley_core.plan.tables import BestTable
 from train_cli import rank
 from train_cli.progress import (

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_isp.attention import SequenceAttention
 from sley_testing.habits import Embed
 from sley_testing.runs import running
+from sley_trainer.run import Run
 
 HIDDEN, HEADS = 8, 2
 FROZEN_VARIABLE = "SLEY_TEST_FROZEN"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from started_program import Result
 
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import read_rows
 from sley_doctor.fault_report import DoctorRecorder
 
 Cli = Callable[..., Result]

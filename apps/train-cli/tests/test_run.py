@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from acting_model import FIRST_LINE, doing
 
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
 from sley_core.weight_files.read import WeightFiles
 from train_cli.run_folder import check_run_folder
@@ -159,7 +159,7 @@ OTHER_PACKAGES = ("sley_cma", "sley_doctor")
 WRITES_MODULES = """\
 import json, os, sys
 from train_cli.main import main
-from sley_core.engine.stepper import Stepper
+from sley_trainer.stepper import Stepper
 
 step = Stepper.step
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.errors import UsageError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 from train_cli.commands.sample import generate
 
 PLAN = small_plan(

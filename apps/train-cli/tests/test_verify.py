@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tomli
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import load_plan, plan_from_dict
@@ -27,6 +26,7 @@ from sley_testing.verify import (
     report_lines,
     save_reference,
 )
+from sley_trainer.assemble import assemble
 from train_cli.one_process import one_process_plan, read_only_plan
 
 ROOT = Path(__file__).parents[3]

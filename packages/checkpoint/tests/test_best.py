@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from sley_checkpoint.reader import read
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 LOSSES = (3.0, 2.0, 2.5, 1.5, 1.75, 1.5, 1.625, 1.0)
 """The losses of the evaluations after each step; they replace the model's."""

@@ -13,13 +13,13 @@ import torch
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.reader import newest, read, verify
 from sley_checkpoint.writing import BackgroundWriter
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record, save_at, weights
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 
 def plan(**changes: Any) -> dict[str, Any]:

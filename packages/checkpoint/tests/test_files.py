@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from sley_checkpoint.reader import read
 from sley_checkpoint.writing import HostCopies
+from sley_core.checkpointing import Rectangle, Region, covering_rectangles
 from sley_core.comm.device import HostMemory
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
 from sley_core.errors import RunError
 from sley_core.json_text import decode_value, encode_value
-from sley_core.run_state.pieces import Rectangle, Region, covering_rectangles
-from sley_core.run_state.tensors import join_leaves, name_leaves, state_leaves
+from sley_core.saved_weights import join_leaves
 from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
+from sley_trainer.restore import name_leaves, state_leaves
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 

@@ -13,11 +13,11 @@ import pytest
 from sley_checkpoint import checkpoints, folders
 from sley_checkpoint.folders import RemoteFolder, open_folder
 from sley_checkpoint.reader import INDEX, newest, read, verify
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
+from sley_trainer.assemble import assemble
 
 fsspec = pytest.importorskip("fsspec")
 

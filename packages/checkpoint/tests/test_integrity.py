@@ -16,13 +16,13 @@ from torch import nn
 
 from sley_checkpoint.folders import LocalFolder
 from sley_checkpoint.reader import INDEX, newest, read, verify
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.processes import ForkedProgram
 from sley_testing.runs import assert_same_run, record
+from sley_trainer.assemble import assemble
 
 PLAN = small_plan(run__steps=6, batch__micro_size=4)
 
@@ -161,7 +161,7 @@ def assert_refused(plan, texts, path, error, code, words):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sley_core.assemble import assemble
+from sley_trainer.assemble import assemble
 from sley_checkpoint.folders import LocalFolder
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sley_core.assemble import assemble
 from sley_core.attempt import (
     Attempt,
     AttemptStart,
@@ -23,8 +22,9 @@ from sley_core.comm.world import World
 from sley_core.errors import PluginError, RunError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
-from sley_core.run import Run
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 A, B = AttemptStart("a", 0), AttemptStart("b", 10)
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.assemble import assemble, plugin_groups
 from sley_core.comm.world import World
 from sley_core.errors import PluginError
 from sley_core.plan.load import plan_from_dict
@@ -22,6 +21,7 @@ from sley_core.plan.plan import Plan
 from sley_core.records import ProcessGroupRecord
 from sley_core.topology import AXES, GroupEntry, Topology
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import assemble, plugin_groups
 
 
 @st.composite

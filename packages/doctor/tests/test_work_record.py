@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_doctor import work_record
 from sley_doctor.work_record import Location, Spread, WorkRecord, compute_quartiles, read_records, record_work
 from sley_testing.plans import small_plan
 from sley_testing.runs import fail_once
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 pytestmark = pytest.mark.timeout(120)
 

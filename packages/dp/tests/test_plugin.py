@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import pytest
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
@@ -14,6 +13,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_dp.plugin import BF16_TOLERANCE, sley_estimate_hints
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import assemble
 
 HANDLERS = [{"use": "dp.bucketed"}, {"use": "dp.bucketed", "reduction": "bf16"}, {"use": "dp.sharded"}]
 SHARDED = {"use": "dp.sharded"}

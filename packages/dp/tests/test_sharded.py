@@ -9,7 +9,6 @@ import pytest
 import torch
 from dp_parts import record_plans
 
-from sley_core.engine.update import states_of
 from sley_core.errors import RunError
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import (
@@ -22,6 +21,7 @@ from sley_testing.runs import (
     running,
     weights,
 )
+from sley_trainer.update import states_of
 
 SHARDED = {"use": "dp.sharded", "bucket_mb": 0.001}
 ADAMW = {"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sley_core.assemble import build_meta_model
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -19,6 +18,7 @@ from sley_estimate.step.links import collective_cost, message_cost
 from sley_estimate.testing import short_calibration
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import build_meta_model
 
 SMALL = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
 BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}

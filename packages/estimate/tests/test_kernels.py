@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import build_meta_model, weight_dtypes
 from sley_core.comm.device import Device
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
@@ -31,6 +30,7 @@ from sley_estimate.layers.operators import OperatorRecorder, imitate_cuda
 from sley_estimate.layers.prices import LayerSeconds
 from sley_testing.live_bytes import memory_profile, peak_bytes
 from sley_testing.plans import changed, small_plan
+from sley_trainer.assemble import build_meta_model, weight_dtypes
 
 WIDE, NARROW, WHOLE, FLAG = torch.float32, torch.bfloat16, torch.int64, torch.bool
 SIZE = 4096

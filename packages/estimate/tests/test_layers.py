@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.engine.call import Keep, Recompute
-from sley_core.engine.execute import describe_output
 from sley_core.errors import PlanError
 from sley_core.model.attention import once_per_field
 from sley_core.model.layers import Layer, Model
@@ -31,6 +29,8 @@ from sley_estimate.search.roofline import Roofline
 from sley_estimate.step.estimate import estimate_plan
 from sley_estimate.testing import small_machine, timed_layers
 from sley_testing.plans import changed, loader_of, small_plan
+from sley_trainer.assemble import build_meta_model
+from sley_trainer.execute import describe_output
 from train_cli.meta_model import meta_micro_batch
 
 WIDTH, BATCH = 32, 4

@@ -13,11 +13,11 @@ from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_m
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
-from sley_core.metrics.throughput import model_flops
 from sley_hf.compare import compare_with_transformers, logits, share_parameters, shrink
 from sley_hf.decoder import build_from_config, layers
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
+from sley_trainer.throughput import model_flops
 
 BOUNDS = [[0, 5, 12, 12], [0, 3, 8, 12]]
 LENGTH = 12

@@ -11,7 +11,6 @@ import torch
 from hf_families import small_config, transformers_model
 
 from sley_core.api.data import DataInfo, Field
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
@@ -20,6 +19,7 @@ from sley_hf.decoder import build_from_config, layers, read_hf_config, routers_o
 from sley_hf.plugin import DecoderConfig
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import assert_parity_of_parts, record, record_reference
+from sley_trainer.assemble import assemble
 
 DATA = DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256)
 SOURCE = {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "weight": 1}

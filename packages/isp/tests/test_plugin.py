@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.check import check_plan
@@ -17,6 +16,7 @@ from sley_testing.contract import SQUARES
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
 from sley_testing.weight_contract import WeightCommunicatorContract
+from sley_trainer.assemble import assemble
 
 SPLIT = {"sequence": {"use": "isp.all_to_all"}}
 LABELLED = {"data": {"factory": "isp_models:Labelled"}}

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from isp_models import ReadsWeight
 from torch import nn
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.runs import running
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 
 def first_errors(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, str]]:

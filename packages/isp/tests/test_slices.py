@@ -7,12 +7,12 @@ import torch
 from attentive import MIXED, SEPARATE
 from kinds import records_or_codes
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_equal_replicas, assert_parity, record, running
+from sley_trainer.assemble import assemble
 
 PLAN = small_plan(
     model={"factory": "attentive:layers"},

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
-from sley_core.run import Run
 from sley_isp import sharded_layer
 from sley_isp.sharded_module import ShardedModule
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import running, weights
+from sley_trainer.run import Run
 
 BLOCKS = 4
 SHORT = {"batch": {"global_size": 4, "micro_size": 2}, "evaluation": {"every": 99, "steps": 1}, "run__steps": 9}

@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
@@ -22,6 +21,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_memory.selective import ATTENTION, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import assemble
 
 pytestmark = pytest.mark.timeout(120)
 SHARING = ("GRU", "unsafe_split", "views of both", "data", "detach", "next layer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.device import CopyStream
 from sley_core.comm.world import World
 from sley_core.errors import StateError
@@ -13,6 +12,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import small_plan
 from sley_testing.runs import weights
+from sley_trainer.assemble import assemble
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.004}]
 

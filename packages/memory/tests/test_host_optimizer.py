@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
-from sley_core.engine.update import states_of
 from sley_core.errors import PlanError
-from sley_core.memory.inventory import Where
+from sley_core.memory import Where
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record, record_reference, weights
+from sley_trainer.assemble import assemble
+from sley_trainer.update import states_of
 
 STEPS = 5
 

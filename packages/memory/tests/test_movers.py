@@ -15,10 +15,10 @@ from parking import BETWEEN, EVERYTHING, poison_freed_memory, running, state_dig
 
 from sley_core.api.comm import HostMemory
 from sley_core.comm.device import CopyStream, Device
-from sley_core.engine.update import states_of
-from sley_core.memory.inventory import Moved, group_by_storage
+from sley_core.memory import Moved, group_by_storage
 from sley_memory.arena import HostArena
 from sley_memory.movers import HostCopy, Streams
+from sley_trainer.update import states_of
 
 MIB = 1 << 20
 CPU = Device(torch.device("cpu"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from parking import run_three_variants
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import WEIGHTS, record, record_reference
+from sley_trainer.assemble import assemble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 

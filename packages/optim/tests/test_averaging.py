@@ -22,15 +22,15 @@ from averaging_runs import (
 )
 from torch import nn
 
-from sley_core.engine.update import Averages
+from sley_core.checkpointing import AVERAGES
 from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_core.run_state.pieces import AVERAGES
 from sley_optim.plugin import EMAConfig, MeanConfig, ema, mean
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import changed
 from sley_testing.runs import WEIGHTS, running
+from sley_trainer.update import Averages
 
 RULES: dict[str, Any] = {
     "ema": EMA,

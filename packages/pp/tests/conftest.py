@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
+from sley_trainer.run import Run
 
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
 from sley_testing.runs import record, running
+from sley_trainer.assemble import assemble
 
 BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}
 """Four blocks on four stages, the embedding and the head at the ends."""

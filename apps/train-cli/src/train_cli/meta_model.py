@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.assemble import DTYPES, assemble, build_meta_model
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
@@ -25,6 +24,8 @@ from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from sley_core.records import ModelRecord
+from sley_trainer.assemble import DTYPES, assemble, build_meta_model
+from sley_trainer.stage import build_stage, count_layer_parameters
 from train_cli.progress import format_bytes, format_parameters
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
+    from sley_trainer.run import Run
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:

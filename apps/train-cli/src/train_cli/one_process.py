@@ -17,7 +17,7 @@ from train_cli.saved import open_weights, read_run_document
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
+    from sley_trainer.run import Run
 
 _OUTPUT_TABLES = ("checkpoint", "profile")
 """The tables that only write files."""
@@ -86,8 +86,8 @@ def open_trained_run(
     plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation; if not, no data are opened.
     batches: the number of batches of the evaluation; None keeps the plan's. Raises UsageError "no-weights".
     """
-    from sley_core.assemble import assemble
     from sley_core.comm.world import World
+    from sley_trainer.assemble import assemble
 
     _, weights = open_weights(str(folder), best=best)
     tables = one_process_plan(plan).document.tables

@@ -19,7 +19,7 @@ from train_cli.console import format_count, has_styles
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
+    from sley_trainer.run import Run
 
 Row = Mapping[str, float | int]
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.files import WEIGHTS
 from sley_core.json_text import write_json
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
+from sley_trainer.assemble import assemble
 from train_cli.console import print_line
 from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_report, write_stuck_report
@@ -42,7 +42,7 @@ from train_cli.stopping import SignalHandler, has_launcher, sigterm_timeout_s
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
-    from sley_core.run import Outcome, Run
+    from sley_trainer.run import Outcome, Run
 
 
 def main(target: str, arguments: str) -> int:

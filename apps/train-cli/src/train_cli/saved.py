@@ -26,12 +26,14 @@ from train_cli.console import print_line
 from train_cli.progress import SUMMARY
 
 if TYPE_CHECKING:
+    from sley_core.checkpointing import SavedRun
     from sley_core.plan.document import Document
     from sley_core.plan.plan import Plan
     from sley_core.protocols import CheckpointFiles
     from sley_core.run import Run
     from sley_core.run_state.pieces import SavedRun
     from sley_core.weight_files.read import TensorReader
+    from sley_trainer.run import Run
 
 AUTO = "auto"
 """The value of `--resume` for the newest checkpoint of the run itself, or for none if the run has taken no step."""

@@ -63,7 +63,7 @@ def counts_ranks_without_labels(original: Any, self: Any, buffer: Any, group: An
     original(self, buffer, group)
 
 
-@wrong("sley_core.engine.execute:Executor.run", "held-out")
+@wrong("sley_trainer.execute:Executor.run", "held-out")
 def mean_of_held_out_parts(original: Any, self: Any, steps: Any, state: Any, run: Any) -> Any:
     """Weights both ranks equally, although their numbers of labels, 68 in total, differ."""
     loss = original(self, steps, state, run)
@@ -155,13 +155,13 @@ def restores_old_values(original: Any, self: Any, placed: Any) -> None:
         host.copy_(older)
 
 
-@wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-wp")
+@wrong("sley_trainer.restore:RunRestorer._read_state", "resume-wp")
 def forgets_optimizer_states(original: Any, self: Any, stepped: Any) -> Any:
     """Resets the moments on all ranks except rank 0."""
     return {} if self.state.parts.world.rank else original(self, stepped)
 
 
-@wrong("sley_core.run_state.tensors:RunRestorer._read_state", "resume-pp")
+@wrong("sley_trainer.restore:RunRestorer._read_state", "resume-pp")
 def forgets_states_of_ties(original: Any, self: Any, stepped: Any) -> Any:
     """Resets the moments of the tied table on the stage that did not save them."""
     is_lost = self.state.parts.world.rank and stepped.param.tie_axis is not None
@@ -182,7 +182,7 @@ def rounds_masters(original: Any, self: Any) -> None:
     original(self)
 
 
-@wrong("sley_core.run_state.tensors:RunRestorer._read_local", "resume-masters")
+@wrong("sley_trainer.restore:RunRestorer._read_local", "resume-masters")
 def masters_from_weights(original: Any, self: Any, name: str, region: Any, like: Any = None) -> Any:
     """Recreates master weights from rounded weights."""
     value = original(self, name, region, like)

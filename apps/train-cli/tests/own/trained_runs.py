@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.files import PLAN
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.plans import Tables
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 from train_cli.saved import copy_run_files
 
 transformers = pytest.importorskip("transformers")

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import small_plan
 from sley_testing.runs import assert_parity, record
+from sley_trainer.assemble import assemble
 
 
 def two_rank_plan(min_numel: int) -> dict[str, Any]:

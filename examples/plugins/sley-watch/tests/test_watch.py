@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
+from sley_trainer.assemble import assemble
 
 TESTS = Path(__file__).parent
 NOISE: dict[str, Any] = {"use": "watch.noise", "smoothing": 0.5}

@@ -9,14 +9,8 @@ if TYPE_CHECKING:
     from sley_core.hookspecs import hookimpl as hookimpl
     from sley_core.plan.load import load_plan as load_plan
     from sley_core.plan.plan import Plan as Plan
-    from sley_core.run import Run as Run
 
-_HOME = {
-    "Plan": "sley_core.plan.plan",
-    "Run": "sley_core.run",
-    "hookimpl": "sley_core.hookspecs",
-    "load_plan": "sley_core.plan.load",
-}
+_HOME = {"Plan": "sley_core.plan.plan", "hookimpl": "sley_core.hookspecs", "load_plan": "sley_core.plan.load"}
 
 __all__ = sorted((*_HOME, "__version__"))
 

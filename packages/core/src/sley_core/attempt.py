@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError, shorten_names
 from sley_core.files import COPIES, WEIGHTS, write_atomically
-from sley_core.metrics.jsonl import NAME as METRICS
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import NAME as METRICS
+from sley_core.jsonl import read_rows
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document

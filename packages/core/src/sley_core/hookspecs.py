@@ -18,8 +18,8 @@ import pluggy
 if TYPE_CHECKING:
     from sley_core import records
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
     from sley_core.topology import Topology
+    from sley_trainer.run import Run
 
 PROJECT = "sley"
 

@@ -81,7 +81,7 @@ def open_weights(path: Path) -> TensorReader:
         return WeightFiles(path)
     if run == path and "adapters" not in tomllib.loads((run / PLAN).read_text("utf-8")):
         return WeightFiles(run / WEIGHTS)
-    reader: TensorReader = import_object("sley_core.run_state.state:weights_of_run")(path, run)
+    reader: TensorReader = import_object("sley_core.saved_weights:weights_of_run")(path, run)
     return reader
 
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from sley_core.actions.action import Action, Transfer
     from sley_core.attempt import Lineage
+    from sley_core.checkpointing import CheckpointReader, SavedRun
     from sley_core.data.dataset import DataInfo
     from sley_core.engine.boundary import Description
     from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
     from sley_core.engine.registry import Param
     from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
-    from sley_core.run_state.pieces import CheckpointReader, SavedRun
 
 Collective = Literal["gather", "reduce", "sum", "swap"]
 """All-gather, reduce-scatter, all-reduce, all-to-all."""

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sley_core.assemble import assemble
 from sley_core.comm.group import Group
 from sley_core.comm.transport import gather_values
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
+from sley_trainer.assemble import assemble
 
 
 def results():

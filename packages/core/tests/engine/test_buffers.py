@@ -15,10 +15,10 @@ from torch import nn
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.reduction import LONG, combined_norm
 from sley_core.engine.shards import Shard
-from sley_core.engine.update import MASTER, states_of
-from sley_core.memory.inventory import ALIGNMENT_BYTES
+from sley_core.memory import ALIGNMENT_BYTES
 from sley_testing.plans import small_plan
 from sley_testing.runs import running
+from sley_trainer.update import MASTER, states_of
 
 GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) * 1e-3
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine import reduction
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import assert_parity, assert_same_run, record, record_reference
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 MODEL = {"model": {"factory": "own_heads:layers"}}
 TOKENS, WIDTH = 2 * 24, 16

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.optim.learning_rate import learning_rate_factor
 from sley_core.plan.load import plan_from_dict
 from sley_testing.plans import Tables, small_plan
+from sley_trainer.assemble import assemble
 
 HERE = Path(__file__).parent
 

@@ -25,7 +25,7 @@ from matplotlib.ticker import MaxNLocator
 
 from sley_core.errors import UsageError, format_path
 from sley_core.files import PLAN
-from sley_core.metrics.jsonl import read_rows
+from sley_core.jsonl import read_rows
 from sley_core.plan.plan import format_value, iterate_values
 from sley_doctor.fault_report import AttemptReports, read_reports
 from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_work, find_remedy, judge

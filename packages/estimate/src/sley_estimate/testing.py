@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 from sley_core.actions.action import Action, Lowered, Placement
-from sley_core.assemble import build_meta_model
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
@@ -26,6 +25,7 @@ from sley_estimate.step.estimate import list_instructions
 from sley_estimate.step.links import Cost
 from sley_estimate.step.simulate import Compute, Instruction, StepTime, simulate_programs
 from sley_testing.plans import Tables, changed
+from sley_trainer.assemble import build_meta_model
 from train_cli.meta_model import meta_micro_batch
 
 _SMALL: Tables = {

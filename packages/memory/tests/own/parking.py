@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-from sley_core.assemble import assemble
 from sley_core.comm import device
 from sley_core.comm.world import World
-from sley_core.memory.inventory import COPIED, StorageEntry
+from sley_core.memory import COPIED, StorageEntry
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import storage_guard
+from sley_trainer.assemble import assemble
 
 EVERYTHING = [{"use": "memory.everything", "bucket_mb": 0.002}]
 BETWEEN = [{"use": "memory.optimizer_states", "when": "between_steps", "bucket_mb": 0.002}]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from parking import state_digest
 
 from sley_core.api.memory import Where
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_memory.movers import HostCopy
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 NUM_STEPS = 3
 Prepare = Callable[[Run], None]

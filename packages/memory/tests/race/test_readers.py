@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from sley_checkpoint.reader import read
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import Tables, changed, small_plan
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16", evaluation={"every": 100, "steps": 1})
 OFFLOADS = {

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sley_core.run import Run
-from sley_core.run_state.pieces import WEIGHTS
-from sley_core.run_state.state import checkpoint_files
-from sley_core.run_state.tensors import plan_and_weights
+from sley_core.checkpointing import WEIGHTS
+from sley_core.saved_weights import checkpoint_files, plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
 from sley_testing.parity import full_tensors, tensor_bytes
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import running
+from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -22,6 +21,7 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import assert_resumed_parity, assert_same_run, record, weights
+from sley_trainer.assemble import assemble
 
 DP = {"parallel__dp": 2, "gradient_handlers": [{"use": "core.each"}]}
 STEPS = 2

@@ -26,8 +26,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sley_core import assemble
-from sley_core.assemble import build_meta_model
 from sley_core.comm.group import Group
 from sley_core.comm.progress import Members, run_guarded
 from sley_core.comm.transport import Transport, Work

@@ -26,12 +26,12 @@ from sley_core.engine.buffers import group_by_reduce_group
 from sley_core.engine.parts import StepNumbers
 from sley_core.plan.load import plan_from_dict
 from sley_core.records import GradientHandlerRecord
-from sley_core.run import Run
 from sley_core.table import Table
 from sley_testing.collectives import assert_same_sequence
 from sley_testing.parity import assert_same_bits, train_tensors
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, fail_once, record
+from sley_trainer.run import Run
 
 Handler = dict[str, Any]
 EACH: Handler = {"use": "core.each"}

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict

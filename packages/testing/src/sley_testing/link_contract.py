@@ -23,10 +23,8 @@ from torch import Tensor
 
 from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placement, Transfer, forward_only
 from sley_core.actions.lower import lower
-from sley_core.assemble import make_parts
 from sley_core.comm.world import World
 from sley_core.engine.boundary import Description, Leaf
-from sley_core.engine.execute import Crossing
 from sley_core.engine.registry import ParameterRegistry
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
@@ -37,6 +35,8 @@ from sley_core.topology import Topology
 from sley_testing.contract import tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import random_action_lists
+from sley_trainer.assemble import make_parts
+from sley_trainer.execute import Crossing
 
 Table = dict[str, Any]
 

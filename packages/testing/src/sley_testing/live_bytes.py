@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from torch._C import _autograd, _profiler  # private: no public API reports each allocation or omits operators
 from torch.autograd.profiler import profile
 
-from sley_core.assemble import assemble, build_draft
 from sley_core.comm.world import World
 from sley_core.errors import KeyPath
 from sley_core.plan.load import plan_from_dict
+from sley_trainer.assemble import assemble, build_draft
 
 
 class Allocation(NamedTuple):

@@ -18,17 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.errors import StateError
-from sley_core.loop import Row
-from sley_core.memory.inventory import COPIED, OffloadManager, Part, Where
+from sley_core.memory import COPIED, OffloadManager, Part, Where
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.parity import have_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import fail_once, weights
+from sley_trainer.assemble import assemble
+from sley_trainer.loop import Row
+from sley_trainer.run import Run
 
 Bits = dict[tuple[str, str], Tensor]
 

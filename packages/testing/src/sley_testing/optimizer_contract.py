@@ -29,7 +29,6 @@ from sley_core.model.layers import as_model
 from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
-from sley_core.optimizer_probe import try_optimizer
 from sley_core.plan.load import plan_from_dict
 from sley_core.run import Run
 from sley_core.run_state.state import checkpoint_files

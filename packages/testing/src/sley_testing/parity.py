@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sley_core.assemble import assemble
+from sley_core.checkpointing import Rectangle
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
-from sley_core.run_state.pieces import Rectangle
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 _MAX_LINES = 5
 

@@ -48,11 +48,11 @@ def assemble_once() -> None:
     The run takes no step, since autograd does not work in a process that was forked after its first backward. The random state
     of this process does not change.
     """
-    from sley_core.assemble import assemble
     from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World
     from sley_core.plan.load import plan_from_dict
     from sley_testing.plans import small_plan, write_texts
+    from sley_trainer.assemble import assemble
 
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=()):
         write_texts(Path(folder))

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.actions.action import Action, Kind, Placement
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.registry import Param
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.engine.step_batch import GivenBatch
-from sley_core.loop import Row
 from sley_core.losses.cross_entropy import CrossEntropy
-from sley_core.memory.inventory import Part
+from sley_core.memory import Part
 from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import Counts
-from sley_core.run import Run
 from sley_testing.collectives import Collective, collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
+from sley_trainer.assemble import assemble
+from sley_trainer.loop import Row
+from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 

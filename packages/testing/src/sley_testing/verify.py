@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from sley_core.engine.update import CLIP_EPSILON
 from sley_core.errors import RunError
 from sley_core.plan.plan import Plan
 from sley_core.records import GradientHandlerRecord
-from sley_core.run import Run
 from sley_testing.parity import relative_errors
 from sley_testing.runs import BF16_SUMS, GRADIENTS, WEIGHTS, gradients, weights
+from sley_trainer.run import Run
+from sley_trainer.update import CLIP_EPSILON
 
 Quantity = Literal["first value", "loss", "gradient", "gradient norm", "held-out loss", "weight"]
 QUANTITIES: tuple[Quantity, ...] = ("first value", "loss", "gradient", "gradient norm", "held-out loss", "weight")

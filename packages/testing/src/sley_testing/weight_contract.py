@@ -22,14 +22,12 @@ import pytest
 import torch
 from torch import nn
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.engine.shards import gather_full_tensors
 from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.records import WeightCommunicatorRecord
-from sley_core.run import Run
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import LENGTH, WIDTH, model_plan
 from sley_testing.parity import assert_close_gradients

@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sley_core.assemble import assemble
 from sley_core.comm.world import World
 from sley_core.plan.load import plan_from_dict
 from sley_core.protocols import MetricsWriter, RewindableWriter
 from sley_testing.plans import small_plan
+from sley_trainer.assemble import assemble
 
 Point = tuple[int, str, float | None]
 """The step, name and value of a number. The value is None if it is not finite and the format has no such numbers."""

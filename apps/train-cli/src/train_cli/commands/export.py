@@ -173,7 +173,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft does not have, and
     RunError "export-differs".
     """
-    from sley_core.run_state.tensors import SavedWeights
+    from sley_core.saved_weights import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
     model = hugging_face_model(plan, merged_weights(plan, source))
@@ -242,9 +242,9 @@ def _find_module_names(plan: Plan) -> _ModuleNames:
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
-    from sley_core.assemble import build_meta_model
     from sley_core.data.dataset import DataContext
     from sley_core.data.factory import open_dataset
+    from sley_trainer.assemble import build_meta_model
 
     info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
     parents: dict[int, nn.Module] = {}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from sley_core.data.dataset import TextIds
     from sley_core.plan.plan import Plan
-    from sley_core.run import Run
+    from sley_trainer.run import Run
 
 
 def sample(

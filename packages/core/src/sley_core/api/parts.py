@@ -8,7 +8,7 @@ from sley_core.engine.direct import WeightGradientSink
 from sley_core.engine.parts import MicroStep, Parts, Phase, StepState
 from sley_core.engine.reduction import Sums, add_at
 from sley_core.engine.registry import Param
-from sley_core.memory.inventory import ALIGNMENT_BYTES, round_up
+from sley_core.memory import ALIGNMENT_BYTES, round_up
 from sley_core.weight_files.write import split_by_size
 
 __all__ = ["ALIGNMENT_BYTES", "BufferShard", "Description", "FlatBuffer", "FlatLayout", "GradientBuffer", "Layout", "Leaf"]

@@ -28,7 +28,7 @@ from torch import Tensor
 from sley_core.comm.transport import checksum
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-from sley_core.memory.inventory import ALIGNMENT_BYTES, round_up
+from sley_core.memory import ALIGNMENT_BYTES, round_up
 
 
 class FlatLayout:

@@ -38,7 +38,7 @@ from sley_core.engine.reduction import Accumulator, Reduction, State, Unbuffered
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import sharded_read_error
 from sley_core.errors import RunError, StateError, run_closed_error
-from sley_core.memory.inventory import ALIGNMENT_BYTES, round_up
+from sley_core.memory import ALIGNMENT_BYTES, round_up
 
 
 class GradientStore:

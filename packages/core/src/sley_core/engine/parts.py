@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sley_core.engine.registry import Param, ParameterRegistry
     from sley_core.engine.weights import Stepped, WeightStore
     from sley_core.losses.chunked_head import HeadChunks
-    from sley_core.memory.inventory import DevicePool
+    from sley_core.memory import DevicePool
     from sley_core.model.layers import Layer
     from sley_core.plan.tables import BatchTable, LimitsTable, PrecisionTable, RunTable
     from sley_core.topology import Topology

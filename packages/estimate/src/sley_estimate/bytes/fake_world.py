@@ -28,8 +28,6 @@ from sley_core.comm.progress import ActionProgress, Members
 from sley_core.comm.transport import Transport, Work
 from sley_core.data.dataset import AnyDataset
 from sley_core.engine.boundary import Description, unflatten
-from sley_core.engine.execute import describe_output
-from sley_core.engine.stage import Stage
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, parameter_like
 from sley_core.model.tensors import referenced_tensors
@@ -39,6 +37,8 @@ from sley_core.records import import_object
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.trace import module_signature, replace_tensors
 from sley_estimate.step.record import CopyDirection, Recording
+from sley_trainer.execute import describe_output
+from sley_trainer.stage import Stage
 from train_cli.meta_model import meta_micro_batch, meta_output, meta_state
 
 _COLLECTIVES: Mapping[Exchange, Collective] = {

@@ -33,17 +33,14 @@ from torch._subclasses.fake_tensor import (
 
 from sley_core.actions.action import Action, Kind, Step
 from sley_core.actions.simulate import Costs, Peaks, compute_peaks
-from sley_core.assemble import Draft, assemble, build_draft, weight_dtypes
 from sley_core.comm.progress import BEGINNING
 from sley_core.comm.world import World
-from sley_core.engine.stage import Lists
 from sley_core.errors import PlanError, RunError, SleyError
-from sley_core.memory.inventory import PARTS
+from sley_core.memory import PARTS
 from sley_core.model.layers import Layer
 from sley_core.model.tensors import assume_device_type, estimate_bytes
 from sley_core.plan.check import check_plan
 from sley_core.plan.plan import Plan, iterate_values
-from sley_core.run import Run
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.bytes.fake_world import FakeDevice, StepSimulation, meta_outputs
@@ -51,6 +48,9 @@ from sley_estimate.bytes.ledger import Allocation, Ledger, StepPosition
 from sley_estimate.layers.operators import imitate_cuda
 from sley_estimate.layers.trace import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
+from sley_trainer.assemble import Draft, assemble, build_draft, weight_dtypes
+from sley_trainer.run import Run
+from sley_trainer.stage import Lists
 from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 

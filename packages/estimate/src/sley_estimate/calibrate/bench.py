@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_core.comm.device import Device
 from sley_core.comm.progress import first_line
 from sley_core.comm.transport import gather_values
@@ -32,7 +31,6 @@ from sley_core.data.factory import open_dataset
 from sley_core.data.feed import Feed
 from sley_core.engine.call import LayerCaller
 from sley_core.engine.direct import WeightQueue
-from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.errors import RunError
 from sley_core.model.layers import Layer, Model
 from sley_core.model.values import HostModel
@@ -51,6 +49,8 @@ from sley_estimate.layers.trace import (
     start_call,
 )
 from sley_estimate.search.layouts import list_choices
+from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
+from sley_trainer.execute import InFlight, describe_output, gradient_edges
 from train_cli.meta_model import meta_micro_batch
 
 NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of a layer for a partition, and for a machine file

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sley_core.assemble import assemble
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
-from sley_core.run import Run
 from sley_estimate.machine import EngineTable
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 WEIGHT_COUNTS = 8, 128  # of a run with few weights, and of a run with many
 MICRO_BATCH_COUNTS = 1, 5  # microbatches of a step

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sley_core.assemble import keep_freed_memory
 from sley_core.comm.group import Group, Groups
 from sley_core.comm.transport import Work
 from sley_core.comm.world import World
@@ -20,6 +19,7 @@ from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.calibrate.device import measure_device, measure_host
 from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
+from sley_trainer.assemble import keep_freed_memory
 
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: few show the latency, many the bandwidth
 

@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from sley_core.assemble import DTYPES, weight_dtypes
 from sley_core.comm.device import storage_id
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import Keep
 from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
-from sley_core.engine.execute import InFlight, describe_output, gradient_edges
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
@@ -39,6 +37,8 @@ from sley_core.model.tensors import buffer_format
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
+from sley_trainer.assemble import DTYPES, weight_dtypes
+from sley_trainer.execute import InFlight, describe_output, gradient_edges
 
 MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 

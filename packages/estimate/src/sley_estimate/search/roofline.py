@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sley_core.actions.simulate import Costs, simulate
-from sley_core.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.layers import Layer
 from sley_core.optim.shared import set_training_mode
@@ -48,6 +46,8 @@ from sley_estimate.step.links import (
     slowest_message_cost,
 )
 from sley_estimate.step.record import CopyDirection
+from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
+from sley_trainer.stage import build_stage, count_layer_parameters
 
 Floats = NDArray[np.float64]
 

@@ -20,8 +20,6 @@ import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
-from sley_core.assemble import Draft
-from sley_core.engine.stage import Lists
 from sley_core.optim.shared import skips_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
@@ -33,6 +31,8 @@ from sley_estimate.machine import MachineFile
 from sley_estimate.step.links import Cost, concurrent_groups, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
+from sley_trainer.assemble import Draft
+from sley_trainer.stage import Lists
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 

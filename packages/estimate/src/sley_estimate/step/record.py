@@ -22,10 +22,10 @@ from sley_core.actions.action import Action, Kind, Transfer
 from sley_core.comm.device import storage_id
 from sley_core.errors import PlanError
 from sley_core.protocols import Collective
-from sley_core.run import Run
 from sley_core.topology import Topology
 from sley_estimate.bytes.fake_tensors import FakeTensors
 from sley_estimate.layers.operators import Operator, describe_operator
+from sley_trainer.run import Run
 
 CopyDirection = Literal["to_host", "to_device"]
 

@@ -1,0 +1,208 @@
+"""The weights in checkpoints and run folders, without the run that wrote them: for exports, samples and later runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from sley_core.attempt import use_copied_files
+from sley_core.checkpointing import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.errors import RunError
+from sley_core.files import PLAN
+from sley_core.files import WEIGHTS as WEIGHTS_FOLDER
+from sley_core.json_text import decode_value
+from sley_core.model.build import build_on_meta
+from sley_core.model.tensors import checksum
+from sley_core.model.values import HostModel
+from sley_core.optim import shared
+from sley_core.plan.document import read_file, read_text
+from sley_core.plan.kinds import CHECKPOINTER
+from sley_core.plan.load import resolve_plan
+from sley_core.plan.loader import Loader
+from sley_core.protocols import CheckpointFiles
+from sley_core.records import CheckpointerRecord
+from sley_core.weight_files.read import TensorKind, TensorReader, WeightFiles, weight_files_error
+from sley_core.weight_files.write import BY_NAME, DTYPES
+
+if TYPE_CHECKING:
+    from sley_core.plan.plan import Plan
+
+OPTIONS = "options/"
+"""The name prefix of a parameter's options in the optimizer's groups."""
+
+BASE = "base/"
+"""How the names of values begin that are checksums of the frozen parameters of a model with adapters."""
+
+SHARED = "shared/"
+"""The name prefix of values that the optimizer keeps for all parameters, such as attributes."""
+
+
+def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFiles | None:
+    """Returns the checkpoint files of the plan's checkpointer, or None if it has no such class.
+
+    Without a plan or `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it is not installed.
+    """
+    if plan is not None and plan.checkpoint is not None:
+        record = plan.checkpoint.record
+    else:
+        record = loader.record(CheckpointerRecord, CHECKPOINTER)
+    assert isinstance(record, CheckpointerRecord), record
+    if record.files is None:
+        return None
+    files: CheckpointFiles = record.load(record.files)()
+    return files
+
+
+def weights_of_run(path: Path, run: Path) -> TensorReader:
+    """Returns the final weights in the folder of a `run`, or those of its checkpoint `path`, with adapters merged in."""
+    plan = resolve_plan(use_copied_files(read_file(run / PLAN), run), Loader())
+    source: TensorReader
+    if path == run:
+        source = WeightFiles(run / WEIGHTS_FOLDER)
+    else:
+        files = checkpoint_files(plan.loader, plan)
+        checkpoint = None if files is None else files.open(str(path))
+        if checkpoint is None:
+            raise weight_files_error(f"there is no checkpoint in `{path}`")
+        plan, source = plan_and_weights(checkpoint)
+    if plan.adapters is None:
+        return source
+    from sley_core.hugging_face import merged_weights  # runs do not load it
+
+    return merged_weights(plan, source)
+
+
+def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
+    """Returns the name in the checkpoint of each extra state, for the first rank that has the state."""
+    names: dict[str, str] = {}
+    for saved_name in saved.names:
+        prefix, separator, name = saved_name.partition("/extra/")
+        if separator and prefix.startswith("ranks/"):
+            names.setdefault(name, saved_name)
+    return names
+
+
+def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
+    """Restores the state of the parameter `name` in an optimizer of only this whole parameter, on the host."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    values = saved.description.values
+    leaves = {
+        leaf: decode_value(values[state]) if state in values else saved.tensor(state)
+        for leaf, state in names_by_parameter(saved).get(name, {}).items()
+    }
+    options = decode_value(values.get(OPTIONS + name, {}))
+    states = {id(parameter): join_leaves(decode_value(saved.description.trees.get(name)), leaves)}
+    dtypes = {id(parameter): BY_NAME[saved.kind(WEIGHTS + name).dtype]}
+    shared.load_optimizer_state(optimizer, states, [options], shared_states(saved), shared.copy_attributes(optimizer), dtypes)
+
+
+def shared_states(saved: CheckpointReader) -> shared.Shared:
+    """Returns the values, except options, that the optimizer keeps for all parameters."""
+    pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
+    return {tuple(path): value for path, value in pairs}
+
+
+def names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
+    """Returns the name in the checkpoint of each leaf of each parameter's state, by the names of parameter and leaf."""
+    names: dict[str, dict[str, str]] = {}
+    for name in (*saved.names, *saved.description.values):
+        if name.startswith(OPTIMIZER):
+            parameter, _, leaf = name.removeprefix(OPTIMIZER).rpartition("/")
+            names.setdefault(parameter, {})[leaf] = name
+    return names
+
+
+class SavedWeights:
+    """The weights and buffers of a checkpoint by their names in the registry. Weights are the averages if there are any, else
+    the master weights, or those after the optimizer's `eval()`.
+
+    plan: of the run. base: reads the frozen parameters of a model with adapters, which are not in the checkpoint.
+    """
+
+    def __init__(self, saved: CheckpointReader, plan: Plan, base: Callable[[], BaseWeights]) -> None:
+        self.saved = saved
+        self._plan = plan
+        self._base = cache(base)
+        self._saved_names = extra_state_names(saved) | {
+            name.removeprefix(prefix): name
+            for prefix in (WEIGHTS, AVERAGES, BUFFERS, BASE)  # an average replaces the weight of its name
+            for name in (*saved.names, *saved.description.values)
+            if name.startswith(prefix)
+        }
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._saved_names)
+
+    def kind(self, name: str) -> TensorKind:
+        if self._saved_names[name].startswith(BASE):
+            return self._base().kind(name)
+        return self.saved.kind(self._saved_names[name])
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a weight or buffer. Raises RunError "adapters-base" for a base with other values than the checkpoint's."""
+        if self._saved_names[name].startswith(BASE):
+            value = self._base().tensor(name)
+            if checksum(value) != self.saved.description.values[BASE + name]:
+                raise base_error(self.saved.place, name)
+            return value
+        value = self.saved.tensor(self._saved_names[name])
+        if not self.saved.description.state["has_modes"] or not self._saved_names[name].startswith(WEIGHTS):
+            return value
+        parameter = nn.Parameter(value)
+        config: Any = self._plan.optimizer.config
+        group = {"params": [parameter], "lr": config.lr, "initial_lr": config.lr, "weight_decay": config.weight_decay}
+        optimizer: Any = shared.set_training_mode(self._plan.optimizer.build([group], parameter.device))
+        load_parameter_state(optimizer, self.saved, name)
+        optimizer.eval()
+        return parameter.detach()
+
+
+class BaseWeights:
+    """The first values of the model of `plan`, one layer in memory at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
+        self._host = HostModel(build_on_meta(plan.model, info, plan.run.seed, plan.adapters))
+        self._layer: tuple[str, nn.Module] = ("", nn.Module())
+
+    def kind(self, name: str) -> TensorKind:
+        value = self.tensor(name)
+        return TensorKind(DTYPES[value.dtype], tuple(value.shape))
+
+    def tensor(self, name: str) -> Tensor:
+        layer = next(layer for layer in self._host.model.layers if name.startswith(f"{layer.name}."))
+        if self._layer[0] != layer.name:
+            self._layer = layer.name, self._host.build_module(layer)
+        return self._layer[1].get_parameter(name.removeprefix(f"{layer.name}.")).detach()
+
+
+def base_error(place: str, name: str) -> RunError:
+    """Returns the error of a checkpoint whose base had other values of the parameter `name`."""
+    hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
+    message = f"{place} was trained on a different base model: {name!r} has other values"
+    return RunError("adapters-base", message, hint=hint)
+
+
+def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
+    """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
+
+    If the checkpoint is in the run's folder, the plan's files are replaced by their copies in this folder.
+    """
+    document = read_text(saved.description.plan, saved.place, Path())
+    plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), Loader())
+    # the copies are without weights
+    return plan, SavedWeights(saved, plan, lambda: BaseWeights(resolve_plan(document, Loader())))
+
+
+def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """Returns a nested state from its `leaves` by name. tree: the result of `name_leaves`; None for a flat dict."""
+    return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)

@@ -1,0 +1,420 @@
+"""Builds a run from a plan, in one order on every rank.
+
+draft: dataset, layers on meta, stages ──> groups, over which ranks compare plan, versions and model ──> shards ──> initial
+values ──> parameter registry ──> `Parts` ──> plugins, optimizer, executor ──> feed ──> run
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sley_core.comm.group import Groups
+from sley_core.data.batches import POSITIONS, sliced_info
+from sley_core.data.dataset import AnyDataset, DataContext, DataInfo
+from sley_core.data.factory import open_dataset, samples_per_epoch
+from sley_core.engine.agreement import agree
+from sley_core.engine.buffers import group_by_reduce_group, plan_without_buffers
+from sley_core.engine.direct import WeightQueue
+from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import Parts, StepNumbers, StepState, Waits
+from sley_core.engine.reduction import reduction_class
+from sley_core.engine.registry import ParameterRegistry
+from sley_core.engine.shards import AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
+from sley_core.engine.weights import WeightStore
+from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
+from sley_core.memory import DevicePool
+from sley_core.model.attention import BACKENDS, kernel_of_attention
+from sley_core.model.build import build_on_meta, evaluation_notes, set_train_mode
+from sley_core.model.layers import Layer, Model
+from sley_core.model.tensors import keeps_fp32
+from sley_core.model.values import HostModel
+from sley_core.optim.build import avoid_compiler_import, frozen_names
+from sley_core.optim.learning_rate import learning_rate_factor, shares_digest
+from sley_core.plan.check import check_plan
+from sley_core.plan.plan import Plan, digest_values
+from sley_core.plugin import CrossEntropyConfig
+from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
+from sley_core.topology import AXES, GroupEntry, Topology
+from sley_trainer.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
+from sley_trainer.run import Run
+from sley_trainer.run_memory import OffloadMetrics
+from sley_trainer.run_state import RunState
+from sley_trainer.stage import Stage, build_stage, count_layer_parameters, needs_timed_costs, tie_groups, time_layers
+from sley_trainer.state_dict import check_extra_states, collect_names, load_weights
+from sley_trainer.throughput import DOCUMENTS
+
+if TYPE_CHECKING:
+    from sley_core.comm.world import World
+    from sley_core.engine.boundary import Description
+    from sley_core.losses.chunked_head import HeadChunks
+    from sley_core.memory import OffloadManager
+    from sley_core.plan.loader import Plugin
+    from sley_core.protocols import SequenceCommunicator, WeightCommunicator
+
+
+def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Draft | None = None) -> Run:
+    """Returns the run of `plan` on this rank of `world`. A collective of all ranks.
+
+    folder: the folder for metrics and profiles; None on all ranks writes no files. draft: an unused draft of this plan for a
+    world of this size; by default a new one is built. In a fake world nothing is allocated and no data is read. On meta the run
+    can be inspected but not stepped.
+
+    Raises PlanError with all problems of the plan, and RunError if ranks disagree. The model then has no patches.
+    """
+    undo = ExitStack()  # detaches all parts from the model when the run closes
+    with ExitStack() as on_error:
+        on_error.callback(undo.close)
+        if problems := check_plan(plan, world.size):
+            raise PlanError.from_diagnostics(problems)
+        if not plan.model.config.compile:
+            avoid_compiler_import()
+        topology = plan.topology(world.size)
+        draft = draft or build_draft(plan, world)
+        dataset, model, notes = draft.dataset, draft.model, draft.notes
+        names, sizes = collect_names(model.layers), model.num_parameters()
+        stage = draft.stage.for_stage(topology.coordinates(world.rank).stage)
+        groups = make_groups(plan, world, topology, model, stage, dataset)
+        simulation = world.simulation
+        communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
+        if communicator is not None:
+            communicator.prepare(model.layers)
+        shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
+        check_hooks(stage.layers_by_position, shards, topology.sp)
+        notes += describe_dtypes(plan, model)
+        if simulation is None:
+            notes += describe_attention(plan, model, world.device.torch_device)
+        reduction_class(plan.parallel.reduction).check_model(stage.layers_by_position, model.per_rank_buffers)
+        announced, has_values = None, True
+        if simulation is None:
+            shards = _initialize_weights(plan, world, model, stage, shards)
+        else:
+            announced, has_values = simulation.announced(plan, stage, dataset, weight_dtypes(plan)[0]), False
+        sequence: SequenceCommunicator | None = None
+        if plan.sequence is not None and topology.sp > 1:
+            sequence = plan.sequence.build(groups["sp"])
+            sequence.prepare(sliced_info(dataset.info, topology.sp))
+            sequence.attach(model.layers)
+            undo.callback(sequence.detach)
+        registry = ParameterRegistry(stage.chunks, stage.layers_by_position, shards)
+        registry.base = model.base_digests
+        if simulation is not None:
+            shard_on_meta(stage.layers, shards)
+            simulation.fill(stage.layers, weight_dtypes(plan)[1])
+        with world.device.in_use():
+            head = find_head(plan, model.layers)
+            if head is None and communicator is not None and shards:
+                head = communicator.head
+            parts = make_parts(plan, world, topology, groups, stage.layers, registry, announced, head)
+            managers: list[OffloadManager] = [component.build() for component in plan.offload]
+            if managers:  # before all ranks agree on the names of metrics
+                tables = ((cast("OffloadManagerRecord", table.record), table.config) for table in plan.offload)
+                offloaded = [part for record, config in tables for part in record.parts(config)]
+                OffloadMetrics(parts.numbers, groups["all"].size, managers, offloaded)
+            stepper = build_stepper(plan, parts, model, stage, dataset.info, communicator, undo, sequence, checks=has_values)
+            samples = build_samples(plan, parts, model, dataset, stepper, has_feed=has_values)
+            memory = build_run_memory(parts, stepper, managers, undo)
+        if has_values:
+            check_extra_states(stage.layers)
+            refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
+        writers, profiler = build_outputs(plan, world, folder)
+        state = RunState(
+            plan,
+            parts,
+            stepper.update,
+            samples.feed,
+            memory,
+            model.per_rank_buffers,
+            components_with_objects(plan, stepper),
+            folder,
+            draft.plan_values,
+            notes,
+        )
+        load = partial(load_weights, names, parts, stepper.update.masters)
+        run = Run(plan, parts, stepper, samples, writers, profiler, memory, load, state, sizes)
+        on_error.pop_all()
+        return run
+
+
+def _initialize_weights(plan: Plan, world: World, model: Model, stage: Stage, shards: Shards) -> Shards:
+    """Initialises this rank's layers, and returns `shards` by the ids of the new parameters. Raises the same errors as
+    `HostModel`.
+    """
+    with world.all_or_none(plan.limits.collective_timeout_s), world.device.in_use():
+        host, owned = HostModel(model), {layer.name for layer in stage.layers}
+        shard_functions = {key: shard.cut for key, shard in shards.items()}
+        final = host.load_values(owned, dtype=weight_dtypes(plan)[1], device=world.device.torch_device, shard=shard_functions)
+        host.drop_unowned(final, owned)
+    if plan.run.keep_freed_memory and world.device.type == "cpu":
+        keep_freed_memory()  # not earlier, so that the values of other ranks' layers are returned to the system
+    return {id(final[key]): shard for key, shard in shards.items() if key in final}
+
+
+def make_parts(
+    plan: Plan,
+    world: World,
+    topology: Topology,
+    groups: Groups,
+    layers: Sequence[Layer],
+    registry: ParameterRegistry,
+    announced: Callable[[int, int], Description] | None = None,
+    head: HeadChunks | None = None,
+) -> Parts:
+    """Builds the parts to which plugins are attached. The store has no buffers if no other rank has the same weights."""
+    planner = plan_without_buffers if groups["stage"].size == 1 else group_by_reduce_group
+    reduction = reduction_class(plan.parallel.reduction)(groups, StepState())
+    gradients = DTYPES[plan.precision.gradients]
+    return Parts(
+        plan.run,
+        plan.batch,
+        plan.precision,
+        plan.limits,
+        world,
+        topology,
+        groups,
+        layers,
+        registry,
+        GradientStore(registry, gradients, world.device.torch_device, reduction, planner),
+        WeightStore(weight_dtypes(plan)[0], plan.precision.keep),
+        Waits(),
+        WeightQueue(),
+        StepNumbers(groups),
+        DevicePool(),
+        is_compiled=bool(plan.model.config.compile),
+        describe_output=announced,
+        head=head,
+    )
+
+
+def make_groups(plan: Plan, world: World, topology: Topology, model: Model, stage: Stage, dataset: AnyDataset) -> Groups:
+    """Creates and returns this rank's groups. A collective of all ranks.
+
+    model: the model on meta. Raises PluginError "plugin-failed" if a plugin lists invalid groups, and RunError "ranks-disagree"
+    on every rank if ranks have different plans, versions, groups, samples or models.
+    """
+    extra = [*tie_groups(stage, topology), *plugin_groups(plan, topology)]
+    cross_memory = plan.parallel.cross_memory_attach
+    groups = world.groups(topology, plan.limits.collective_timeout_s, extra, cross_memory=cross_memory)
+    if world.simulation is not None:
+        return groups
+    try:
+        num_samples = samples_per_epoch(dataset, plan.data.config)
+    except SleyError as error:
+        raise plan.add_places(error) from error.__cause__
+    tensors = sha256()  # a factory may build a different model on each rank
+    for layer in model.layers:
+        for named_tensors in (layer.module.named_parameters, layer.module.named_buffers):
+            for name, value in named_tensors(layer.name, remove_duplicate=False):
+                tensors.update(f"{name} {list(value.shape)} {value.dtype}\n".encode())
+    properties = {
+        "the plan": plan.digest,
+        "torch": torch.__version__,
+        "the group table": sha256("\n".join(entry.label for entry in [*topology.groups(), *extra]).encode()).hexdigest(),
+        "samples per epoch:": str(num_samples),
+        "the model": tensors.hexdigest(),
+    }
+    control = groups["control"]
+    if control.size > 1 and hasattr(dataset, "data_digest"):
+        properties["data with the digest"] = str(dataset.data_digest)
+    if plan.learning_rate.record is None:
+        properties["learning rates with the digest"] = shares_digest(learning_rate_factor(plan), plan.run.steps)
+    properties |= {f"plugin {name}": str(plugin) for name, plugin in plan.plugins.items()}
+    agree(properties, control, {"the plan": partial(digest_values, plan)})  # over all ranks; blocks
+    return groups
+
+
+def plugin_groups(plan: Plan, topology: Topology) -> Iterator[GroupEntry]:
+    """Yields the entries of the plugins' process groups, in the plan's order. Raises PluginError "plugin-failed"."""
+    owners: dict[str, Plugin] = {}
+    for plugin, records in plan.call("sley_process_groups", plan=plan, topology=topology):
+        for record in records:
+            if fault := _group_fault(record, topology, owners):
+                message = f"{plugin.label} failed in sley_process_groups: {fault}"
+                raise PluginError("plugin-failed", message, hint="report this to the plugin's authors")
+            owners[record.axis] = plugin
+            for ranks in record.ranks:
+                for channel in record.channels:
+                    yield GroupEntry(record.axis, channel, tuple(ranks), cross_memory=record.cross_memory)
+
+
+def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) -> str:
+    """Describes why a plugin's group is invalid; returns "" for a valid group. owners: the plugins of earlier groups."""
+    if not isinstance(record, ProcessGroupRecord):
+        return f"{record!r} must be a ProcessGroupRecord"
+    group = f"the group {record.axis!r}"
+    if record.axis in AXES or record.axis.startswith("tie[") or not record.axis:
+        return f"{group} has the name of one of core's own"
+    if record.axis in owners:
+        return f"{group} is there twice, once from `{owners[record.axis].name}`"
+    members = [rank for ranks in record.ranks for rank in ranks]
+    if not record.channels or any(list(ranks) != sorted(set(ranks)) for ranks in record.ranks):
+        return f"{group} has no channel, or ranks that do not ascend"
+    if len(members) != len(set(members)) or not set(members) <= set(range(topology.world)):
+        return f"{group} has a rank twice, or one that is not among the {topology.world} of the world"
+    return ""
+
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Holds the dataset and the meta model of one run, before any memory is allocated. notes: messages for the user.
+    plan_values: the plan values that only a run can determine, by path.
+    """
+
+    dataset: AnyDataset
+    model: Model
+    stage: Stage
+    notes: list[str]
+    plan_values: dict[KeyPath, Any]
+
+
+def build_draft(plan: Plan, world: World) -> Draft:
+    """Builds the draft of a run. A collective of all ranks if the partition times layers. Raises PlanError."""
+    with world.all_or_none(plan.limits.collective_timeout_s):  # one host may lack a file, or a module of a factory
+        num_samples = plan.run.steps * plan.batch.global_size
+        dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train", num_samples))
+        model = build_meta_model(plan, dataset.info)
+    costs, values = count_layer_parameters(model), dict[KeyPath, Any]()
+    notes = [*evaluation_notes(model.layers)]
+    if needs_timed_costs(plan) and world.simulation is None:
+        costs = time_layers(plan, world, partial(build_meta_model, plan), weight_dtypes(plan)[0])
+        values["partition", "layer_costs"] = costs
+    elif needs_timed_costs(plan):
+        name = plan.partition.name if plan.partition else ""
+        notes.insert(0, f"`{name}` times layers in a run; here their parameters are counted instead")
+    return Draft(dataset, model, build_stage(plan, plan.topology(world.size), world.rank, model, costs), notes, values)
+
+
+def build_meta_model(plan: Plan, info: DataInfo) -> Model:
+    """Builds the model on meta, in training mode, and freezes the parameters that the plan freezes.
+
+    Raises the same errors as `sliced_info`, `build_on_meta` and `frozen_names`, and PlanError "sequence-positions" for a model
+    that would count the positions of every slice from 0.
+    """
+    plan.model.load()  # imported before the build, so that it does not include parameters made by an import
+    if plan.adapters is not None:
+        plan.adapters.load()
+    model = build_on_meta(plan.model, sliced_info(info, plan.parallel.sp), plan.run.seed, plan.adapters)
+    counts_positions = plan.sequence is not None and plan.parallel.sp > 1 and plan.sequence.config.positions
+    if counts_positions and not any(POSITIONS in layer.fields for layer in model.layers):
+        message = f"no layer has the field `{POSITIONS}`, so each of `sp = {plan.parallel.sp}` slices would start at 0"
+        hint = f"add the parameter `{POSITIONS}` to a forward, or set `[sequence] positions = false` if none needs it"
+        raise PlanError.from_diagnostics([plan.diagnostic("sequence-positions", message, ("parallel", "sp"), hint)])
+    registry = ParameterRegistry([model.layers])
+    optimizer: Any = plan.optimizer.config
+    aliases = {alias: param.name for param in registry for alias in param.aliases}
+    for name in frozen_names(registry.names, optimizer, aliases):
+        registry[name].parameter.requires_grad_(False)
+    find_head(plan, model.layers)  # may raise
+    set_train_mode(model)
+    return model
+
+
+def find_head(plan: Plan, layers: Sequence[Layer]) -> HeadChunks | None:
+    """Returns the head's chunks if the plan has `[loss] chunk_tokens`. layers: all layers of the model. Raises the errors of
+    `HeadChunks.find`. The first forward checks that the layer returns the head's output.
+    """
+    config = plan.loss.config
+    if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
+        return None
+    from sley_core.losses.chunked_head import HeadChunks, LogitsHead  # loaded only by the runs that need it
+
+    return HeadChunks.find(layers, None if config.chunk_tokens == "auto" else config.chunk_tokens, *LogitsHead.refusal)
+
+
+def weight_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtype of the working weights, and that of the weights that the optimizer updates: at least fp32."""
+    working = DTYPES[plan.precision.compute]
+    return working, torch.promote_types(working, torch.float32)
+
+
+def describe_dtypes(plan: Plan, model: Model) -> list[str]:
+    """Returns a note on the dtypes of parameters and buffers if the plan computes in a narrow dtype, else [].
+
+    Raises PlanError "precision-keep" for a pattern of `[precision] keep` that matches no parameter, and for a part that needs
+    all weights in one dtype: a handler whose result is a shard, or master weights on the host.
+    """
+    working, stepped = weight_dtypes(plan)
+    keep = plan.precision.keep
+    parameters = {name: param for layer in model.layers for name, param in layer.module.named_parameters(layer.name)}
+    wide = [name for name in parameters if keeps_fp32(name, keep)]
+    faults = [
+        f"`{pattern}` matches no parameter" for pattern in keep if not any(keeps_fp32(name, [pattern]) for name in parameters)
+    ]
+    if wide and working != stepped:
+        flat = [table.name for table in plan.gradient_handlers if getattr(table.record, "result", "") == "shard"]
+        flat += [component.name for component in plan.offload if steps_on_host(component.record)]
+        faults += [f"`{name}` stores all weights in one buffer of one dtype" for name in flat]
+    if faults:
+        hint = "use names that `train-cli show` prints, or a handler and a manager that do not need one dtype"
+        raise PlanError.from_diagnostics(
+            [plan.diagnostic("precision-keep", fault, ("precision", "keep"), hint) for fault in faults]
+        )
+    if working == stepped:
+        return []
+    note = (
+        f"{len(parameters) - len(wide)} parameters compute in {_dtype_name(working)}, and are updated in {_dtype_name(stepped)}"
+    )
+    note += f"; {len(wide)} stay in {_dtype_name(stepped)}" if wide else ""
+    buffers = [buffer for layer in model.layers for buffer in layer.module.buffers()]
+    if num_kept := sum(buffer.is_floating_point() and buffer.dtype != working for buffer in buffers):
+        note += f"; {num_kept} buffers keep their dtypes"
+    return [note]
+
+
+def describe_attention(plan: Plan, model: Model, device: torch.device) -> list[str]:
+    """Returns a note that names the kernel of the model's attention; [] if `[model] attention` does not name one of torch's and
+    a CPU has no other, or no module has a `head_dim`.
+
+    Raises PlanError "attention-kernel" if the kernel in `[model] attention` cannot compute it.
+    """
+    name = plan.model.config.attention
+    modules = [module for layer in model.layers for module in layer.module.modules()]
+    head_dims = [dim for module in modules if isinstance(dim := getattr(module, "head_dim", None), int)]
+    if name not in BACKENDS and (name != "auto" or device.type == "cpu" or not head_dims):
+        return []
+    is_packed = any(DOCUMENTS in layer.fields for layer in model.layers)
+    head_dim = head_dims[0] if head_dims else 64
+    kernel = kernel_of_attention(name, head_dim, device, weight_dtypes(plan)[0], is_packed=is_packed)
+    return [f"attention uses torch's kernel `{kernel}`"]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's malloc.h."""
+
+_MAX_MMAP_THRESHOLD = 32 << 20
+"""The largest threshold that glibc accepts on 64-bit systems. It maps larger blocks in any case."""
+
+_TUNING_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+"""The environment variables that tune glibc's malloc."""
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep the freed memory of this process; returns whether this succeeded. Does nothing if the environment tunes
+    malloc, or with another C library.
+
+    By default glibc maps the large blocks of each step again, or returns the top of its heap to the system. This causes
+    thousands of page faults, up to 4 % of a step's time (docs/measurements.md).
+    """
+    if any(name in os.environ for name in _TUNING_VARIABLES) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)) and bool(mallopt(_TRIM_THRESHOLD, -1))  # never trims

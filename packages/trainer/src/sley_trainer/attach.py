@@ -1,0 +1,410 @@
+"""Attaches all plugins to a run's parts, in one order on every rank, and builds the stepper, masters and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from sley_core import protocols
+from sley_core.data.batches import SequenceSlicer, check_tokens, sliced_info
+from sley_core.data.dataset import AnyDataset, DataInfo
+from sley_core.data.feed import Feed
+from sley_core.engine.call import LayerCaller, compile_layers
+from sley_core.engine.direct import patch_layers
+from sley_core.engine.registry import check_no_parameters, parameter_roles
+from sley_core.engine.replicas import CopyComparison, WriteWatch
+from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
+from sley_core.engine.totals import LossScale, Skips
+from sley_core.engine.weights import Masters, Stepped
+from sley_core.errors import PlanError
+from sley_core.memory import DevicePool, MemoryInventory, OffloadManager, Part
+from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
+from sley_core.optim.config import scope_of
+from sley_core.optim.learning_rate import learning_rate_factor
+from sley_core.optim.shared import TORCH_TRAITS
+from sley_core.plan.tables import CompileConfig
+from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
+from sley_trainer.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
+from sley_trainer.execute import Crossing, Executor
+from sley_trainer.run_memory import RunMemory, count_moves
+from sley_trainer.stepper import Stepper
+from sley_trainer.throughput import Meter
+from sley_trainer.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.comm.world import World
+    from sley_core.engine.parts import Parts
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Component, Plan
+    from sley_trainer.stage import Stage
+
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+
+
+def build_stepper(
+    plan: Plan,
+    parts: Parts,
+    model: Model,
+    stage: Stage,
+    info: DataInfo,
+    communicator: protocols.WeightCommunicator | None,
+    undo: ExitStack,
+    sequence: protocols.SequenceCommunicator | None = None,
+    *,
+    checks: bool,
+) -> Stepper:
+    """Attaches all plugins' objects to `parts`, and returns this rank's stepper. `undo` detaches the objects.
+
+    sequence: the attention over split sequences. checks: whether to check the model's code by the values of tensors.
+    """
+    topology, device = parts.topology, parts.world.device
+    hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
+    policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
+    if (config := plan.model.config.compile) and parts.world.simulation is None:
+        head = parts.head and parts.head.layer  # its call would return no tensor
+        layers = [layer for layer in stage.layers if layer.name != head]
+        compile_layers(layers, CompileConfig() if config is True else config, policy, undo)
+    undo.callback(parts.store.close)
+    handlers: list[protocols.GradientHandler] = [component.build() for component in plan.gradient_handlers]
+    for handler in handlers:
+        handler.attach(parts)
+        undo.callback(handler.detach)
+    # A hook, or a handler that does not support shards, may read weights at any time.
+    records = [handler.record for handler in plan.gradient_handlers if isinstance(handler.record, GradientHandlerRecord)]
+    parts.weights.is_eager = bool(hooks) or not all(record.accepts_shards or record.result == "shard" for record in records)
+    link: protocols.StageLink | None = None
+    if plan.link is not None and topology.pp > 1:
+        link = plan.link.build()
+        link.prepare(parts)
+    loss = plan.loss.build()
+    if not type(loss).__module__.startswith("sley_core."):
+        check_no_parameters(loss)
+    if hasattr(loss, "attach"):
+        loss.attach(parts)
+    for layer in parts.layers:
+        if isinstance(layer.module, protocols.AttachedModule):
+            layer.module.attach_to_run(parts)
+    update = make_update(plan, parts, model, checks=checks)
+    if communicator is not None:
+        communicator.attach(parts)
+        undo.callback(communicator.detach)
+    policy.attach(parts)
+    undo.callback(policy.detach)
+    parts.numbers.agree()
+    step_progress = parts.groups.progress.step_progress = parts.store.state.step_progress
+    fields = sliced_info(info, topology.sp).fields
+    additivity = whole = None
+    if topology.sp > 1:
+        if needs_whole_sequences(plan):
+            whole = WholeSequences(fields, parts.groups["sp"])
+        elif checks and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
+            additivity = PositionAdditivity(loss, fields)  # core's own loss is a sum over positions
+    caller = LayerCaller(
+        device,
+        plan.run.seed,
+        policy,
+        hooks,
+        parts.groups["sp"].coord,
+        parts.waits,
+        step_progress,
+        plan.limits.data_timeout_s,
+        WriteWatch(parts, model.per_rank_buffers) if checks else None,
+        sequence if checks else None,
+    )
+    executor = Executor(
+        stage.chunks,
+        Crossing(stage.action_lists.placement, stage.action_lists.stage, link),
+        caller,
+        loss,
+        fields,
+        device,
+        hooks,
+        parts.queue,
+        communicator,
+        additivity,
+        whole,
+        keeps_micro_losses=parts.store.reduction.fixed_order,
+        head=parts.head,
+    )
+    compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
+    stepper = Stepper(
+        executor,
+        stage.action_lists,
+        parts.store,
+        handlers,
+        update,
+        parts.groups,
+        device,
+        undo,
+        compare,
+        parts.events,
+        plan.model.config.attention,
+    )
+    undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_micros(topology))))
+    if parts.head is not None:
+        from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
+
+        undo.callback(patch_head(parts, parts.head))
+    parts.store.watch()
+    return stepper
+
+
+def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Update:
+    """Builds the master weights and the optimizer of the trainable parameters, and casts frozen ones to the working dtype.
+
+    model: the whole model. checks: whether to probe a user's optimizer, which may raise PlanError "optimizer-unfit".
+    """
+    config: Any = plan.optimizer.config
+    device = parts.world.device
+    master_device = device.host if any(steps_on_host(manager.record) for manager in plan.offload) else None
+    master_dtype = torch.promote_types(parts.weights.dtype, torch.float32)
+    roles = parameter_roles(plan.optimizer, model.layers)
+    owners = None
+    if scope_of(plan.optimizer.record, config) != "elementwise":
+        from sley_core.engine.owners import MatrixOwners  # few plans need it
+
+        elementwise = {name for name, role in (roles or {}).items() if role.scope == "elementwise"}
+        owners = MatrixOwners(parts.groups, parts.store, master_dtype, elementwise)
+    masters = Masters(parts.weights, parts.store, master_dtype, master_device, owners)
+    masters.add(parts.registry.trainable)
+    for param in parts.registry:
+        if not param.trainable:
+            parts.weights.adopt(param)
+    optimizer_device = master_device or device.torch_device
+    # With a fixed order of sums, CPU kernels must round all elements equally, because a shard and its tensor end differently.
+    is_uniform = parts.store.reduction.fixed_order and plan.optimizer.record is not None and optimizer_device.type == "cpu"
+    groups_of = partial(parameter_groups, config=config, more=UNIFORM_ROUNDING if is_uniform else None, roles=roles)
+    factor = learning_rate_factor(plan)
+    traits = TORCH_TRAITS
+    if checks and not plan.optimizer.name.startswith("core."):
+        from sley_trainer.optimizer_probe import probe_optimizer  # few plans need it
+
+        traits = probe_optimizer(plan, parts, model, factor, masters.dtype, optimizer_device)
+    averages = None if plan.averaging is None else Averages(plan.averaging.build(plan.run.steps), plan.averaging.name)
+    if averages is not None and traits.has_modes:
+        message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
+        raise plan.add_places(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
+    return Update(
+        parts.store,
+        masters,
+        plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device),
+        groups_of,
+        factor,
+        parts.groups,
+        parts.world.device,
+        parts.numbers,
+        clip_norm=config.clip_norm,
+        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
+        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
+        events=parts.events,
+        skips=Skips(plan.run.max_skips) if plan.run.on_nan == "skip" else None,
+        traits=traits,
+        seed=plan.run.seed,
+        averages=averages,
+    )
+
+
+def collect_counts(plan: Plan, stepper: Stepper, pool: DevicePool, memory: RunMemory) -> dict[str, dict[str, float]]:
+    """Returns the stats of the pool, of parts with `protocols.Counts` and of offload managers, by unique names."""
+    objects = components_with_objects(plan, stepper)
+    stats = [(component.name, dict(part.counts())) for component, part in objects if isinstance(part, protocols.Counts)]
+    stats += [(table.name, count_moves(manager)) for table, manager in zip(plan.offload, memory.managers, strict=True)]
+    counts: dict[str, dict[str, float]] = {"core.pool": pool.counts()}
+    for name, numbers in stats:
+        num_same = sum(key.split(" ")[0] == name for key in counts)
+        counts[f"{name} {num_same + 1}" if num_same else name] = numbers
+    return counts
+
+
+def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
+    """Returns the plan's components, each with its object in this run."""
+    pairs = [
+        (plan.weights, stepper.executor.weights),
+        (plan.link, stepper.executor.crossing.link),
+        *zip(plan.gradient_handlers, stepper.handlers, strict=True),
+        *zip(plan.scheduler_hooks, stepper.executor.hooks, strict=False),
+        (plan.activations, stepper.executor.caller.policy),
+    ]
+    return [(component, part) for component, part in pairs if component is not None]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Holds the data of a run.
+
+    splitter: splits samples into microbatches. reads: the names of the fields that layers read. feed: yields the next samples;
+    None in a fake world. evaluated: the feeds of `[evaluation]` by set name; the held-out split has the name "". metrics: the
+    metrics of evaluations.
+    """
+
+    dataset: AnyDataset
+    splitter: BatchSplitter
+    meter: Meter
+    reads: frozenset[str]
+    feed: Feed | None = None
+    evaluated: Mapping[str, EvaluationFeed] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def held_out(self) -> Feed | None:
+        """The feed of the held-out split, if `[evaluation]` has it."""
+        return self.evaluated[""].feed if "" in self.evaluated else None
+
+
+class StepProfiler:
+    """Records the first to the last of `steps` (counted from 1, both included) into `folder/trace-rank{rank}.json`."""
+
+    def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: Device) -> None:
+        self.first, self.last = steps
+        self.path = folder / f"trace-rank{rank}.json"
+        self._cuda = device.type == "cuda"
+        self._profile: profile | None = None
+
+    def before_step(self, number: int) -> None:
+        """Starts the recording if `number` is the first step to record."""
+        if number == self.first:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            # There is only one cycle; without `acc_events` torch 2.11 warns that events of former cycles are dropped.
+            self._profile = profile(activities=activities, acc_events=True)
+            self._profile.start()
+
+    def after_step(self, number: int) -> None:
+        if number == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Stops the recording and writes the file; a run that ends within the range writes its part."""
+        if self._profile is not None:
+            recorded, self._profile = self._profile, None
+            recorded.stop()
+            recorded.export_chrome_trace(str(self.path))
+
+
+def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, stepper: Stepper, *, has_feed: bool) -> Samples:
+    """Returns the training samples, their meter and the evaluation. has_feed: whether the run reads samples."""
+    executor, topology, whole = stepper.executor, parts.topology, stepper.executor.whole
+    loss = executor.loss if executor.has_loss and whole is None else None
+    slices = SequenceSlicer(dataset.info.fields, topology.sp, parts.groups["sp"].coord, loss)
+    weighs = executor.has_loss and (whole is None or whole.counts)
+    splitter = BatchSplitter(
+        dataset.info,
+        plan.batch.micro_size,
+        slices,
+        executor.loss,
+        weighs=weighs,
+        weighs_whole=whole is not None,
+        weighs_micros=parts.store.reduction.fixed_order,
+    )
+    reads = frozenset(name for layer in model.layers for name in layer.fields)
+    samples = Samples(dataset, splitter, Meter.for_run(plan, parts, model.layers, dataset.info), reads)
+    if not has_feed:
+        return samples
+    if names := getattr(dataset, "sources", ()):
+        from sley_trainer.source_losses import SourceSums  # few plans need it
+
+        executor.sources = stepper.update.sources = SourceSums(
+            names,
+            executor.fields,
+            executor.loss,
+            parts.store.reduction,
+            parts.world.device,
+            weighs=weighs,
+            weighs_whole=whole is not None,
+        )
+    config: Any = plan.data.config
+    info = dataset.info
+
+    def feed(dataset: AnyDataset, batch_size: int, **options: bool) -> Feed:
+        """Returns a feed of this rank's rows, which checks token ids."""
+        return Feed(
+            dataset,
+            seed=plan.run.seed,
+            batch_size=batch_size,
+            rows=local_rows(batch_size, parts),
+            timeout_s=plan.limits.data_timeout_s,
+            check=lambda batch, numbers: check_tokens(batch, info, numbers),
+            **options,
+        )
+
+    return replace(
+        samples,
+        feed=feed(dataset, plan.batch.global_size, shuffle=config.shuffle, will_save=plan.checkpoint is not None),
+        evaluated=build_evaluation_feeds(plan, parts, dataset.info, feed),
+        metrics=build_metrics(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
+    )
+
+
+def build_outputs(
+    plan: Plan, world: World, folder: Path | None
+) -> tuple[Sequence[protocols.MetricsWriter], StepProfiler | None]:
+    """Returns the metrics writers, on rank 0 only, and the profiler, which write into the run's `folder` if it has one."""
+    if folder is None:
+        return (), None
+    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
+    return writers, None if plan.profile is None else StepProfiler(plan.profile.steps, folder, world.rank, world.device)
+
+
+def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:
+    """Attaches the offload managers after all other parts, and returns the run's memory. `undo` detaches the managers."""
+    update, crossing = stepper.update, stepper.executor.crossing
+
+    def buffers() -> NamedTensors:
+        for layer in parts.layers:
+            yield from layer.module.named_buffers(layer.name)
+
+    def states() -> NamedTensors:
+        """Yields the optimizer's states in the order of the parameters, then states under other keys, then averages."""
+        names = {id(stepped.parameter) for stepped in update.masters.optimizer_params}
+        for stepped in update.masters.optimizer_params:
+            yield from states_of(stepped)
+        for key, state in update.optimizer.state.items():
+            if id(key) not in names:
+                yield from _prefix_names("optimizer", named_tensors(state))
+        for stepped, average in list_averages(update.averages, update.masters.stepped):
+            yield f"{stepped.name}.{AVERAGE}", average
+
+    def states_of(stepped: Stepped) -> NamedTensors:
+        return _prefix_names(stepped.name, optimizer_states(update, stepped))
+
+    def handler_tensors() -> NamedTensors:
+        for handler in stepper.handlers:
+            list_tensors: Callable[[], NamedTensors] | None = getattr(handler, "named_tensors", None)
+            if list_tensors is not None:
+                yield from list_tensors()
+
+    def trim() -> int:
+        """Frees the memory of the pool that nothing uses, after the link has returned unused messages to the pool."""
+        trim_link: Callable[[], int] = getattr(crossing.link, "trim", lambda: 0)
+        return trim_link() + parts.pool.trim()
+
+    sources: dict[Part, Callable[[], Iterable[tuple[str, Tensor]]]] = {
+        "weights": lambda: ((param.name, param.parameter) for param in parts.registry),
+        "buffers": buffers,
+        "masters": update.masters.named_tensors,
+        "optimizer_states": states,
+        "gradients": parts.store.named_tensors,
+        "handlers": handler_tensors,
+        "pools": parts.pool.named_tensors,
+    }
+    device = parts.world.device
+    inventory = MemoryInventory(device.torch_device, parts.store, sources, states_of, trim)
+    for manager in managers if device.type != "meta" else ():  # tensors on meta have no memory to move
+        manager.attach(parts, inventory)
+        undo.callback(manager.detach)
+    return RunMemory(device, inventory, managers, update.masters)
+
+
+def _prefix_names(name: str, tensors: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+    """Returns the tensors with the prefix `name.` in their names."""
+    return ((f"{name}.{inner}" if inner else name, tensor) for inner, tensor in tensors)

@@ -1,0 +1,469 @@
+"""Executes a rank's lowered list of actions, and holds the values of a chunk between its forward and its backward.
+
+    batch, on the host ──moved at its first action──> fields ──┐
+    previous chunk ──link, or this rank's memory──> inputs ──> chunk ──> output ──> next chunk, or the loss
+                                                     └ gradients            └ edges: where the backward starts
+
+Between forward and backward a chunk holds its inputs and the `GradientEdge`s of its outputs, so the storage of a sent output is
+freed once nothing else needs it. Received tensors may lie in the link's memory, which the link reuses once nothing refers to
+them. A microbatch leaves the device after its last action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.profiler import record_function
+
+from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, StageChunk, Transfer, select_actions
+from sley_core.data.dataset import SOURCE, Batch, Field
+from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
+from sley_core.engine.call import LayerCaller, call_hooks
+from sley_core.engine.direct import WeightQueue
+from sley_core.engine.parts import MicroStep, Phase, StepState
+from sley_core.engine.replicas import check_fields
+from sley_core.errors import RunError
+from sley_core.model.tensors import version_of
+from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
+    from sley_core.losses.chunked_head import HeadChunks
+    from sley_core.model.layers import Layer
+    from sley_trainer.evaluation import Tally
+    from sley_trainer.source_losses import SourceSums
+
+
+@dataclass(eq=False)
+class ListRun:
+    """The inputs and values of one run of a list of actions.
+
+    batch: this rank's microbatches, on the host. store: accumulates the gradients of a training list; None for an evaluation.
+    weight: the divisor of every gradient; None on ranks without the loss. outputs: receives the model's output of each
+    microbatch, on ranks with the loss; a training list copies them, since the loss may write in place, and an evaluation with
+    `outputs` computes no loss. tally: counts the metrics of the outputs. num_counted: the number of first microbatches whose
+    losses are added; None for all. fields: the fields on the device of each microbatch in progress. in_flight: the values of
+    each chunk and microbatch between their first and last actions. total: the sum of the losses, or one per microbatch.
+    """
+
+    batch: Sequence[Batch]
+    store: GradientStore | None = None
+    weight: BatchWeight | None = None
+    outputs: dict[int, Any] | None = None
+    tally: Tally | None = None
+    num_counted: int | None = None
+    fields: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict, init=False)
+    total: Tensor = field(init=False)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.EVALUATE if self.store is None else Phase.TRAIN
+
+
+@dataclass(eq=False)
+class Executor:
+    """Executes lists of actions over `chunks`, this rank's layers per model chunk.
+
+    crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
+    slices of sequences. whole: gathers full sequences for the loss. keeps_micro_losses: whether the losses are returned one per
+    microbatch, [microbatches], instead of their sum. head: the last linear, if the loss computes its logits in chunks. sources:
+    sums the losses by data source. has_loss: whether this rank holds the model's last chunk. left_in_flight: whether a list is
+    running or has failed, so that its messages and gathers may be in flight until the next list begins.
+    """
+
+    chunks: Sequence[Sequence[Layer]]
+    crossing: Crossing
+    caller: LayerCaller
+    loss: Loss
+    fields: Mapping[str, Field]
+    device: Device
+    hooks: Sequence[SchedulerHook] = ()
+    queue: WeightQueue = field(default_factory=WeightQueue)
+    weights: WeightCommunicator | None = None
+    position_check: PositionAdditivity | None = None
+    whole: WholeSequences | None = None
+    keeps_micro_losses: bool = False
+    head: HeadChunks | None = None
+    sources: SourceSums | None = None
+    left_in_flight: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
+        self._field_names = read_field_names(self.chunks, self.loss if self.has_loss else None, self.fields)
+
+    def run(self, steps: Lowered, state: StepState, run: ListRun) -> Tensor:
+        """Runs a list with its exchanges, an evaluation under `torch.no_grad`. Returns the sum of the loss over this rank's
+        samples, or with `keeps_micro_losses` one loss per microbatch: float64 on the device. Discards a failed list first.
+        """
+        shape = (len(run.batch),) if self.keeps_micro_losses else ()
+        run.total = torch.zeros(shape, dtype=torch.float64, device=self.device.torch_device)
+        if run.tally is not None:
+            run.tally.begin(run.total)
+        actions = select_actions(steps)
+        self.left_in_flight = True
+        self.queue.clear()
+        if self.weights is not None:
+            self.weights.begin(actions, run.phase)
+        self.caller.policy.begin(actions, run.phase)
+        # Everything that determines the shapes at the boundaries of each microbatch.
+        has_link = self.crossing.link is not None
+        self.crossing.begin(
+            [(run.phase, *(tuple(value.shape) for value in micro.values())) for micro in run.batch] if has_link else []
+        )
+        self._run_entries(steps, actions, state, run)
+        self.crossing.end()
+        self.left_in_flight = False
+        return run.total
+
+    def _run_entries(self, steps: Lowered, actions: Sequence[Action], state: StepState, run: ListRun) -> None:
+        """Runs the entries of a list one after the other. actions: those of the entries that are actions."""
+        last_of_micro = {action.micro: action for action in actions}
+        last_of_chunk = {(action.chunk, action.micro): action for action in actions}
+        is_profiled = torch._C._autograd._profiler_enabled()
+        for step in steps:
+            state.step_progress.begin_entry(f"{step} in the evaluation" if run.store is None else step)
+            if isinstance(step, Transfer):
+                self.crossing.transfer(step)
+                continue
+            if step.kind is Kind.CHUNK_DONE:
+                assert run.store is not None, step
+                run.store.chunk_done(step.chunk)
+                continue
+            micro = state.micro_step(step, run.phase)
+            state.enter(step)
+            with (
+                record_function(str(step)) if is_profiled else nullcontext(),
+                nullcontext() if self.weights is None else self.weights.wrap_action(step),
+            ):
+                self._run_action(step.kind, micro, run)
+            state.leave(step)
+            if last_of_chunk[step.chunk, step.micro] == step:
+                del run.in_flight[step.chunk, step.micro]
+            if last_of_micro[step.micro] == step:
+                run.fields.pop(step.micro, None)
+
+    def _run_action(self, kind: Kind, micro: MicroStep, run: ListRun) -> None:
+        key = micro.chunk, micro.micro
+        match kind:
+            case Kind.FORWARD:
+                flight = run.in_flight[key] = InFlight()
+                with nullcontext() if self.head is None else self.head.expect_loss(run.weight):
+                    self._forward(micro, flight, run)
+            case Kind.BACKWARD:
+                self._backward(micro, run.in_flight[key], run.weight)
+            case Kind.INPUT_GRADIENT:
+                with self.queue.collect(key):
+                    self._backward(micro, run.in_flight[key], run.weight)
+            case Kind.WEIGHT_GRADIENT:  # the products that INPUT_GRADIENT deferred; no tensor crosses a stage boundary
+                weights_step = replace(micro, phase=Phase.WEIGHTS)
+                call_hooks(self.hooks, "before_backward", weights_step, None)
+                self.queue.run(key)
+                call_hooks(self.hooks, "after_backward", weights_step, None)
+
+    def _forward(self, micro: MicroStep, flight: InFlight, run: ListRun) -> None:
+        """Runs the chunk's forward, and computes the loss or passes on the output. Keeps the edges for the backward."""
+        batch = run.batch[micro.micro]
+        if micro.micro not in run.fields:
+            moved = {name: self.device.move(value) for name, value in batch.items() if name in self._field_names}
+            run.fields[micro.micro] = moved
+        fields = run.fields[micro.micro]
+        layers = self.chunks[micro.chunk]
+        args: tuple[Any, ...] = ()
+        if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
+            args = (flight.enter(*self.crossing.receive("forward", micro.chunk, micro.micro)),)
+        call_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
+        versions = [version_of(value) for value in fields.values()]
+        for layer in layers:
+            args = (self.caller(layer, args, {name: fields[name] for name in layer.fields}, micro),)
+        if self.crossing.link is not None:
+            check_fields(layers, fields, versions)
+        (output,) = args
+        flight.check_inputs_unwritten(layers[0].name)
+        call_hooks(self.hooks, "after_forward", micro, output)
+        if not self._is_last_chunk(micro.chunk):
+            description, tensors = describe_output(output, layers[-1].name)
+            flight.edges = gradient_edges(description, tensors)
+            self.crossing.send("forward", micro.chunk, micro.micro, (description, [tensor.detach() for tensor in tensors]))
+            return
+        is_prediction = run.outputs is not None and run.store is None
+        if run.outputs is not None:
+            run.outputs[micro.micro] = _detach_output(output, layers[-1].name, copies=not is_prediction)
+        if is_prediction:
+            return
+        is_counted = run.num_counted is None or micro.micro < run.num_counted
+        if run.tally is not None:
+            self._count_metrics(run.tally, micro, output, batch, counts=is_counted)
+        flight.loss = self._loss(micro, output, fields, batch)
+        if is_counted and (self.whole is None or self.whole.counts):
+            loss_sum = run.total[micro.micro] if self.keeps_micro_losses else run.total
+            loss_sum += flight.loss.detach()
+
+    def _count_metrics(self, tally: Tally, micro: MicroStep, output: Any, batch: Batch, *, counts: bool) -> None:
+        """Counts the metrics of a microbatch before the loss, which may write in place."""
+        with self.caller.hold_generators("the metrics", micro, tally.metrics.custom):
+            output = _detach_output(output, self.chunks[micro.chunk][-1].name, copies=False)
+            fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
+            tally.add(micro.micro, output, fields, batch, counts=counts)
+
+    def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Returns the loss of one microbatch, or of its full sequences. Calls the hooks `before_loss` and `after_loss`.
+
+        batch: all fields of the microbatch, on the host.
+        """
+        call_hooks(self.hooks, "before_loss", micro, output)
+        if self.whole is not None:
+            output, fields = self.whole(output, fields, batch)
+        with self.caller.hold_generators("the loss", micro, self.loss):
+            if self.whole is not None:
+                self.caller.seed_loss(micro)
+            loss = self.loss.loss(output, fields)
+            if self.sources is not None and self.sources.weighs and micro.phase is Phase.TRAIN:
+                self.sources.add(micro.micro, output, fields, batch[SOURCE], loss)
+        if self.position_check is not None:
+            self.position_check.check(output, fields)
+        call_hooks(self.hooks, "after_loss", micro, loss)
+        return loss
+
+    def _backward(self, micro: MicroStep, flight: InFlight, weight: BatchWeight | None) -> None:
+        """Runs the chunk's backward from the loss or the output gradients, and passes input gradients to the previous chunk."""
+        if flight.loss is not None:
+            assert weight is not None, "the loss, but not its weight"
+            gradients = [weight.inverse(flight.loss)]
+        else:
+            _, gradients = self.crossing.receive("backward", micro.chunk, micro.micro)
+        call_hooks(self.hooks, "before_backward", micro, gradients if flight.loss is None else gradients[0])
+        input_gradients = flight.backward(gradients)
+        call_hooks(self.hooks, "after_backward", micro, None if flight.description is None else input_gradients)
+        if flight.description is not None:
+            self.crossing.send("backward", micro.chunk, micro.micro, (flight.description.gradients, input_gradients))
+
+    def _is_last_chunk(self, chunk: int) -> bool:
+        return self.crossing.placement.next(self.crossing.stage, chunk) is None
+
+
+@torch.no_grad()
+def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
+    """Returns the model's output without its graph. If ranks share the classes, it is a collective that returns full logits.
+    layer: the model's last layer. copies: whether to copy tensors, since the loss may write in place. Raises RunError
+    `boundary-type`.
+    """
+    if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
+        return output.logits()
+    tensors, structure = flatten(output, layer)
+    return unflatten([tensor.detach().clone() if copies else tensor.detach() for tensor in tensors], structure)
+
+
+def read_field_names(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
+    """Returns the names of the batch fields that the layers and the loss read: all fields if the loss has no `fields`."""
+    layer_fields = {name for layers in chunks for layer in layers for name in layer.fields}
+    loss_fields = () if loss is None else getattr(loss, "fields", None)
+    return frozenset(layer_fields | set(fields if loss_fields is None else loss_fields))
+
+
+class Input:
+    """Holds one input tensor of a chunk until the forward, and its gradient after the backward."""
+
+    __slots__ = ("device", "gradient", "leaf", "tensor")
+
+    def __init__(self, leaf: Leaf, tensor: Tensor) -> None:
+        self.leaf = leaf
+        self.device = tensor.device
+        self.tensor: Tensor | None = tensor
+        self.gradient: Tensor | None = None
+
+    def pop_tensor(self) -> Tensor:
+        """Returns the tensor and drops the reference. If it has a gradient, its graph starts here."""
+        assert self.tensor is not None, "the tensor was already taken"
+        if self.leaf.has_gradient and torch.is_grad_enabled():
+            tensor: Tensor = _GraphStart.apply(_ROOT, self)  # type: ignore[no-untyped-call]
+        else:
+            tensor = self.tensor.detach()
+        self.tensor = None
+        return tensor
+
+    def pop_gradient(self) -> Tensor:
+        """Returns the gradient and drops the reference; zeros if the backward did not reach the input."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            return torch.zeros(self.leaf.shape, dtype=self.leaf.dtype, device=self.device)
+        return gradient
+
+
+class _GraphStart(torch.autograd.Function):
+    """The root of a chunk's graph, from which the history of an input tensor starts.
+
+    A leaf would not do, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
+    view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same stage that
+    an earlier graph has saved, autograd raises an error, as it does in one process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _root: Tensor, entry: Input) -> Tensor:
+        assert entry.tensor is not None, entry.leaf
+        ctx.entry = entry
+        return entry.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        entry: Input = ctx.entry
+        (gradient,) = gradients
+        entry.gradient = gradient if entry.gradient is None else entry.gradient + gradient
+        return None, None
+
+
+_ROOT = torch.empty(0, requires_grad=True)
+
+
+@dataclass
+class InFlight:
+    """Holds the values of one chunk and one microbatch between forward and backward.
+
+    inputs, description: the received tensors and their description; empty and None on the first chunk. loss: the sum over
+    the microbatch, on the last chunk. edges: the graph edges of outputs with a gradient, on the other chunks.
+    """
+
+    inputs: list[Input] = field(default_factory=list)
+    description: Description | None = None
+    edges: list[GradientEdge] = field(default_factory=list)
+    loss: Tensor | None = None
+    _watched: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
+        """Returns the chunk's input, rebuilt from the received `tensors`, from which its graph starts."""
+        self.description = description
+        self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
+        tensors_in_graph: list[Tensor] = []
+        for entry in self.inputs:
+            same_as = entry.leaf.same_as
+            tensors_in_graph.append(entry.pop_tensor() if same_as is None else tensors_in_graph[same_as])
+            if entry.leaf.overlaps:
+                self._watched.append((tensors_in_graph[-1], version_of(tensors_in_graph[-1])))
+        return unflatten(tensors_in_graph, description.structure)
+
+    def check_inputs_unwritten(self, layer: str) -> None:
+        """Raises RunError `boundary-overlap` if the chunk wrote to an input that overlapped with another on its stage."""
+        watched, self._watched = self._watched, []
+        if any(version_of(tensor) != version for tensor, version in watched):
+            raise RunError(
+                "boundary-overlap",
+                f"the layer {layer!r}, the first of its stage, writes in place to a received tensor that "
+                "overlaps with another one; the tensors received from another stage are copies that do not "
+                "overlap",
+                hint="write to a `clone()` of the tensor, or return a `clone()` from the previous layer",
+            )
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Runs this chunk's backward from `gradients` of its outputs, and frees its graph. Returns the gradients of its inputs,
+        zeros where autograd made none. torch raises RuntimeError for a loss that does not depend on any trained parameter.
+        """
+        if self.loss is not None:
+            if self.loss.ndim:
+                torch.autograd.backward(self.loss, gradients[0])  # not a scalar: torch raises its error
+            # `torch.autograd.backward` would check the shape, which imports sympy and takes a third of a second.
+            _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        elif self.edges:
+            torch.autograd.backward(self.edges, list(gradients))
+        # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
+        self.loss, self.edges = None, []
+        return [entry.pop_gradient() for entry in self.inputs if entry.leaf.has_gradient]
+
+
+def describe_output(value: Any, layer: str = "") -> tuple[Description, list[Tensor]]:
+    """Returns the description of a chunk's output, and its tensors in order. layer: the chunk's last layer, for an error."""
+    tensors, structure = flatten(value, layer)
+    first_indices: dict[int, int] = {}
+    leaves = []
+    for index, tensor in enumerate(tensors):
+        first_index = first_indices.setdefault(id(tensor), index)
+        is_first = first_index == index
+        shape = tuple(tensor.shape)
+        leaves.append(Leaf(tensor.dtype, shape, is_first and tensor.requires_grad, None if is_first else first_index))
+    return Description(tuple(leaves), structure), tensors
+
+
+def gradient_edges(description: Description, tensors: Sequence[Tensor]) -> list[GradientEdge]:
+    """Returns the gradient edge of each tensor that will receive a gradient, from which the backward starts."""
+    return [get_gradient_edge(tensor) for leaf, tensor in zip(description.leaves, tensors, strict=True) if leaf.has_gradient]
+
+
+Payload = tuple[Description, list[Tensor]]
+ValueKey = tuple[Flow, int, int]
+"""The flow, the chunk of this stage and the microbatch of a value."""
+
+
+class Crossing:
+    """Moves values across the boundaries of one stage's chunks. link: the stage link; None with only one stage."""
+
+    def __init__(self, placement: Placement, stage: int, link: StageLink | None) -> None:
+        self.placement = placement
+        self.stage = stage
+        self.link = link
+        sides = (placement.previous, placement.next)
+        peers = [side(stage, chunk) for chunk in range(placement.chunks) for side in sides]
+        self._neighbours = tuple(sorted({peer.stage for peer in peers if peer is not None} - {stage}))
+        self._keys: Sequence[Hashable] = ()
+        self._outgoing: dict[ValueKey, Payload] = {}
+        self._local: dict[ValueKey, Payload] = {}
+
+    def begin(self, keys: Sequence[Hashable]) -> None:
+        """Starts a list of actions, and discards a failed list. keys: the values that determine each microbatch's shapes."""
+        if self._outgoing or self._local:
+            self.abort("the previous step did not end")
+        self._keys = keys
+        if self.link is not None:
+            self.link.begin(keys, self._neighbours)
+
+    def transfer(self, step: Transfer) -> None:
+        """Posts the receive, or starts the send, of the entry `step` of the list. Does not block."""
+        assert self.link is not None, f"{step} without a link"
+        if step.op == "post":
+            self.link.post_receive(step, self._keys[step.micro])
+        else:
+            description, tensors = self._outgoing.pop((step.flow, step.chunk, step.micro))
+            self.link.send(step, description, tensors, self._keys[step.micro])
+
+    def receive(self, flow: Flow, chunk: int, micro: int) -> Payload:
+        """Waits for the previous chunk's output, or for the gradients of this chunk's output, and returns them."""
+        key = (flow, chunk, micro)
+        if key in self._local:
+            return self._local.pop(key)
+        assert self.link is not None, f"nothing for {key}"
+        peer = self._peer(flow, chunk)
+        return self.link.receive(Transfer("post", flow, chunk, micro, peer.stage, peer.chunk))
+
+    def send(self, flow: Flow, chunk: int, micro: int, payload: Payload) -> None:
+        """Stores a value for the neighbour of `chunk`. The next entry of the list sends it if that is on another stage."""
+        peer = self._peer("backward" if flow == "forward" else "forward", chunk)
+        if peer.stage == self.stage:
+            self._local[flow, peer.chunk, micro] = payload
+        else:
+            self._outgoing[flow, chunk, micro] = payload
+
+    def end(self) -> None:
+        """Waits until all sends are done."""
+        assert not self._outgoing, f"values that were not sent: {list(self._outgoing)}"
+        if self.link is not None:
+            self.link.drain()
+
+    def abort(self, reason: str) -> None:
+        """Discards all values in flight after a failure, without waiting. reason: for the error messages of the peers."""
+        self._outgoing.clear()
+        self._local.clear()
+        if self.link is not None:
+            self.link.abort(reason)
+
+    def _peer(self, flow: Flow, chunk: int) -> StageChunk:
+        """Returns the chunk and stage from which `chunk` receives values of `flow`."""
+        source = self.placement.previous if flow == "forward" else self.placement.next
+        peer = source(self.stage, chunk)
+        assert peer is not None, f"chunk {chunk} of stage {self.stage} is at the model's end"
+        return peer

@@ -1,0 +1,293 @@
+"""The step loop of a run, with one metrics row per step. On CUDA the totals of a step are read while the next step runs:
+
+launch step 1 ──> launch step 2 ──> emit row 1: writers, listeners ──> launch step 3 ──> emit row 2 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal
+
+from sley_core.comm.progress import BETWEEN, DEVICE
+from sley_core.engine.step_batch import BatchCounts, GivenBatch, ModelOutputs
+from sley_core.engine.totals import StepTotals, Votes, build_refusal
+from sley_core.errors import RunError, StateError, run_closed_error
+from sley_core.hookspecs import NOTIFICATIONS
+from sley_core.plan.tables import row_name
+from sley_trainer.run_memory import TO_STEP, RunMemory
+from sley_trainer.run_state import RunState, build_checkpointer
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Moment
+    from sley_core.engine.parts import Parts
+    from sley_core.plan.plan import Plan
+    from sley_core.protocols import MetricsWriter
+    from sley_trainer.attach import Samples, StepProfiler
+    from sley_trainer.state_dict import LoadedWeights
+    from sley_trainer.stepper import Stepper
+
+Row = dict[str, float | int]
+Outcome = Literal["finished", "interrupted", "failed"]
+
+MAX_EXP = 709.0
+"""The exponential of larger numbers is no float64."""
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose totals are not on the host yet.
+
+    number: the step number, from 1. counts: the counts of all ranks' samples. data_wait_s: the time that this rank waited for
+    data. samples: the numbers of its samples, empty if a program passed them.
+    """
+
+    number: int
+    totals: StepTotals
+    lr: float
+    counts: BatchCounts
+    data_wait_s: float = 0.0
+    samples: tuple[int, ...] = ()
+
+
+class Loop:
+    """Runs steps and writes their rows. `Run` adds the interface for programs.
+
+    listeners: functions that are called with each row on every rank. readers: like listeners, but they must read only the row,
+    since weights from other ranks may still be in flight. num_steps_done: the number of optimizer steps, including refused
+    ones. was_stopped: whether all ranks have agreed to stop. best: the best evaluation so far, or None without `keep_best`.
+    num_parameters, num_trained: the numbers of all and of trained parameter elements of the whole model. notes: messages for
+    the user.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        stepper: Stepper,
+        samples: Samples,
+        writers: Sequence[MetricsWriter],
+        profiler: StepProfiler | None,
+        memory: RunMemory,
+        load_weights: Callable[..., LoadedWeights],
+        state: RunState,
+        sizes: tuple[int, int],
+    ) -> None:
+        self.plan = plan
+        self.parts = parts
+        self.world, self.topology, self.groups = parts.world, parts.topology, parts.groups
+        self.layers, self.registry, self.store = parts.layers, parts.registry, parts.store
+        self.device = parts.world.device
+        self.stepper = stepper
+        self.caller = stepper.executor.caller
+        self.samples = samples
+        self.dataset, self.feed, self.held_out = samples.dataset, samples.feed, samples.held_out
+        self.writers, self.profiler = writers, profiler
+        self.num_parameters, self.num_trained = sizes
+        self.best, self.notes = state.best, state.notes
+        if self.feed is not None:
+            self.feed.notes = self.notes
+        self.memory = replace(memory, wait_until_idle=self._finish_pending, check_idle=self._check_idle)
+        self.listeners: list[Callable[[Row], None]] = []
+        self.readers: list[Callable[[Row], None]] = []
+        self.num_steps_done = 0
+        self.was_stopped = False
+        self._load_weights = load_weights
+        self._state = state
+        self._checkpointer = build_checkpointer(state)
+        # Searched only once: without a listener a step makes no hook call.
+        self._listening_plugins = {
+            hook: [plugin for plugin in plan.plugins.values() if plugin.implements(hook)] for hook in NOTIFICATIONS
+        }
+        self._outcome: Outcome = "finished"
+        self._has_begun = self._is_closed = self._is_training = False
+        self._is_first = True  # whether no step has run in this process, possibly after a resume
+        self._activity = ""  # "a step" or "an evaluation" while one runs
+        self._has_listeners = False
+        self._is_stop_requested = False
+        self._start_time: Moment = 0.0  # on the device's time line, since a row may be read late
+        self._pending_step: PendingStep | None = None
+
+    def launch(self, inputs: GivenBatch | None, outputs: ModelOutputs | None = None) -> PendingStep:
+        """Starts a step on the samples of `inputs`, by default the feed's next samples. On CUDA it continues asynchronously.
+
+        outputs: receives the model's outputs.
+        """
+        self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
+        self._state.attempt.begin(self.num_steps_done)
+        number, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
+        with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
+            if inputs is not None:
+                batch, wait_s, numbers = self.samples.splitter.split_input(inputs), 0.0, tuple[int, ...]()
+            else:
+                assert self.feed is not None, "a fake world takes no steps"
+                batch = self.samples.splitter.split_feed(self.feed.next())
+                wait_s, numbers = self.feed.wait_s, self.feed.samples
+            if profiler is not None:
+                profiler.before_step(number)
+            if self._is_first:
+                self.parts.registry.check_complete(self.parts.layers)
+            if outputs is not None:
+                outputs.micros = batch.micros
+            batch = replace(batch, counts=reduce(BatchCounts.add, map(meter.count, batch.whole)))
+            votes = Votes(self._is_stop_requested, self._checkpointer.wants_save())
+            by_micro = None if outputs is None else outputs.by_micro
+            totals = self.stepper.step(self.num_steps_done, batch, votes=votes, outputs=by_micro)
+        self._is_first = False
+        if profiler is not None:
+            profiler.after_step(number)
+        self.num_steps_done = number
+        return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
+
+    def _mean_loss(self, inputs: GivenBatch | None) -> float:
+        """Returns the mean loss of the samples of `inputs`, by default of the plan's held-out samples."""
+        splitter = self.samples.splitter
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+            batches = self.samples.evaluated[""].batches(splitter) if inputs is None else [splitter.split_input(inputs)]
+            return self.stepper.measure(batches)["loss"]
+
+    def _evaluate_sets(self) -> Row:
+        """Returns the results of `[evaluation]` by their keys in a row: those of the held-out split, then those of each set."""
+        row: Row = {}
+        metrics = self.samples.metrics
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+            for set_name, feed in self.samples.evaluated.items():
+                results = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
+                if metrics.has_perplexity:
+                    perplexity = math.exp(results["loss"]) if results["loss"] < MAX_EXP else math.inf
+                    results = {"loss": results["loss"], "perplexity": perplexity, **results}
+                row |= {row_name(metric, set_name): value for metric, value in results.items()}
+        return row
+
+    @contextmanager
+    def _use_evaluation_weights(self) -> Iterator[None]:
+        """Switches to the weights for evaluations and saves within the block (`Update.evaluated`)."""
+        update = self.stepper.update
+        if update.switches_weights:
+            self._checkpointer.copy_unwritten_state()
+        with update.evaluated():
+            yield
+
+    def _format_outputs(self, outputs: ModelOutputs, inputs: GivenBatch | None, *, join: bool) -> Any:
+        return outputs.to_input_form(inputs, self.samples.splitter.info.fields, self.parts.groups["sp"], join=join)
+
+    def _emit_pending(self) -> None:
+        pending, self._pending_step = self._pending_step, None
+        if pending is not None:
+            self._emit(pending)
+
+    def _emit(self, pending: PendingStep) -> Row:
+        """Waits for the step's totals, evaluates if due, and writes and returns the row.
+
+        Raises RunError on all ranks for a refused step.
+        """
+        step_progress, skips = self.parts.store.state.step_progress, self.stepper.update.skips
+        step_progress.begin_entry(DEVICE)
+        result = pending.totals.read()
+        step_progress.begin_entry(BETWEEN)
+        end_time = pending.totals.end
+        seconds = self.device.seconds_between(self._start_time, end_time)
+        self._start_time = end_time
+        if skips is not None:
+            skips.settle(pending.totals)
+        is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
+        if result.is_refused and not is_skipped:
+            raise build_refusal(
+                self.parts,
+                pending.number,
+                result,
+                pending.totals,
+                pending.samples,
+                is_latest=pending.number == self.num_steps_done,
+                num_skipped=0 if skips is None else max(0, skips.num_in_a_row - 1),
+            )
+        self.was_stopped = result.wants_stop
+        if result.wants_save:
+            self._checkpointer.request_save()
+        row: Row = {"step": pending.number, "loss": result.loss, "grad_norm": result.grad_norm, "lr": pending.lr}
+        if result.loss_scale is not None:
+            row["loss_scale"] = result.loss_scale
+        if result.loss_scale is not None or skips is not None:
+            row["skipped"] = int(result.skipped or is_skipped)
+        count = len(self.parts.numbers.names)
+        row |= self.parts.numbers.row(result.numbers[:count])
+        if (sources := self.stepper.update.sources) is not None:
+            row |= sources.row(result.numbers[count:])
+        row |= self.samples.meter.measure(pending.counts, seconds, pending.data_wait_s)
+        try:
+            if self._is_evaluation_due(pending.number):
+                row |= self._evaluate_sets()
+                if self.best is not None and self.best.add(pending.number, row):
+                    self._checkpointer.request_save()
+                self._restart_timer()
+        finally:  # the step has run, even if its evaluation fails
+            for writer in self.writers:
+                writer.write(row)
+        for reader in self.readers:
+            reader(row)
+        if self._has_listeners or self.listeners or self._listening_plugins["sley_step_finished"]:
+            self.parts.weights.settle()
+        for listener in self.listeners:
+            listener(row)
+        self._notify("sley_step_finished", run=self, row=row)
+        return row
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise run_closed_error("run")
+
+    def _finish_pending(self) -> None:
+        """Emits the pending step, if any, and waits for weights. Called by every method except steps of `train`.
+
+        Raises RunError "step-running" within a step or an evaluation, and from a listener on CUDA, where the weights already
+        belong to the next step.
+        """
+        self._check_open()
+        if self._activity or (self._is_training and self._pending_step is not None):
+            raise RunError("step-running", f"{self._activity or 'a step'} is still running", hint="call it between two steps")
+        self._emit_pending()
+        self.parts.weights.settle()
+
+    def _check_idle(self) -> None:
+        """Raises StateError "step-failed" if exchanges of a failed step or evaluation may still use this run's memory."""
+        stepper = self.stepper
+        if self.world.size > 1 and (stepper.left_in_flight or stepper.executor.left_in_flight):
+            label = "step" if stepper.left_in_flight else "evaluation"
+            message = (
+                f"the last {label} failed, and its communication with other ranks may still use the memory to be offloaded"
+            )
+            raise StateError("step-failed", message, hint="run a step first, or close the run")
+        self._checkpointer.copy_unwritten_state()
+
+    def _is_evaluation_due(self, number: int) -> bool:
+        if self.plan.evaluation is None or not self.samples.evaluated:
+            return False
+        return number % self.plan.evaluation.every == 0 or number == self.plan.run.steps
+
+    def _save_if_due(self) -> None:
+        """Saves the run if a save is due on all ranks. No step must be in flight."""
+        if self._checkpointer.is_due(self.num_steps_done):
+            self.parts.weights.settle()
+            self._checkpointer.start_save(self.num_steps_done)
+            self._restart_timer()
+
+    def _restart_timer(self) -> None:
+        self._start_time = self.device.moment()
+
+    def _notify(self, hook: str, **arguments: Any) -> None:
+        """Calls `hook` of every plugin that implements it, in the plan's order. Raises PluginError if a hook raises."""
+        for plugin in self._listening_plugins[hook]:
+            plugin.call(hook, **arguments)
+
+    @contextmanager
+    def _override_attribute(self, name: str, value: object) -> Iterator[None]:
+        """Sets the attribute `name` to `value` within the block."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)

@@ -1,0 +1,252 @@
+"""Tries an optimizer of the user's own code on two small parameters before training, which takes milliseconds.
+
+An optimizer may keep tensors that no checkpoint saves, or wrap an optimizer that ignores the learning rate. A run would then
+silently give wrong results. The probe compares small trials: with both parameters at once and one by one, with full parameters
+and with parts, without a stop and resumed from a checkpoint, which shows every state outside `self.state[parameter]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sley_core.comm.device import storage_id
+from sley_core.engine.buffers import ElementRange
+from sley_core.errors import PlanError, RunError, format_cause
+from sley_core.generators import comparable_state, optimizer_generators, seed_generators, seed_host, use_seed
+from sley_core.json_text import decode_value, encode_value
+from sley_core.optim import shared
+from sley_core.optim.config import scope_of
+from sley_core.optim.shared import Traits
+from sley_core.records import OffloadManagerRecord
+from sley_core.saved_weights import join_leaves
+from sley_trainer.restore import name_leaves, state_leaves
+from sley_trainer.update import step_buckets
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
+    from sley_core.model.layers import Model
+    from sley_core.plan.plan import Plan
+
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Shape = tuple[int, ...]
+
+NUM_STEPS = 7
+"""Rectified optimizers change no weight in their first five steps."""
+
+RESUME_STEP = 3
+
+HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
+
+
+class OptimizerFault(NamedTuple):
+    """A fault of an optimizer, with a hint. key: the key of [optimizer] that causes it."""
+
+    message: str
+    hint: str = HINT
+    key: str = "factory"
+
+
+class ToyParameters(NamedTuple):
+    """Describes the parameters of a trial. options: the options of each parameter's group. ndims: the dims of each
+    parameter.
+    """
+
+    options: Sequence[dict[str, Any]]
+    ndims: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Trial:
+    """An optimizer over two small parameters. is_split: whether each parameter is split into two parts."""
+
+    def __init__(self, build: Build, toys: ToyParameters, *, is_split: bool = False) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+        self._toys = toys
+        self._shapes = [tuple(3 + dim for dim in range(ndim)) for ndim in toys.ndims]
+        self._is_split = is_split
+        self._parameters = [[nn.Parameter(part) for part in self._draw_parts(shape)] for shape in self._shapes]
+        self.parameters = [part for parts in self._parameters for part in parts]
+        groups = [{**options, "params": parts} for options, parts in zip(toys.options, self._parameters, strict=True)]
+        self.optimizer = shared.set_training_mode(build(groups))
+        self._generators = optimizer_generators(self.optimizer)
+        self.initial_values = shared.copy_attributes(self.optimizer)
+        self.keeps_gradients = self.draws = False
+
+    def run(self, steps: Iterable[int] = range(NUM_STEPS), factor: float = 1.0, *, one_by_one: bool = False) -> Trial:
+        """Takes `steps` and returns this trial. Every trial gets the same gradients and random numbers.
+
+        factor: step n has the learning rate factor ** (n + 1). one_by_one: whether to step each parameter separately.
+        """
+        for step in steps:
+            self._step(step, factor ** (step + 1), one_by_one=one_by_one)
+        return self
+
+    def _step(self, number: int, factor: float, *, one_by_one: bool) -> None:
+        self._generator.manual_seed(100 + number)
+        gradients = [part for shape in self._shapes for part in self._draw_parts(shape)]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        seed_generators(self._generators, number)
+        is_cuda = self._toys.device.type == "cuda"
+        cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if is_cuda else None
+        seed_host(number)
+        before = comparable_state(), cuda_generator and cuda_generator.manual_seed(number).get_offset()
+        if one_by_one:
+            step = shared.copy_gradients_first(self.optimizer, self.optimizer.step)
+            stepped: Any = [_SteppedParameter(parameter) for parameter in self.parameters]
+            step_buckets(self.optimizer, stepped, lambda params: ([param] for param in params[::-1]), step)
+        else:
+            self.optimizer.step()
+        self.draws |= before != (comparable_state(), cuda_generator and cuda_generator.get_offset()) or bool(self._generators)
+        attributes = (value for _, _, value in shared.extra_attributes(self.optimizer))
+        states = tree_leaves([*self.optimizer.state.values(), *attributes])
+        storages = {storage_id(tensor) for tensor in states if isinstance(tensor, Tensor)}
+        self.keeps_gradients |= any(storage_id(tensor) in storages for tensor in gradients if tensor.numel())
+
+    def values(self) -> list[Tensor]:
+        """Returns the current values of each parameter as a flat tensor."""
+        return [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in self._parameters]
+
+    def _draw_parts(self, shape: Shape) -> list[Tensor]:
+        flat = torch.randn(prod(shape), generator=self._generator, dtype=torch.float64)
+        flat = flat.to(self._toys.device, self._toys.dtype)
+        if not self._is_split or not shape:
+            return [flat.view(shape)]
+        ranges = (ElementRange(0, 2), ElementRange(2, len(flat)))  # in the middle of a row, as in a flat buffer
+        return [flat[part.first : part.last].clone().view(part.stepped_shape(shape)) for part in ranges]
+
+
+class _SteppedParameter(NamedTuple):
+    parameter: nn.Parameter
+
+
+def probe_optimizer(
+    plan: Plan, parts: Parts, model: Model, factor: Callable[[int], float], dtype: torch.dtype, device: torch.device
+) -> Traits:
+    """Returns the traits of the plan's optimizer.
+
+    factor: returns the factor of the learning rate at a step. dtype, device: those of the parameters that the optimizer steps.
+    Raises PlanError "optimizer-unfit", the same on every rank, if a run could not step the optimizer correctly.
+    """
+    ndims = {param.ndim for layer in model.layers for param in layer.module.parameters() if param.requires_grad}
+    lr_changes = any(factor(step) != 1.0 for step in range(0, plan.run.steps, 1 + plan.run.steps // 100))
+    traits, faults = try_optimizer(plan, ndims, dtype, device, lr_changes=lr_changes)
+    # A rank that steps only some elements draws different random numbers.
+    has_shards = any(getattr(handler.record, "result", "full") == "shard" for handler in plan.gradient_handlers)
+    is_split = plan.parallel.pp > 1 or plan.parallel.wp > 1 or has_shards
+    if traits.draws and parts.store.reduction.fixed_order and is_split:
+        message = "draws random numbers for the parameters that a rank updates, so layouts that split the model differ"
+        faults.append(OptimizerFault(message, 'use `reduction = "fast"`, or remove `pp`, `wp` and shards'))
+    for manager in plan.offload if traits.has_modes else ():
+        record = manager.record
+        assert isinstance(record, OffloadManagerRecord), manager.name
+        if record.scope(manager.config) != "global" and not record.steps_on_host:
+            message = "switches weights between training and evaluation, which needs all of its states on the device at once"
+            faults.append(OptimizerFault(message, 'use `when = "idle"`, or `memory.host_optimizer`'))
+    if faults:
+        raise PlanError.from_diagnostics(
+            plan.diagnostic("optimizer-unfit", f"`{plan.optimizer.name}` {message}", ("optimizer", key), hint or None)
+            for message, hint, key in faults
+        )
+    return traits
+
+
+def try_optimizer(
+    plan: Plan, ndims: Collection[int], dtype: torch.dtype, device: torch.device, *, lr_changes: bool = True
+) -> tuple[Traits, list[OptimizerFault]]:
+    """Returns the traits and faults of the plan's optimizer. Does not change the states of generators.
+
+    ndims: the numbers of dims of the model's parameters; the two small parameters have the largest and the smallest.
+    lr_changes: whether the learning rate changes during the run.
+    """
+    config: Any = plan.optimizer.config
+    options = [{"lr": config.lr, "initial_lr": config.lr, "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+    toys = ToyParameters(options, (max(ndims, default=1), min(ndims, default=1)), dtype, device)
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = plan.optimizer.build(groups, device)
+        return optimizer
+
+    scope = scope_of(plan.optimizer.record, plan.optimizer.config)
+    with use_seed(0), torch.random.fork_rng(list(range(torch.cuda.device_count())) if device.type == "cuda" else []):
+        first = Trial(build, toys)
+        start = first.values()
+        try:
+            first.run()
+        except Exception as error:
+            message = f"cannot step two small parameters of {toys.ndims[0]} and {toys.ndims[1]} dims: {format_cause(error)}"
+            return Traits(), [OptimizerFault(message, "")]
+        traits = Traits(first.keeps_gradients, first.draws, shared.has_modes(first.optimizer))
+        end = first.values()
+
+        def is_same(trial: Trial) -> bool:
+            """Returns whether the trial has the values of the first trial, except for rounding."""
+            for initial, expected, value in zip(start, end, trial.values(), strict=True):
+                if not expected.numel():
+                    continue
+                rounding = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+                atol = rounding + 1e-3 * float((expected - initial).abs().max())
+                if not torch.allclose(value, expected, rtol=0.0, atol=atol, equal_nan=True):
+                    return False
+            return True
+
+        faults = []
+        try:
+            if not is_same(_run_with_resume(build, toys)):
+                faults.append(OptimizerFault("takes different steps after it resumes from a checkpoint"))
+        except Exception as error:
+            faults.append(OptimizerFault(f"cannot resume from a checkpoint: {format_cause(error)}"))
+        has_moved = not all(map(torch.equal, start, end))
+        if lr_changes and has_moved and is_same(Trial(build, toys).run(factor=0.5)):
+            message = "ignores the learning rate in its groups"
+            faults.append(OptimizerFault(message, 'read `group["lr"]` in each step'))
+        if traits.draws or scope not in ("elementwise", "per_matrix"):
+            return traits, faults
+        try:
+            is_separable = is_same(Trial(build, toys).run(one_by_one=True))
+            is_checked = scope == "elementwise" and is_separable
+            is_elementwise = not is_checked or is_same(Trial(build, toys, is_split=True).run())
+        except Exception as error:
+            reason = "" if isinstance(error, RunError) else f": {format_cause(error)}"
+            message = f"cannot step its parameters one by one, or parts of them{reason}"
+            return traits, [*faults, OptimizerFault(message, 'set `scope = "global"`', "scope")]
+        if not is_separable:
+            message = "updates a parameter by more than its own gradients"
+            faults.append(OptimizerFault(message, 'set `scope = "global"`', "scope"))
+        elif not is_elementwise:
+            message = "updates an element by more than its own gradients and the number of dims of its parameter"
+            faults.append(OptimizerFault(message, 'set `scope = "matrix"`', "scope"))
+    return traits, faults
+
+
+def _run_with_resume(build: Build, toys: ToyParameters) -> Trial:
+    """Returns a trial after all steps, which was resumed from the checkpoint of another trial."""
+    first, second = Trial(build, toys).run(range(RESUME_STEP)), Trial(build, toys)
+    states = {}
+    with torch.no_grad():
+        for saved, parameter in zip(first.parameters, second.parameters, strict=True):
+            parameter.copy_(saved)
+            state = first.optimizer.state.get(saved, {})
+            leaves = {name: _encode_and_decode(value) for name, value in state_leaves(state)}
+            states[id(parameter)] = join_leaves(_encode_and_decode(name_leaves(state)), leaves)
+    optimizer = first.optimizer
+    options = [_encode_and_decode(shared.options_to_save(optimizer, group)) for group in optimizer.param_groups]
+    saved_values = shared.shared_to_save(optimizer, first.initial_values)
+    values = {location: _encode_and_decode(value) for location, value in saved_values.items()}
+    dtypes = dict.fromkeys(states, toys.dtype)
+    shared.load_optimizer_state(second.optimizer, states, options, values, second.initial_values, dtypes)
+    return second.run(range(RESUME_STEP, NUM_STEPS))
+
+
+def _encode_and_decode(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else decode_value(json.loads(json.dumps(encode_value(value))))

@@ -1,0 +1,251 @@
+"""Restores the tensors and small values of a checkpoint into the run of one rank, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
+
+from sley_core.checkpointing import AVERAGES, BUFFERS, OPTIMIZER, WEIGHTS, CheckpointReader, Region, region_of
+from sley_core.errors import RunError
+from sley_core.generators import host_state, set_host_state
+from sley_core.json_text import decode_value, encode_value
+from sley_core.optim import shared
+from sley_core.saved_weights import BASE, OPTIONS, extra_state_names, join_leaves, names_by_parameter, shared_states
+from sley_core.weight_files.write import BY_NAME
+from sley_trainer.state_dict import modules_with_extra_state, set_extra_state
+
+if TYPE_CHECKING:
+    from sley_core.comm.device import Device
+    from sley_core.engine.weights import Stepped
+    from sley_trainer.run_state import RunState
+
+
+def state_region(stepped: Stepped) -> Region:
+    """Returns the region of an elementwise state on this rank; an owner has the full state."""
+    return Region(stepped.param.shape) if stepped.is_owned else region_of(stepped.param, stepped.elements)
+
+
+def state_name(parameter: str, state: str) -> str:
+    return f"{OPTIMIZER}{parameter}/{state}"
+
+
+def generator_states(device: Device) -> dict[str, Any]:
+    """Returns the states of this process's generators (torch, Python and numpy) as JSON."""
+    torch_state, python_state, numpy_state = host_state()
+    states: dict[str, Any] = {"torch": torch_state, "python": python_state}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
+    if numpy_state is not None:
+        algorithm, keys, *counters = numpy_state
+        states["numpy"] = (algorithm, keys.tolist(), *counters)
+    return {name: encode_value(state) for name, state in states.items()}
+
+
+def restore_generators(states: Mapping[str, Any], device: Device) -> None:
+    values = {name: decode_value(state) for name, state in states.items()}
+    numpy_state = None
+    if "numpy" in values:
+        import numpy
+
+        algorithm, keys, *counters = values["numpy"]
+        numpy_state = algorithm, numpy.array(keys, dtype=numpy.uint32), *counters
+    set_host_state((values["torch"], values["python"], numpy_state))
+    if "cuda" in values and device.type == "cuda":
+        torch.cuda.set_rng_state(values["cuda"], device.torch_device)
+
+
+def encode_state(value: Any, parameter: str, name: str) -> Any:
+    try:
+        return encode_value(value)
+    except TypeError as error:
+        message = f"a checkpoint cannot have {name!r}, which the optimizer keeps for {parameter}: {error}"
+        hint = "keep tensors, numbers, strings, and lists, tuples and dicts of them"
+        raise RunError("optimizer-state", message, hint=hint) from error
+
+
+def name_leaves(state: Any) -> Any:
+    """Returns nested dicts, lists and tuples like `state`, with the name of each leaf in its place, such as `momenta.0`.
+
+    Raises RunError `optimizer-state` for a key that is not a string or contains a slash.
+    """
+
+    def name(path: Sequence[Any], _: object) -> str:
+        keys = [str(entry.idx) if isinstance(entry, SequenceKey) else getattr(entry, "key", entry) for entry in path]
+        for key in keys:
+            if not isinstance(key, str) or "/" in key:
+                raise RunError("optimizer-state", f"the optimizer's states have the key {key!r}, which cannot be a name")
+        return ".".join(keys)
+
+    return tree_map_with_path(name, state)
+
+
+def state_leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the name and value of each leaf of a nested optimizer state. Raises the same errors as `name_leaves`."""
+    return zip(tree_leaves(name_leaves(state)), tree_leaves(state), strict=True)
+
+
+def is_flat(tree: Any) -> bool:
+    """Returns whether the result of `name_leaves` is a dict without other containers, which its names alone describe."""
+    return isinstance(tree, dict) and all(isinstance(name, str) for name in tree.values())
+
+
+class RunRestorer:
+    """Restores the state of one rank from a checkpoint. is_same_layout: whether the present layout wrote the checkpoint."""
+
+    def __init__(self, state: RunState, saved: CheckpointReader, *, is_same_layout: bool) -> None:
+        self.state = state
+        self.saved = saved
+        self.is_same_layout = is_same_layout
+        self.names = frozenset(saved.names)
+        self.notes: list[str] = []
+        self._state_names = names_by_parameter(saved)
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights and buffers that this rank needs, by name."""
+        saved_params = (param for param in self.state.parts.registry if param.name not in self.state.base)
+        weights = {WEIGHTS + param.name: tuple(param.shape) for param in saved_params}
+        return weights | {BUFFERS + name: tuple(buffer.shape) for name, buffer, _ in self.state.buffers()}
+
+    def mismatches(self) -> Iterator[str]:
+        """Yields a message for each weight or buffer that the checkpoint lacks or has in a different shape."""
+        for name, shape in self.expected_shapes().items():
+            if name not in self.names:
+                yield f"{name!r} is not in the checkpoint"
+            elif (saved_shape := self.saved.kind(name).shape) != shape:
+                yield f"{name!r} is {list(saved_shape)} in the checkpoint and {list(shape)} here"
+
+    def base_mismatches(self) -> Iterator[str]:
+        """Yields the name of each frozen parameter of the base whose values are not those of the checkpoint's run."""
+        for name, value in self.state.base.items():
+            if self.saved.description.values.get(BASE + name) != value:
+                yield name
+
+    def restore(self) -> None:
+        """Restores weights, master weights, averages, buffers, optimizer states, and states of plugins and modules. Must not
+        communicate.
+        """
+        self._restore_weights()
+        self._restore_averages()
+        self._restore_buffers()
+        self._restore_optimizer()
+        self._restore_stateful_objects()
+        self._restore_extra_states()
+
+    def _restore_weights(self) -> None:
+        """Restores weights and master weights; adds a note if the checkpoint has different dtypes."""
+        masters = self.state.update.masters
+        dtypes = set()
+        for param in self.state.parts.registry:
+            if param.name in self.state.base:
+                continue
+            value = self._read_local(WEIGHTS + param.name, region_of(param))
+            dtypes.add(value.dtype)
+            masters.set(param, value)
+        saved_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype != masters.dtype)
+        if saved_dtypes:
+            master_dtype = str(masters.dtype).removeprefix("torch.")
+            self.notes.append(f"weights of the checkpoint were {', '.join(saved_dtypes)}, and are {master_dtype} here")
+
+    def _restore_averages(self) -> None:
+        """Restores the averages of the weights; adds a note if only the checkpoint or only the plan has averages."""
+        update, has_averages = self.state.update, any(name.startswith(AVERAGES) for name in self.names)
+        if update.averages is None:
+            if has_averages:
+                self.notes.append("the checkpoint's averages of the weights are dropped, because the plan has no [averaging]")
+            return
+        update.averages.reset()
+        if not has_averages:
+            if self.saved.description.step:
+                self.notes.append("the checkpoint has no averages of the weights, so they start from its weights")
+            return
+        update.averages.first_update = self.saved.description.state["averaging"]
+        for stepped in update.masters.stepped:
+            name, parameter = AVERAGES + stepped.name, stepped.parameter
+            if name in self.names:
+                average = self._read_local(name, region_of(stepped.param, stepped.elements), parameter)
+                update.averages.tensors[parameter] = average.to(parameter.device, parameter.dtype)
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        """Restores buffers. A per-rank buffer has this rank's value if the layout is the same, else the common value."""
+        for name, buffer, is_per_rank in self.state.buffers():
+            rank_name = self.state.rank_name(BUFFERS + name)
+            has_rank_value = is_per_rank and self.is_same_layout and rank_name in self.names
+            buffer.copy_(self._read_local(rank_name if has_rank_value else BUFFERS + name, Region(tuple(buffer.shape))))
+
+    def _restore_optimizer(self) -> None:
+        """Restores the optimizer's states by its `load_state_dict`, which chooses their devices and dtypes."""
+        update = self.state.update
+        stepped_by_id = {id(stepped.parameter): stepped for stepped in update.masters.optimizer_params}
+        states = {key: self._read_state(stepped) for key, stepped in stepped_by_id.items()}
+        names = [[stepped_by_id[id(param)].name for param in group["params"]] for group in update.optimizer.param_groups]
+        dtypes = {key: BY_NAME[self.saved.kind(WEIGHTS + stepped.name).dtype] for key, stepped in stepped_by_id.items()}
+        shared.load_optimizer_state(
+            update.optimizer,
+            states,
+            list(map(self._read_options, names)),
+            shared_states(self.saved),
+            update.initial_values,
+            dtypes,
+        )
+
+    def _restore_stateful_objects(self) -> None:
+        """Restores the states of plugins if the layout is the same; otherwise resets them and adds a note."""
+        for path, stateful_object in self.state.stateful_objects.items():
+            prefix = self.state.rank_name(f"{path}/")
+            names = [name for name in self.saved.names if name.startswith(prefix)] if self.is_same_layout else []
+            stateful_object.restore_saved_state({name.removeprefix(prefix): self.saved.tensor(name) for name in names})
+            if not self.is_same_layout and any(f"/{path}/" in name for name in self.names):
+                self.notes.append(f"the state of {path} is reset, because the checkpoint has a different layout")
+
+    def _restore_extra_states(self) -> None:
+        """Restores extra states of modules: this rank's states if the layout is the same, else those of one rank, with a
+        note.
+        """
+        saved_names = extra_state_names(self.saved)
+        if saved_names and not self.is_same_layout:
+            self.notes.append("extra states of modules are those of one rank, because the checkpoint has a different layout")
+        for name, module in modules_with_extra_state(self.state.parts.layers):
+            rank_name = self.state.rank_name(f"extra/{name}")
+            if name not in saved_names:
+                raise RunError("checkpoint-mismatch", f"{name!r} is not in the checkpoint")
+            set_extra_state(module, self.saved.tensor(rank_name if self.is_same_layout else saved_names[name]))
+
+    def _read_state(self, stepped: Stepped) -> Any:
+        names = self._state_names.get(stepped.name, {})
+        leaves = {leaf: self._read_leaf(stepped, name) for leaf, name in names.items()}
+        return join_leaves(decode_value(self.saved.description.trees.get(stepped.name)), leaves)
+
+    def _read_leaf(self, stepped: Stepped, name: str) -> Any:
+        """Reads a leaf of an optimizer state: a value, a whole tensor, or this rank's part of a tensor."""
+        if name in self.saved.description.values:
+            return decode_value(self.saved.description.values[name])
+        shape = self.saved.kind(name).shape
+        if shape != tuple(stepped.param.shape):
+            return self._read_local(name, Region(shape))
+        return self._read_local(name, state_region(stepped), stepped.parameter)
+
+    def _read_options(self, names: Sequence[str]) -> dict[str, Any]:
+        values = self.saved.description.values
+        options = [values[OPTIONS + name] for name in names if OPTIONS + name in values]
+        if any(group_options != options[0] for group_options in options):
+            raise RunError("checkpoint-mismatch", f"the optimizer had different options for {names[0]!r} and {names[-1]!r}")
+        return {key: decode_value(value) for key, value in options[0].items()} if options else {}
+
+    def _read_local(self, name: str, region: Region, like: Tensor | None = None) -> Tensor:
+        """Reads this rank's part of a tensor, on the host, in the file's dtype, padded with zeros.
+
+        like: a tensor whose strides the result has; fused optimizers process a parameter and its states in memory order.
+        """
+        dtype = BY_NAME[self.saved.kind(name).dtype]
+        if like is None:
+            local = torch.zeros(region.own_shape, dtype=dtype)
+        else:
+            local = torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
+        for rectangle, view in region.split(local):
+            self.saved.read_into(name, rectangle, view)
+        return local

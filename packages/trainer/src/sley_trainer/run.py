@@ -1,0 +1,323 @@
+"""A run, which `assemble` returns and the command line or your own program drives.
+
+with assemble(plan, world) as run:
+    run.train()                      # all steps of the plan
+    row = run.step(batch)            # or one step, on your own samples
+    loss = run.evaluate()            # held-out loss, or that of a batch
+    outputs = run.predict(batch)     # the model's outputs for your own samples
+    run.load_weights(state)          # other weights, between two steps
+    run.save_weights("weights")      # safetensors files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from sley_core.comm.device import on_stream
+from sley_core.engine.call import count_graphs
+from sley_core.engine.step_batch import GivenBatch, ModelOutputs
+from sley_core.errors import UsageError
+from sley_core.protocols import RestoreResult, RewindableWriter
+from sley_core.weight_files.write import FILE_BYTES
+from sley_trainer.attach import collect_counts
+from sley_trainer.evaluation import local_rows
+from sley_trainer.loop import Loop, Row
+from sley_trainer.loop import Outcome as Outcome
+from sley_trainer.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
+from sley_trainer.run_state import AUTO
+from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sley_core.memory import Part
+    from sley_core.plan.plan import Plan
+
+
+class Run(Loop, AbstractContextManager["Run"]):
+    """One rank's part of a training run. All ranks must call the same methods in the same order, except `stop` and `close`.
+
+    parts: this rank's parts of the run. The attributes `world`, `topology`, `groups`, `layers`, `registry` and `store` are also
+    those of `parts`. memory: reports and moves the run's memory.
+    """
+
+    @property
+    def rows(self) -> slice:
+        """This rank's rows (samples) of the global batch. All ranks of an `sp` group have the same rows."""
+        rows = local_rows(self.plan.batch.global_size, self.parts)
+        return slice(rows.start, rows.stop)
+
+    @property
+    def resolved_plan(self) -> Plan:
+        """The plan with the values that only the run could determine, such as the number of ranks and of samples per epoch."""
+        return self._state.resolved_plan
+
+    def train(self) -> Outcome:
+        """Runs steps until the plan's last step, until `[evaluation] patience` ends the run, or until a rank asks to stop;
+        returns the outcome.
+
+        Raises RunError on all ranks: "checkpoint-folder" before the first step, "not-finite" for the loss or the gradient norm,
+        and "nothing-counts" for a batch of weight 0. A refused step changes no weight.
+        """
+        with self.device.on_stream():
+            self._finish_pending()
+            self.memory.require("a step", TO_STEP)
+            self._checkpointer.probe()
+            with self._track_outcome(), self._override_attribute("_is_training", True):
+                # All ranks must wait for late weights if any rank has a listener.
+                has_listeners = bool(self.listeners)
+                control = self.groups["control"]
+                self._has_listeners = self.parts.weights.may_arrive_late and any(
+                    control.gather_objects(has_listeners, label="who listens to steps")
+                )
+                self._restart_timer()
+                with self.parts.weights.settle_on_error():
+                    while self.num_steps_done < self.plan.run.steps and not (self.was_stopped or self.stopped_early):
+                        # Launched before the previous row is emitted, so that a CUDA device is not idle meanwhile.
+                        previous, self._pending_step = self._pending_step, self.launch(None)
+                        if previous is not None:
+                            self._emit(previous)
+                        is_due = self._is_evaluation_due(self._pending_step.number) or self._checkpointer.is_due(
+                            self.num_steps_done
+                        )
+                        if is_due or not self.device.is_async:
+                            self._emit_pending()
+                        self._save_if_due()
+                    self._emit_pending()
+                    self.parts.weights.settle()
+                self._checkpointer.finish_training(self.num_steps_done, was_stopped=self.was_stopped)
+        return self._outcome
+
+    @overload
+    def step(self, batch: GivenBatch | None = None) -> Row: ...
+
+    @overload
+    def step(
+        self, batch: GivenBatch | None = None, *, return_outputs: Literal[True], join: bool = False
+    ) -> tuple[Row, Any]: ...
+
+    @overload
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool, join: bool = False) -> Any: ...
+
+    def step(self, batch: GivenBatch | None = None, *, return_outputs: bool = False, join: bool = False) -> Any:
+        """Runs one optimizer step and returns its row, which is the same on every rank.
+
+        batch: this rank's samples on the host, i.e. the rows `run.rows` of the global batch: {field: tensor}, or a list of
+        microbatches, whose sequence lengths may differ. By default the next samples of the plan. All ranks must pass the same
+        number of microbatches, which may differ from the plan's. return_outputs: whether to return (row, outputs), with the
+        model's outputs in this step's forward in the form of `predict`; the same on all ranks. join: as in `predict`.
+
+        Raises the same errors as `train`, and RunError for a batch that does not match the declared fields.
+        """
+        outputs = ModelOutputs() if return_outputs else None
+        with self.device.on_stream():
+            self._finish_pending()
+            with self._track_outcome():
+                self._restart_timer()
+                with self.parts.weights.settle_on_error():
+                    pending = self.launch(batch, outputs)
+                self.parts.weights.settle()
+                row = self._emit(pending)
+                self._save_if_due()
+                return row if outputs is None else (row, self._format_outputs(outputs, batch, join=join))
+
+    @on_stream
+    def evaluate(self, batch: GivenBatch | None = None) -> float:
+        """Returns the mean loss over `batch`, which is the same on every rank. Does not change the run.
+
+        batch: this rank's samples, as in `step`; by default the plan's held-out samples. Raises RunError "not-finite" and
+        "nothing-counts" on all ranks, and UsageError "no-evaluation" without a batch and held-out samples.
+        """
+        self._finish_pending()
+        if batch is None and self.held_out is None:
+            hint = "add [evaluation] with `every = 100` and without `held_out = false`, or pass a batch"
+            raise UsageError("no-evaluation", "the plan has no held-out samples to evaluate", hint=hint)
+        self._require_memory("an evaluation", TO_EVALUATE)
+        return self._mean_loss(batch)
+
+    @on_stream
+    def evaluate_sets(self) -> Row:
+        """Returns the results of `[evaluation]` by their keys in a row (`held_out_loss`, `held_out/NAME/loss`); the same on
+        every rank. Does not change the run. Raises the same errors as `evaluate`, and RunError "metric-result".
+        """
+        self._finish_pending()
+        if not self.samples.evaluated:
+            hint = "add [evaluation] with `every = 100`"
+            raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
+        self._require_memory("an evaluation", TO_EVALUATE)
+        return self._evaluate_sets()
+
+    @on_stream
+    def predict(self, batch: GivenBatch, *, join: bool = False) -> Any:
+        """Returns the model's outputs for `batch` in evaluation mode, or None on stages without the last layer. Does not change
+        the run.
+
+        batch: as in `step`; fields that no layer reads, such as labels, may be missing. For {field: tensor} the result is one
+        output, whose tensors are joined along the batch dim; for a list of microbatches it is a list. Tensors are on the run's
+        device, without a graph. join: whether ranks that split sequences (`sp`) get the output of whole sequences instead of
+        their slice. Classes that ranks split are always joined.
+
+        Raises RunError "boundary-type" for an output that does not consist of tensors, "outputs-apart" for a tensor without the
+        dim along which it would be joined, and StateError "memory-away".
+        """
+        self._finish_pending()
+        self._require_memory("a prediction", TO_EVALUATE)
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+            step_batch = self.samples.splitter.split_prediction(batch, self.samples.reads)
+            outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
+            return self._format_outputs(outputs, batch, join=join)
+
+    @on_stream
+    def load_weights(self, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, strict: bool = True) -> LoadedWeights:
+        """Sets the model's weights to those in `state`, {name: full tensor} with the same names in every layout.
+
+        All ranks must pass the same state; each copies its own part, including shards and master weights. A tied weight may
+        have any of its names. Buffers in `state` are loaded too; optimizer states do not change, and averages of weights
+        start again. A mapping is checked before anything is written. Pairs are written one by one, so that only one tensor is
+        in memory. strict: whether missing or unknown names are an error; otherwise they are returned.
+
+        Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
+        """
+        self._finish_pending()
+        self.memory.require("loading weights", TO_LOAD)
+        self._checkpointer.copy_unwritten_state()
+        loaded = self._load_weights(state, strict=strict)
+        if (averages := self.stepper.update.averages) is not None:
+            averages.reset()
+        return loaded
+
+    @on_stream
+    def save_weights(self, folder: str | Path, *, precision: Precision = "working", max_file_bytes: int = FILE_BYTES) -> None:
+        """Saves the model's weights in `folder` as safetensors files, with the same names in every layout.
+
+        All ranks must see the same `folder`, which is replaced when all files are complete. Several files get an index. A tied
+        weight is written once, by its name in the registry. Persistent buffers are those of the first replica. precision:
+        "working" for the dtype `precision.compute`, "full" for the master weights. max_file_bytes: the size limit of a file; a
+        larger tensor has its own file.
+
+        Raises RunError "weights-unsaved" on all ranks if a rank cannot write, if `folder` has other files, or if memory is
+        offloaded, and UsageError "no-precision" for an unknown precision.
+        """
+        self._finish_pending()
+        if precision not in TO_SAVE:
+            raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=f"use {' or '.join(TO_SAVE)}")
+        save = WeightSaver(self.parts, self.stepper.update.masters)
+        attempt = self._state.attempt.current
+        metadata = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
+        self._require_memory("saving weights", ())
+        with self._use_evaluation_weights():
+            save(Path(folder).absolute(), precision, max_file_bytes, partial(self._prepare_weights, precision), metadata)
+
+    def check_weights_folder(self, folder: str | Path) -> None:
+        """Raises RunError on all ranks if `save_weights` could not save in `folder`: "weights-unsaved" if it has other files,
+        "checkpoint-folder" if a rank that writes does not see it.
+        """
+        self._check_open()
+        WeightSaver(self.parts, self.stepper.update.masters).check(Path(folder).absolute())
+
+    def _prepare_weights(self, precision: Precision) -> None:
+        """Prepares the memory that a save of `precision` reads. Raises StateError "memory-away"."""
+        self.memory.require("saving weights", TO_SAVE[precision])
+        if precision == "full":
+            self.memory.follow("saving weights")
+
+    @on_stream
+    def save_checkpoint(self, path: str | Path | None = None) -> str:
+        """Writes a complete checkpoint and returns its folder.
+
+        path: the folder to create; by default the next folder in the run's checkpoint folder. Raises RunError
+        "checkpoint-failed" on all ranks if it cannot be written. The run can then continue without this checkpoint.
+        """
+        self._finish_pending()
+        return self._checkpointer.save(path, self.num_steps_done)
+
+    @on_stream
+    def load_checkpoint(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
+        """Resumes from a checkpoint of any layout and returns its description; None for "auto" if there is no checkpoint yet.
+
+        Restores weights, master weights, optimizer states, buffers, the loss scale, the position in the data and the number of
+        steps, and drops the metrics rows of other steps. path: a checkpoint; a folder of checkpoints, whose newest intact one
+        is loaded; or "auto" for the newest checkpoint of this run, or else the one from which the run started.
+        allow_fresh_start: whether "auto" may drop the rows of a run without a checkpoint.
+
+        Raises on all ranks, with nothing changed: RunError "no-checkpoint", "checkpoint-damaged", or "checkpoint-mismatch" for
+        a different model or optimizer; PlanError "resume-differs" for different data, loss or seed; UsageError "never-anew" for
+        "auto" without a checkpoint of this run if its folder has rows or weights.
+        """
+        self._finish_pending()
+        self.memory.require("loading a checkpoint", TO_RESTORE)
+        restored, num_rows = self._checkpointer.load(path, allow_fresh_start=allow_fresh_start), 0
+        if restored is not None:
+            named = "" if str(path) == AUTO else str(path)
+            num_rows, note = self._state.attempt.resume(restored.lineage, restored.step, named, restored.path)
+            restored.notes.extend([note] if note else [])
+            self.num_steps_done = restored.step
+        for writer in self.writers:
+            if isinstance(writer, RewindableWriter):  # its rows of steps that will run again are dropped
+                writer.rewind(num_rows)
+        return restored
+
+    @property
+    def stopped_early(self) -> str:
+        """The reason why `train` ends before the plan's last step (`[evaluation] patience`), or ""; the same on all ranks."""
+        if self.best is None or self.num_steps_done >= self.plan.run.steps:
+            return ""
+        return self.best.stop_reason
+
+    def stop(self) -> None:
+        """Asks all ranks to stop after the step in progress. Safe in a signal handler; does nothing once the run is closed."""
+        self._is_stop_requested = True
+
+    @property
+    def counts(self) -> dict[str, dict[str, float]]:
+        """The stats of the run's parts on this rank (`protocols.Counts`, offload managers), by their names in the plan."""
+        counts = collect_counts(self.plan, self.stepper, self.parts.pool, self.memory)
+        if self.plan.model.config.compile:
+            counts["compile"] = {"graphs": count_graphs()}
+        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
+
+    @on_stream
+    def close(self) -> None:
+        """Stops threads, closes files and removes hooks, even if some steps fail. The world stays open.
+
+        Layers become ordinary modules again. Modules with sharded weights then raise RunError "sharded-weight-read"
+        when called, and methods of the run raise "run-closed". A second call does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        parts = [*self.writers, self.stepper, self.profiler, self.feed]
+        feeds = (samples.feed for samples in self.samples.evaluated.values())
+        with ExitStack() as stack:  # closes the last part first
+            for part in (*parts, *feeds, self._checkpointer):
+                if part is not None:
+                    stack.callback(part.close)
+            if self._has_begun:
+                stack.callback(self._notify, "sley_run_finished", run=self, outcome=self._outcome)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._outcome = "failed"
+        self.close()
+
+    @contextmanager
+    def _track_outcome(self) -> Iterator[None]:
+        """Calls `sley_run_started` before the first step, and sets the outcome of the steps in the block."""
+        self._outcome = "failed"
+        if not self._has_begun:
+            self._has_begun = True
+            self._notify("sley_run_started", run=self)
+        yield
+        self._outcome = "interrupted" if self.was_stopped else "finished"
+
+    def _require_memory(self, label: str, parts: Sequence[Part]) -> None:
+        """Makes the device wait for transfers of `parts`, and also of weights and states if evaluations switch weights.
+
+        Raises StateError "memory-away".
+        """
+        self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.switches_weights else ())))

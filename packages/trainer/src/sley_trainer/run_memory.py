@@ -1,0 +1,237 @@
+"""`run.memory`: the memory of a run on one rank, and the methods that move it off the device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sley_core.comm.device import Device, on_stream, storage_id
+from sley_core.errors import StateError, UsageError
+from sley_core.memory import COPIED, PARTS, MemoryInventory, Moved, OffloadManager, Part, Where, view_in_copy
+
+if TYPE_CHECKING:
+    from sley_core.engine.parts import StepNumbers
+    from sley_core.engine.weights import Masters
+
+
+TO_STEP = PARTS
+TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools")
+TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
+TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
+TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
+"""The parts that must be on the device to step, evaluate, load weights, save weights and restore a checkpoint."""
+
+
+class Move:
+    """A transfer in progress. Methods of the run wait for it by themselves; `wait` is for other programs on the device."""
+
+    def __init__(self, waits: Sequence[Callable[[], None]], offloaded_from: torch.device | None = None) -> None:
+        self._waits = waits
+        self._offloaded_from = offloaded_from
+
+    def wait(self) -> None:
+        """Waits on the host until all copies are done. After an offload on CUDA it also empties the cache of torch's allocator,
+        so that other programs can use the memory.
+        """
+        for wait in self._waits:
+            wait()
+        if self._offloaded_from is not None and self._offloaded_from.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(eq=False)
+class RunMemory:
+    """The memory of one rank's run, by part (`memory.inventory.PARTS`).
+
+        run.memory.offload().wait()       # between two steps: other programs may use the device
+        ...
+        run.memory.onload()               # the next step gives the same numbers as without an offload
+
+    managers: the plan's offload managers, already attached. masters: the master weights, which are updated when a program
+    writes to the weights. wait_until_idle: waits until no step is in progress. check_idle: raises StateError if exchanges of a
+    failed step are still in progress. The run sets both. Ranks may offload independently, unless a manager shares copies among
+    ranks, as `memory.everything` does with `shared = true`.
+    """
+
+    device: Device
+    inventory: MemoryInventory
+    managers: Sequence[OffloadManager]
+    masters: Masters
+    wait_until_idle: Callable[[], None] = lambda: None
+    check_idle: Callable[[], None] = lambda: None
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes of device memory of each part; 0 if the part is offloaded. Optimizer states exist after the first step."""
+        return {part: self.inventory.num_bytes(part) for part in PARTS}
+
+    @property
+    def where(self) -> dict[Part, Where]:
+        """The location of each part. A part without a manager is always on the device."""
+        return dict.fromkeys(PARTS, Where.HERE) | {part: manager.where(part) for part, manager in self._managers.items()}
+
+    @on_stream
+    def offload(self, *parts: Part) -> Move:
+        """Starts to move `parts`, or all that the plan's managers move, off the device. Skips offloaded parts.
+
+        Copies run in parallel with other work. Call `wait` of the result before another program uses the memory. Gradients are
+        freed, and lost. Raises RunError "step-running" within a step, StateError "step-failed" after a failed step or
+        evaluation of several ranks, and UsageError "no-part" for an unknown part, "no-offload" for a part that no manager
+        moves.
+        """
+        self.wait_until_idle()
+        self.check_idle()
+        self.follow()
+        waits = [manager.offload(part) for part, manager in reversed(self._select(parts))]
+        return Move(waits, self.inventory.device)
+
+    @on_stream
+    def onload(self, *parts: Part) -> Move:
+        """Starts to move `parts`, or all, back to the device. Skips parts on the device.
+
+        Raises RunError "step-running" within a step, and the UsageErrors of `offload`.
+        """
+        self.wait_until_idle()
+        return Move([manager.onload(part) for part, manager in self._select(parts)])
+
+    def require(self, caller: str, parts: Iterable[Part]) -> None:
+        """Makes the device wait for transfers of `parts`. caller: what needs them, such as "a step". Raises
+        StateError "memory-away".
+        """
+        managers = self._managers
+        for part in parts:
+            if part in managers:
+                managers[part].require(part, caller)
+
+    def follow(self, reader: str | None = None) -> None:
+        """Updates the master weights after a program has written weights, if both are on the device.
+
+        Must be called before master weights are read. reader: the purpose of the read, such as "a checkpoint"; None if nothing
+        reads them now. With a reader, raises StateError "memory-away" if a program has written weights and one of the two is
+        offloaded. Raises RunError "weight-replaced".
+        """
+        try:
+            self.require(f"{reader} after a program has written weights", ("weights", "masters"))
+        except StateError:
+            if reader is not None and self.masters.have_outside_writes:
+                raise
+        else:
+            self.masters.follow()
+
+    @property
+    def report(self) -> dict[Part, Moved]:
+        """The cost of all transfers of each part that a manager moves."""
+        return {part: manager.moved(part) for part, manager in self._managers.items()}
+
+    @on_stream
+    def host(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and value of each tensor of `part` on the host, without moving anything to the device.
+
+        Names, shapes and dtypes are those of the part, including the optimizer's scalars; of sharded weights, this rank's
+        shards. Values of offloaded tensors are views that are valid until the next offload and must not be written. Waits for
+        copies to the host. Raises UsageError "not-copied" for a part whose memory is freed without a copy, and StateError
+        "memory-away" if this rank's host has only a part of the copy.
+        """
+        self.wait_until_idle()
+        if part not in COPIED:
+            hint = f"remove it from the call, or use one of {', '.join(COPIED)}"
+            raise UsageError("not-copied", f"an offload makes no copy of a run's {part.replace('_', ' ')}", hint=hint)
+        if part == "masters":
+            self.follow("reading masters")
+        copies = self._copies()
+
+        def value(tensor: Tensor) -> Tensor:
+            memory = _current_memory(copies, tensor, part)
+            return memory.detach().to("cpu", copy=True) if memory is tensor else memory
+
+        return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
+
+    def at_rest(self) -> Callable[[Tensor], Tensor]:
+        """Returns a function from a tensor of the run to its current memory: the tensor itself, or the host's copy while the
+        tensor is offloaded or in transfer.
+
+        Copies nothing, but waits for copies to the host. The function raises StateError "memory-away" if this rank's host has
+        only a part of the copy.
+        """
+        return partial(_current_memory, self._copies())
+
+    @property
+    def _managers(self) -> dict[Part, OffloadManager]:
+        return {part: manager for manager in self.managers for part in manager.parts}
+
+    def _copies(self) -> dict[int, Tensor]:
+        """Returns the host's copies of all storages that are offloaded or in transfer, by `storage_id`, uint8 [bytes]."""
+        return {key: copy for part, manager in self._managers.items() for key, copy in manager.host(part).items()}
+
+    def _select(self, parts: Sequence[Part]) -> list[tuple[Part, OffloadManager]]:
+        """Returns `parts`, by default all that a manager moves, with their managers, in the order of onloads."""
+        managers = self._managers
+        if unknown := [part for part in parts if part not in PARTS]:
+            raise UsageError("no-part", f"a run's memory has no part {unknown[0]!r}", hint=f"use one of {', '.join(PARTS)}")
+        missing: list[str] = [part for part in parts if part not in managers] or ([] if managers else ["memory"])
+        if missing:
+            message = f"no offload manager in the plan moves the run's {missing[0].replace('_', ' ')}"
+            hint = 'add [[offload]] with `use = "memory.everything"` (package sley-memory)'
+            raise UsageError("no-offload", message, hint=hint)
+        return [(part, managers[part]) for part in PARTS if part in (parts or managers)]
+
+
+def _current_memory(copies: Mapping[int, Tensor], tensor: Tensor, part: str = "a part of the run") -> Tensor:
+    """Returns `tensor`, or a view of the host's copy if there is one. part: the name of the part, for the error.
+
+    Raises StateError "memory-away" if the memory is freed and the host has no complete copy.
+    """
+    copy = copies.get(storage_id(tensor))
+    if copy is None and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise StateError.offloaded_error(part, "reading on the host")
+    return tensor if copy is None else view_in_copy(tensor, copy)
+
+
+GB = 10**9
+
+
+def count_moves(manager: OffloadManager) -> dict[str, float]:
+    """Returns the costs of the manager's transfers that are not 0, by `<part>_<cost>`."""
+    costs = {part: asdict(manager.moved(part)) for part in manager.parts}
+    return {f"{part}_{name}": value for part, numbers in costs.items() for name, value in numbers.items() if value}
+
+
+class OffloadMetrics:
+    """Adds the transfers since the previous row to each metrics row of a run that has `[[offload]]`: in total, and for each of
+    `parts` that has a copy on the host.
+
+    offload/gb, offload/weights_gb, ...: the bytes copied in both directions, summed over ranks. offload/s, ...: the mean over
+    ranks of the seconds of copies whose end the host has seen. offload/gb_per_s, ...: the mean rate of these copies.
+    """
+
+    def __init__(self, numbers: StepNumbers, num_ranks: int, managers: Sequence[OffloadManager], parts: Iterable[str]) -> None:
+        self.managers = managers
+        self._num_ranks = num_ranks
+        self._totals: dict[tuple[str, Part | None], tuple[float, float, float]] = {}
+        # the parts of the plan, in the order of `COPIED`: the same names on all ranks
+        for part in (None, *(part for part in COPIED if part in set(parts))):
+            prefix = "offload/" if part is None else f"offload/{part}_"
+            for name in ("gb", "s", "gb_per_s"):
+                numbers.add(prefix + name, partial(self._measure, name, part))
+
+    def _measure(self, name: str, part: Part | None) -> float:
+        """Returns the number `name` of the transfers of `part`, by default of all parts, since the previous call for both."""
+        costs = [manager.moved(moved) for manager in self.managers for moved in manager.parts if part in (None, moved)]
+        totals = (
+            float(sum(cost.copied_out + cost.copied_in for cost in costs)),
+            float(sum(cost.timed_out + cost.timed_in for cost in costs)),
+            sum(cost.seconds_out + cost.seconds_in for cost in costs),
+        )
+        previous = self._totals.get((name, part), (0.0, 0.0, 0.0))
+        self._totals[name, part] = totals
+        num_bytes, num_timed, seconds = (new - old for new, old in zip(totals, previous, strict=True))
+        if name == "gb":
+            return num_bytes / GB
+        if name == "s":
+            return seconds / self._num_ranks
+        return num_timed / GB / seconds / self._num_ranks if seconds else 0.0

@@ -1,0 +1,376 @@
+"""The state of a run for a checkpointer: collects this rank's part of the state, and restores it.
+
+weights/<parameter>              the master weight if there is one, else the weight
+averages/<parameter>             the average of the weight over steps, if the plan has [averaging]
+optimizer/<parameter>/<state>    the state under the optimizer's key
+buffers/<name>                   the persistent buffers, and those that may differ between ranks
+ranks/<rank>/<name>              tensors of one rank
+ranks/<rank>/extra/<name>        the extra states of the rank's modules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sley_core.attempt import RunAttempt
+from sley_core.checkpointing import (
+    AVERAGES,
+    BUFFERS,
+    WEIGHTS,
+    CheckpointReader,
+    Region,
+    SavedRun,
+    TensorPiece,
+    TrainingState,
+    region_of,
+)
+from sley_core.engine.agreement import Agreement
+from sley_core.errors import KeyPath, PlanError, PluginError, RunError, format_cause, format_path, shorten_names
+from sley_core.files import CHECKPOINTS
+from sley_core.json_text import decode_value, encode_value
+from sley_core.optim import shared
+from sley_core.plan.kinds import CHECKPOINTER
+from sley_core.plan.load import replace_values
+from sley_core.plan.plan import check_changes, compare_plans
+from sley_core.protocols import Checkpointer, RestoreResult, Stateful
+from sley_core.records import CheckpointerRecord
+from sley_core.saved_weights import BASE, OPTIONS, SHARED, base_error
+from sley_core.weight_files.write import DTYPES
+from sley_trainer.evaluation import Best
+from sley_trainer.restore import (
+    RunRestorer,
+    encode_state,
+    generator_states,
+    is_flat,
+    name_leaves,
+    restore_generators,
+    state_leaves,
+    state_name,
+    state_region,
+)
+from sley_trainer.state_dict import extra_state, modules_with_extra_state
+from sley_trainer.update import list_averages
+
+if TYPE_CHECKING:
+    from sley_core.data.feed import Feed
+    from sley_core.engine.parts import Parts
+    from sley_core.engine.weights import Stepped
+    from sley_core.plan.plan import Component, Plan
+    from sley_trainer.run_memory import RunMemory
+    from sley_trainer.update import Update
+
+T = TypeVar("T")
+
+
+class RunState(TrainingState):
+    """Implements `TrainingState`.
+
+    components: the plan's components with their objects in the run. run_folder: the run's folder, or None. plan_values: values
+    that the run has determined, by their path in the plan. best: the best evaluation so far, or None without `keep_best`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        update: Update,
+        feed: Feed | None,
+        memory: RunMemory,
+        per_rank_buffers: Sequence[str],
+        components: Iterable[tuple[Component, object]],
+        run_folder: Path | None,
+        plan_values: Mapping[KeyPath, Any],
+        notes: list[str],
+    ) -> None:
+        self.plan, self.parts, self.update, self.notes = plan, parts, update, notes
+        self._feed, self._memory, self._plan_values = feed, memory, plan_values
+        self._per_rank_buffers = per_rank_buffers
+        self.stateful_objects = {
+            f"{format_path(component.path)} {component.name}": part  # such as `gradient_handlers.0 dp.powersgd`
+            for component, part in components
+            if isinstance(part, Stateful)
+        }
+        self.attempt = RunAttempt(run_folder, parts.world.rank)
+        self.folder = plan.checkpoint.config.folder if plan.checkpoint else None
+        if self.folder is None and run_folder is not None:
+            self.folder = str(run_folder.absolute() / CHECKPOINTS)
+        self._control = parts.groups["control"]
+        evaluation = plan.evaluation
+        table = None if evaluation is None else evaluation.best
+        self.best = None if evaluation is None or table is None else Best(table, evaluation.patience)
+
+    @property
+    def resolved_plan(self) -> Plan:
+        """The plan with the values that the run has determined, such as `dp` and the number of samples per epoch."""
+        values: dict[KeyPath, Any] = {**self._plan_values, ("parallel", "dp"): self.parts.topology.dp}
+        if self._feed is not None and self._feed.num_samples is not None:
+            values["data", "samples_per_epoch"] = self._feed.num_samples
+        return replace_values(self.plan, values)
+
+    def agree(self, label: str) -> None:
+        Agreement(self.parts.groups).begin(label).check()
+
+    def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
+        failure, result = "", None
+        try:
+            result = work()
+        except Exception as error:
+            failure = format_cause(error)
+        for rank, reason in zip(self._control.ranks, self._control.gather_objects(failure, label=label), strict=True):
+            if reason:
+                raise RunError(code, f"rank {rank} could not {label}: {reason}")
+        return cast("T", result)
+
+    def pieces(self) -> list[TensorPiece]:
+        self._memory.follow("a checkpoint")
+        at_rest = self._memory.at_rest()
+        pieces = [
+            TensorPiece(name, region.shape, rectangle, view)
+            for name, region, tensor in self._local_tensors()
+            for rectangle, view in region.split(at_rest(tensor.detach()))
+        ]
+        for piece in pieces:
+            if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:
+                tensor_type = f"{piece.tensor.dtype}, {piece.tensor.layout}"
+                raise RunError("checkpoint-type", f"a checkpoint cannot have {piece.name!r}, which is {tensor_type}")
+        return pieces
+
+    def _local_tensors(self) -> Iterator[tuple[str, Region, Tensor]]:
+        """Yields the name in the checkpoint, the region in the whole tensor, and this rank's part, for each tensor."""
+        masters = {stepped.param: stepped for stepped in self.update.masters.stepped}
+        for param in self.parts.registry:
+            if param.name in self.base:
+                continue  # a run that resumes reads or draws it again
+            if param in masters:
+                yield WEIGHTS + param.name, region_of(param, masters[param].elements), masters[param].parameter
+            elif self.parts.store.elements(param) is None or 0 in param.shape:  # not split, or empty
+                yield WEIGHTS + param.name, region_of(param), param.parameter
+        for stepped, average in list_averages(self.update.averages, self.update.masters.stepped):
+            yield AVERAGES + stepped.name, region_of(stepped.param, stepped.elements), average
+        for stepped, state in self._optimizer_states():
+            for name, value in state_leaves(state):
+                if isinstance(value, Tensor):
+                    shape = tuple(value.shape)
+                    is_elementwise = shape == tuple(stepped.parameter.shape)
+                    region = state_region(stepped) if is_elementwise else Region(shape)
+                    yield state_name(stepped.name, name), region, value
+        for name, buffer, is_per_rank in self.buffers():
+            for saved_name in (BUFFERS + name, *([self.rank_name(BUFFERS + name)] if is_per_rank else [])):
+                yield saved_name, Region(tuple(buffer.shape)), buffer
+        states = {path: stateful_object.saved_state() for path, stateful_object in self.stateful_objects.items()}
+        states["extra"] = {name: extra_state(name, module) for name, module in modules_with_extra_state(self.parts.layers)}
+        for path, tensors in states.items():
+            for name, tensor in tensors.items():
+                yield self.rank_name(f"{path}/{name}"), Region(tuple(tensor.shape)), tensor
+
+    @property
+    def base(self) -> Mapping[str, int]:
+        """The checksums of the frozen parameters of a model with adapters, by name; a checkpoint has nothing else of them."""
+        return self.parts.registry.base
+
+    def _optimizer_states(self) -> list[tuple[Stepped, Any]]:
+        params = self.update.masters.optimizer_params
+        return [(stepped, self.update.optimizer.state.get(stepped.parameter, {})) for stepped in params]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yields the name and value of each saved buffer, and whether it may differ between ranks."""
+        for layer in self.parts.layers:
+            for prefix, module in layer.module.named_modules(prefix=layer.name):
+                for attribute, buffer in module.named_buffers(recurse=False):
+                    name = f"{prefix}.{attribute}"
+                    is_per_rank = any(fnmatchcase(name, pattern) for pattern in self._per_rank_buffers)
+                    if is_per_rank or attribute not in module._non_persistent_buffers_set:
+                        yield name, buffer, is_per_rank
+
+    def rank_name(self, name: str) -> str:
+        """Returns the name in the checkpoint of a tensor that belongs to this rank."""
+        return f"ranks/{self.parts.world.rank}/{name}"
+
+    def rank_values(self) -> dict[str, Any]:
+        rank = {"generators": generator_states(self.parts.world.device)}
+        values = self._optimizer_values() | {BASE + name: value for name, value in self.base.items()}
+        trees = {
+            stepped.name: encode_state(tree, stepped.name, "state")
+            for stepped, state in self._optimizer_states()
+            if not is_flat(tree := name_leaves(state))
+        }
+        return {"values": values, "trees": trees, "rank": rank}
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Returns the optimizer's values that are not tensors as JSON: leaves of states, and options of groups."""
+        values = {}
+        for stepped, state in self._optimizer_states():
+            for name, value in state_leaves(state):
+                if not isinstance(value, Tensor):
+                    values[state_name(stepped.name, name)] = encode_state(value, stepped.name, name)
+        names = {id(stepped.parameter): stepped.name for stepped in self.update.masters.optimizer_params}
+        for group in self.update.optimizer.param_groups:
+            options = shared.options_to_save(self.update.optimizer, group)
+            if changed := {key: encode_state(value, "a group", key) for key, value in options.items()}:
+                values |= {OPTIONS + names[id(param)]: changed for param in group["params"] if id(param) in names}
+        for path, value in shared.shared_to_save(self.update.optimizer, self.update.initial_values).items():
+            key = ".".join(map(str, path[1:]))
+            values[f"{SHARED}{path[0]}/{key}"] = encode_state([list(path), value], "all parameters", key)
+        return values
+
+    def describe(self, step: int) -> SavedRun:
+        update, attempt = self.update, self.attempt.current
+        plugins = {name: str(plugin) for name, plugin in self.plan.plugins.items()}
+        return SavedRun(
+            run=self.plan.run.name,
+            step=step,
+            lineage=() if attempt is None else attempt.lineage,
+            plan=self.resolved_plan.to_toml(),
+            versions={"torch": torch.__version__, **plugins},
+            layout=self._layout,
+            optimizer=self.plan.optimizer.name,
+            state={
+                "steps": step,
+                "was_taken": self.parts.store.state.was_taken,
+                "has_modes": update.traits.has_modes,
+                "averaging": None if update.averages is None else update.averages.first_update,
+                "scale": None if update.scale is None else update.scale.state(),
+                "skips": None if update.skips is None else update.skips.state(),
+                "data": None if self._feed is None else encode_value(self._feed.state()),
+                "best": None if self.best is None else self.best.state(),
+            },
+        )
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        topology = self.parts.topology
+        return {axis: topology.size_of(axis) for axis in ("pp", "dp", "sp", "wp")} | {"world": topology.world}
+
+    def restore(self, saved: CheckpointReader) -> list[str]:
+        changes = compare_plans(saved.description.plan, self.resolved_plan.to_toml())
+        check_changes(changes)
+        restoring = RunRestorer(self, saved, is_same_layout=saved.description.layout == self._layout)
+        restoring.notes += (f"the plan has changed since the checkpoint: {change}" for change in changes)
+        self._check_checkpoint(restoring)
+        self.all_or_none(restoring.restore, "load the checkpoint")
+        self._restore_values(saved.description, restoring.notes)
+        return restoring.notes
+
+    def _restore_values(self, description: SavedRun, notes: list[str]) -> None:
+        """Restores the loss scale, skips, best evaluation, position in the data and generators. Appends a note for each state
+        that cannot be restored.
+        """
+        update, state, world = self.update, description.state, self.parts.world
+        self.parts.store.state.was_taken = bool(state["was_taken"])
+        if update.scale is not None:
+            if state["scale"] is None:
+                notes.append("the checkpoint has no loss scale, so the plan's initial scale is used")
+            else:
+                update.scale.restore(state["scale"])
+        if update.skips is not None and state["skips"] is not None:
+            update.skips.restore(state["skips"])
+        if self.best is not None and (best := state.get("best")) is not None:
+            notes.extend(note for note in [self.best.restore(best)] if note)
+        if self._feed is not None and state["data"] is not None:
+            self._feed.restore(decode_value(state["data"]))
+        if description.layout["world"] == world.size:
+            restore_generators(description.ranks[world.rank]["generators"], world.device)
+        else:
+            notes.append(
+                f"{description.layout['world']} ranks wrote the checkpoint, so the states of the program's generators (Python, "
+                "numpy and torch) are not restored"
+            )
+
+    def _check_checkpoint(self, restoring: RunRestorer) -> None:
+        """Raises RunError "checkpoint-mismatch", on all ranks, if the model or optimizer differs. Raises PlanError
+        "data-changed" if the data certainly differ; adds a note if they may differ.
+        """
+        saved, description = restoring.saved, restoring.saved.description
+        data_change = self._describe_data_change(description.state["data"])
+        report = [
+            list(restoring.expected_shapes()),
+            list(restoring.mismatches()),
+            data_change,
+            list(restoring.base_mismatches()),
+        ]
+        reports = self._control.gather_objects(report, label="whether the checkpoint fits")
+        problems = list(dict.fromkeys(line for _, lines, _, _ in reports for line in lines))
+        model_names = {name for names, _, _, _ in reports for name in names}
+        problems += [
+            f"{name!r} is not in the model"
+            for name in saved.names
+            if name.startswith((WEIGHTS, BUFFERS)) and name not in model_names
+        ]
+        if description.optimizer != self.plan.optimizer.name:
+            problems.append(f"its optimizer is {description.optimizer}, the plan's is {self.plan.optimizer.name}")
+        if problems:
+            message = f"{saved.place} does not fit this run: {shorten_names(problems)}"
+            hint = "use `run.load_weights(..., strict=False)` to load only the weights that the model has"
+            raise RunError("checkpoint-mismatch", message, hint=hint)
+        if changed_base := next((names[0] for _, _, _, names in reports if names), ""):
+            raise base_error(saved.place, changed_base)
+        if data_change := next((text for _, _, text, _ in reports if text), ""):
+            assert self._feed is not None, data_change
+            if self._feed.is_digest_exact:
+                hint = "restore the data, or start a run with another name; `run.load_weights` loads only weights"
+                raise PlanError("data-changed", data_change, path=("data",), hint=hint)
+            restoring.notes.append(data_change)  # the dataset may be random
+
+    def _describe_data_change(self, state: Any) -> str:
+        """Describes how this rank's data differ from the checkpoint's, or why they cannot be read; "" if they are equal."""
+        if self._feed is None or state is None:
+            return ""
+        self._feed.close()
+        try:
+            return self._feed.describe_change(decode_value(state))
+        except Exception as error:  # the other ranks wait for the result
+            return f"the data cannot be read: {format_cause(error)}"
+
+
+AUTO = "auto"
+
+
+def build_checkpointer(state: RunState) -> Checkpointer:
+    component = state.plan.checkpoint
+    checkpointer: Checkpointer = NoCheckpointer(state) if component is None else component.build(state)
+    return checkpointer
+
+
+class NoCheckpointer(Checkpointer):
+    """The checkpointer of a plan without `[checkpoint]`: uses the default checkpointer, only when a program asks for it."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._default: Checkpointer | None = None
+
+    def save(self, path: str | Path | None, step: int) -> str:
+        """Saves by the default checkpointer. Raises PluginError "plugin-missing" if it is not installed."""
+        return self._load_default().save(path, step)
+
+    def load(self, path: str | Path, *, allow_fresh_start: bool) -> RestoreResult | None:
+        """Loads by the default checkpointer. If it is not installed and the run has saved no checkpoint, "auto" returns
+        None.
+        """
+        try:
+            default = self._load_default()
+        except PluginError:
+            attempt = self._state.attempt.latest
+            if str(path) != AUTO or (attempt is not None and (attempt.saved >= 0 or attempt.origin)):
+                raise
+            if not allow_fresh_start and self._state.attempt.folder is not None:
+                self._state.attempt.refuse_fresh_start(f"`{self._state.folder}`")
+            return None
+        return default.load(path, allow_fresh_start=allow_fresh_start)
+
+    def close(self) -> None:
+        if self._default is not None:
+            self._default.close()
+
+    def _load_default(self) -> Checkpointer:
+        if self._default is None:
+            loader = self._state.plan.loader
+            record = loader.record(CheckpointerRecord, CHECKPOINTER)
+            build: Any = loader.load(CHECKPOINTER.partition(".")[0]).load_builder(record)
+            self._default = build(None, self._state)
+        return self._default

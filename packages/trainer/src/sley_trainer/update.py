@@ -1,0 +1,426 @@
+"""Ends a step after all gradients are reduced: unscales and votes, computes the norm, clips, and runs the optimizer.
+
+The norm counts every gradient once: a gradient on `copies` ranks adds 1/copies on each of them, so one sum over all ranks is
+the norm of the full model in every layout. On CUDA nothing here waits for the device, with two exceptions: fp16, whose scale
+depends on overflows, and optimizers that cannot skip a step on the device. There the host must know whether a step is taken.
+
+If the loss or the norm is not finite, or the batch has weight 0, no rank updates: weights, masters and optimizer states stay as
+they were, and the code that reads the totals raises, or counts a skipped step (`Skips`).
+
+The average of a weight (`[averaging]`) is elementwise, so each rank averages only the elements that its optimizer updates,
+without communication, and averages have the same bits in every layout in which the weights have the same bits. Evaluations and
+saved weights use the averages; training keeps the raw weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from sley_core.comm.device import Device
+from sley_core.comm.group import Groups
+from sley_core.engine.agreement import collect_exchanges, exchange_difference
+from sley_core.engine.buffers import ElementRange, NormGroup
+from sley_core.engine.gradients import GradientStore
+from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
+from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
+from sley_core.engine.weights import Masters, Stepped
+from sley_core.errors import RunError
+from sley_core.generators import GENERATOR_LOCK, derive_seed, optimizer_generators, seed_generators
+from sley_core.optim.build import scale_learning_rate
+from sley_core.optim.shared import (
+    TORCH_TRAITS,
+    Shared,
+    Traits,
+    can_compare,
+    changed_values,
+    copy_attributes,
+    copy_gradients_first,
+    is_equal,
+    set_training_mode,
+    set_values,
+    shared_values,
+    skips_on_device,
+    step_if,
+)
+
+if TYPE_CHECKING:
+    from sley_trainer.source_losses import SourceSums
+
+CLIP_EPSILON = 1e-6
+"""The same as in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(eq=False)
+class Update:
+    """Runs `optimizer`, which was built over `masters`, with the gradients of `store`.
+
+    parameter_groups: returns torch.optim's groups for parameters that are unfrozen later. factor: returns the learning rate's
+    factor at a step. clip_norm: the largest norm; None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm.
+    scale: the loss scale of fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour.
+    sources: the losses by source. seed: the run's seed, for optimizers that draw random numbers. averages: the averages of the
+    weights, if the plan has [averaging]. was_taken: whether the last step changed weights, as far as the host knows.
+    """
+
+    store: GradientStore
+    masters: Masters
+    optimizer: torch.optim.Optimizer
+    parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]]
+    factor: Callable[[int], float]
+    groups: Groups
+    device: Device
+    numbers: StepNumbers
+    clip_norm: float | None = field(kw_only=True)
+    norm_kind: float = field(kw_only=True)
+    scale: LossScale | None = field(default=None, kw_only=True)
+    events: StepEvents = field(default_factory=StepEvents, kw_only=True)
+    skips: Skips | None = field(default=None, kw_only=True)
+    traits: Traits = field(default=TORCH_TRAITS, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    sources: SourceSums | None = field(default=None, kw_only=True)
+    averages: Averages | None = field(default=None, kw_only=True)
+    was_taken: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        optimizer = self.optimizer = set_training_mode(self.optimizer)
+        self.initial_values = copy_attributes(optimizer)
+        self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
+        self._factor = 1.0
+        self._has_stepped = False
+        self._layout = self.store.num_layouts
+        self._exchanging = [group for group in self.groups.values() if group.size > 1]
+        rate = optimizer.defaults["lr"]
+        self._default_group = next((group for group in optimizer.param_groups if group.get("initial_lr") == rate), {})
+
+    @property
+    def lr(self) -> float:
+        """Returns the last step's learning rate of parameters whose group sets none; includes changes by the program."""
+        return float(self._default_group.get("initial_lr", self.optimizer.defaults["lr"])) * self._factor
+
+    def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
+        """Clips the gradients and runs the optimizer step, or changes no weights and states on any rank. All ranks call it,
+        since it all-reduces the totals. The learning rate counts only steps that change weights.
+
+        loss: this rank's sum of losses, float64 on the device: a scalar, or one per microbatch if the order of sums is fixed.
+        weight: this rank's share of the batch's loss weight. Both are 0 on ranks without the loss.
+        """
+        num_skipped = sum(counter.num_skipped for counter in (self.scale, self.skips) if counter is not None)
+        self.was_taken = False
+        self._factor = self.factor(step - num_skipped)
+        gradients = list(self.store.norm_groups())
+        totals = self._totals(gradients, loss, weight, votes)
+        if self.scale is not None:
+            overflowed = totals.read().skipped  # the same on every rank; waits for the device
+            self.scale.update(step, overflowed=overflowed)
+            if overflowed:
+                return totals
+        self._add_unfrozen_params()
+        is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
+        is_on_device &= self.masters.device is None
+        if is_on_device:
+            norm: Tensor | float = totals.values[NORM]
+        else:
+            result = totals.read()
+            if not result.is_allowed:
+                return totals
+            norm = result.grad_norm
+        if self.clip_norm is not None:
+            self._clip(gradients, norm, self.clip_norm)
+        scale_learning_rate(self.optimizer, self._factor)
+        self.masters.set_gradients()
+        run_optimizer_step: Callable[[], Any] = self.optimizer.step
+        if is_on_device:
+            run_optimizer_step = partial(step_if, self.optimizer, totals.allow_a_step)
+        if self.traits.keeps_gradients:
+            run_optimizer_step = copy_gradients_first(self.optimizer, run_optimizer_step)
+        if self.averages is not None:
+            self.averages.add(self.masters.stepped)
+        with self.seeded(step):
+            if self.events.step_in_buckets is None:
+                run_optimizer_step()
+            else:
+                step_buckets(self.optimizer, self.masters.optimizer_params, self.events.step_in_buckets, run_optimizer_step)
+        self.masters.scatter_owned_params()
+        if self.averages is not None:
+            allowed = totals.allow_a_step if is_on_device else None
+            self.averages.update(self.masters.stepped, step, step - num_skipped, allowed)
+        self._has_stepped = self.was_taken = True
+        self.masters.write_back()
+        return totals
+
+    @property
+    def switches_weights(self) -> bool:
+        """Whether evaluations and saves use other weights than training: averages, or those of the optimizer's `eval()`."""
+        return self.averages is not None or self.traits.has_modes
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Returns a context manager in which weights and masters have the averages, or the values of the optimizer's evaluation
+        mode, if there are any. Afterwards they have their former bits. All ranks call it between two steps, with all memory on
+        the device.
+        """
+        if not self.switches_weights:
+            yield
+            return
+        self.masters.follow()
+        restore = self._switch_mode() if self.averages is None else self.averages.swap(self.masters.stepped)
+        self._publish_weights()
+        try:
+            yield
+        finally:
+            restore()
+            self._publish_weights()
+
+    def _switch_mode(self) -> Callable[[], None]:
+        """Switches the optimizer to its evaluation mode. Returns a function that restores the mode and the bits of masters."""
+        optimizer: Any = self.optimizer
+        before = [stepped.parameter.detach().clone() for stepped in self.masters.stepped]
+        self.masters.gather_owned_params()
+        optimizer.eval()
+        self.masters.scatter_owned_params()
+
+        def restore() -> None:
+            self.masters.gather_owned_params()
+            optimizer.train()
+            self.masters.scatter_owned_params()
+            with torch.no_grad():
+                for stepped, value in zip(self.masters.stepped, before, strict=True):
+                    stepped.parameter.copy_(value)
+
+        return restore
+
+    def _publish_weights(self) -> None:
+        """Updates the weights of all ranks from the masters."""
+        self.masters.write_back(are_sent=False)
+        self.masters.weights.settle()
+
+    @contextmanager
+    def seeded(self, step: int) -> Iterator[None]:
+        """Returns a context manager in which the optimizer's generators are seeded equally on all ranks."""
+        if self.traits is TORCH_TRAITS:
+            yield
+            return
+        seed = derive_seed(self.seed, "update", step)
+        with GENERATOR_LOCK, self.device.preserve_random_state():
+            self.device.seed(seed)
+            seed_generators(self._generators, seed)
+            yield
+
+    def _add_unfrozen_params(self) -> None:
+        """Adds the parameters that were unfrozen since the last step to the optimizer, with the plan's options."""
+        if self._layout == self.store.num_layouts:
+            return
+        self._layout = self.store.num_layouts
+        stepped_params = {stepped.param for stepped in self.masters.stepped}
+        new_params = [param for param in self.store.params if param not in stepped_params]
+        # The next step cannot be skipped on the device: fused optimizers create a parameter's state in its first step.
+        self._has_stepped = False
+        for group in self.parameter_groups(self.masters.add(new_params)) if new_params else ():
+            self.optimizer.add_param_group(group)
+
+    def _totals(self, gradients: list[NormGroup], loss: Tensor, weight: float, votes: Votes) -> StepTotals:
+        """Returns norm, loss, votes and plugins' numbers by one all-reduce, or two for inf-norms and a fixed order of sums."""
+        if self.scale is not None:
+            for group in gradients:
+                torch._foreach_mul_(group.tensors, 1 / self.scale.value)
+        totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
+        terms = totals.terms()
+        differs = exchange_difference(self._exchanging)
+        numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
+        numbers += [] if self.sources is None else [self.sources.terms()]
+        host = torch.tensor([weight, *map(float, votes), differs], dtype=torch.float64)
+        # One message for everything: on a small model the latency of a second one would be noticeable in every step.
+        summed = torch.cat([terms, self.device.move(host), *numbers])
+        # All ranks of the world; every rank ends every step here, after its own reductions.
+        self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
+        num_terms = terms.numel()
+        values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
+        scale = self.scale.value if self.scale is not None else None
+        return StepTotals(values, loss.sum(), collect_exchanges(self._exchanging), self.device, scale)
+
+    def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
+        """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
+        if isinstance(norm, Tensor):
+            # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
+            # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
+            factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
+        elif norm + CLIP_EPSILON > clip_norm:
+            factor = torch.full((), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device)
+        else:
+            return
+        for group in gradients:  # at least fp32: a factor of bf16 would have 8 bits
+            torch._foreach_mul_(group.tensors, factor.to(torch.promote_types(group.tensors[0].dtype, torch.float32)))
+
+
+AVERAGE = "average"
+"""The name of an average among the states of a parameter."""
+
+
+@dataclass(eq=False)
+class Averages:
+    """Holds the average of each tensor that this rank's optimizer updates, in the same dtype.
+
+    rule: returns the weight of the updated weights in their average, as `records.AveragingRecord` describes. name: the name of
+    the rule in the plan. first_update: the index of the last update after which the averages were equal to the weights; None
+    if there are no averages yet. tensors: the averages by updated tensor; they exist after the first update.
+    """
+
+    rule: Callable[[int, int], float]
+    name: str
+    first_update: int | None = field(default=None, init=False)
+    tensors: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False)
+
+    def add(self, stepped: Sequence[Stepped]) -> None:
+        """Adds averages of tensors that are new to the optimizer, equal to the present values."""
+        for entry in stepped:
+            if entry.parameter not in self.tensors:
+                self.tensors[entry.parameter] = entry.parameter.detach().clone()
+
+    def update(self, stepped: Sequence[Stepped], step: int, index: int, allowed: Tensor | None) -> None:
+        """Adds the updated values of `stepped` to their averages.
+
+        step: the number of the step, from 0. index: the number of updates before this one. allowed: a bool on the device; if
+        it is false, the step has changed nothing and changes no average. Raises RunError `averaging-weight`.
+        """
+        weight = 1.0
+        if self.first_update is not None and index > self.first_update:
+            weight = self.rule(step, index - self.first_update)
+            if not 0.0 <= weight <= 1.0:
+                message = f"`{self.name}` returned the weight {weight} in step {step + 1}, which must be from 0 to 1"
+                raise RunError("averaging-weight", message, hint="report this to the authors of the rule")
+        if weight == 1.0:
+            self.first_update = index
+        if stepped and weight > 0.0:
+            averages = [self.tensors[entry.parameter] for entry in stepped]
+            _average(averages, [entry.parameter.detach() for entry in stepped], weight, allowed)
+
+    @torch.no_grad()
+    def swap(self, stepped: Sequence[Stepped]) -> Callable[[], object]:
+        """Exchanges the values of `stepped` and of their averages. Returns a function that restores the bits of both."""
+        for entry, average in list_averages(self, stepped):
+            value = entry.parameter.detach().clone()
+            entry.parameter.copy_(average)
+            average.copy_(value)
+        return lambda: self.swap(stepped)
+
+    def reset(self) -> None:
+        """Drops the averages. The next update starts new ones."""
+        self.first_update = None
+        self.tensors.clear()
+
+
+def list_averages(averages: Averages | None, stepped: Sequence[Stepped]) -> list[tuple[Stepped, Tensor]]:
+    """Returns the tensors of `stepped` that have an average, each with its average; [] without [averaging]."""
+    if averages is None:
+        return []
+    return [(entry, averages.tensors[entry.parameter]) for entry in stepped if entry.parameter in averages.tensors]
+
+
+@torch.no_grad()
+def _average(averages: list[Tensor], values: list[Tensor], weight: float, allowed: Tensor | None) -> None:
+    """Moves `averages` towards `values` by the share `weight`, or by 0 if `allowed` is false."""
+    if allowed is not None:
+        torch._foreach_lerp_(averages, values, [(weight * allowed).to(averages[0].dtype)] * len(averages))
+    elif weight == 1.0:
+        torch._foreach_copy_(averages, values)
+    elif averages[0].device.type != "cpu":
+        torch._foreach_lerp_(averages, values, weight)
+    else:
+        # Not `lerp`, whose CPU kernel rounds the last elements of a tensor differently: a shard ends elsewhere.
+        for average, value in zip(averages, values, strict=True):
+            average.add_((value - average).mul_(weight))
+
+
+MASTER = "master"
+
+
+class ParamState(NamedTuple):
+    """A master weight or optimizer state of the registry's parameter `name` on this rank.
+
+    elements: the elements of the flattened parameter (or of its shard) to which it belongs; None for all. state: `master`,
+    `average`, or the optimizer's key, such as `exp_avg`, or the path of a nested state (`factors.0`). A counter, such as
+    `step`, belongs to all elements.
+    """
+
+    name: str
+    elements: ElementRange | None
+    state: str
+    tensor: Tensor
+
+
+def states_of(update: Update) -> Iterator[ParamState]:
+    """Yields this rank's master weights, optimizer states and averages, as live tensors. The last two exist after the first
+    step.
+    """
+    for stepped in update.masters.stepped:
+        if stepped.master is not None:
+            yield ParamState(stepped.name, stepped.elements, MASTER, stepped.parameter.detach())
+    for stepped, average in list_averages(update.averages, update.masters.stepped):
+        yield ParamState(stepped.name, stepped.elements, AVERAGE, average)
+    for stepped in update.masters.optimizer_params:
+        for state, tensor in optimizer_states(update, stepped):
+            yield ParamState(stepped.name, stepped.elements, state, tensor)
+
+
+def optimizer_states(update: Update, stepped: Stepped) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and tensor of each optimizer state of one parameter, also nested, after its first step."""
+    return named_tensors(update.optimizer.state.get(stepped.parameter, {}))
+
+
+def named_tensors(nested: object) -> Iterator[tuple[str, Tensor]]:
+    """Yields the path and value of each tensor in nested dicts, lists and tuples: `factors.0`, or "" for a bare tensor."""
+    for path, value in tree_flatten_with_path(nested)[0]:
+        if isinstance(value, Tensor):
+            yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
+
+
+def step_buckets(
+    optimizer: torch.optim.Optimizer, stepped: Sequence[Stepped], buckets: Buckets, step: Callable[[], None]
+) -> None:
+    """Calls `step`, which runs `optimizer`, once for each bucket, with only the bucket's parameters in the optimizer's groups.
+
+    The update equals that of one call if each parameter's update depends on no other. Before each call, the optimizer's shared
+    values, such as a count of steps, are reset to those before the first call. Raises RunError `optimizer-counts-steps` if two
+    calls leave different values, and `optimizer-groups` if a call changes the number of groups.
+    """
+    all_params = [group["params"] for group in optimizer.param_groups]
+    before = deepcopy(shared_values(optimizer))  # at once, since locations may share a tensor
+    after: Shared = {}
+    try:
+        with closing(buckets(stepped)) as order:  # type: ignore[type-var]  # a generator
+            for bucket in order:
+                bucket_ids = {id(stepped.parameter) for stepped in bucket}
+                for group, parameters in zip(optimizer.param_groups, all_params, strict=True):
+                    group["params"] = [parameter for parameter in parameters if id(parameter) in bucket_ids]
+                if after:
+                    set_values(optimizer, deepcopy(before))
+                step()
+                if len(optimizer.param_groups) != len(all_params):
+                    raise RunError(
+                        "optimizer-groups",
+                        f"{type(optimizer).__name__} changes its groups within a step, so it cannot update bucket by bucket",
+                        hint='set `when = "idle"`, or make the groups when the optimizer is built',
+                    )
+                changes = changed_values(before, shared_values(optimizer))
+                for location, value in changes.items():
+                    if location in after and can_compare(value) and not is_equal(value, after[location]):
+                        raise RunError(
+                            "optimizer-counts-steps",
+                            f"{type(optimizer).__name__} computes its {location[0]} {location[2]!r} from all parameters of a "
+                            "step, so it cannot update one bucket at a time",
+                            hint='set `when = "idle"`, or use an optimizer that stores its values per parameter',
+                        )
+                after |= changes
+        if after:
+            set_values(optimizer, before | after)
+    finally:
+        for group, parameters in zip(optimizer.param_groups, all_params, strict=False):
+            group["params"] = parameters
