@@ -104,7 +104,9 @@ def in_dev(session: nox.Session, *command: str, success_codes: tuple[int, ...] =
 def quickstart(session: nox.Session) -> None:
     """Train examples/plans/quickstart.toml as a user would; an earlier run of it is overwritten."""
     session.log("installs torch and four packages: minutes at first; `nox -R` skips it")
-    install_editable(session, folders=("packages/core", "packages/trainer", "packages/data", "packages/models", "apps/train-cli"))
+    install_editable(
+        session, folders=("packages/core", "packages/trainer", "packages/data", "packages/models", "apps/train-cli")
+    )
     session.run("train-cli", "run", "examples/plans/quickstart.toml", "--overwrite", *session.posargs)
 
 

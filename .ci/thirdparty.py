@@ -9,7 +9,16 @@ from pathlib import Path
 import nox
 from manifests import BACKENDS, PACKAGES, ROOT, Package
 
-WITH = ("sley-core", "sley-trainer", "sley-data", "sley-models", "sley-metrics", "sley-checkpoint", "sley-testing", "sley-train-cli")
+WITH = (
+    "sley-core",
+    "sley-trainer",
+    "sley-data",
+    "sley-models",
+    "sley-metrics",
+    "sley-checkpoint",
+    "sley-testing",
+    "sley-train-cli",
+)
 """The distributions of Sley in the environment of a third party."""
 
 FEW_STEPS = ("--set", "run.steps=3", "--overwrite")
