@@ -160,7 +160,7 @@ def test_failed_assemblies(ranks, texts, sharded):
     cases = [
         (sharded(1, 1, parallel={"sp": 2}, sequence=sequence), "", "sequence-attention"),
         (sharded(2, weights={"groups": [{"match": "nowhere"}]}, **SPLIT), "", "group-unmatched"),
-        (sharded(2, **SPLIT), "sley_core.assemble.build_samples", "the test's failure"),
+        (sharded(2, **SPLIT), "sley_trainer.assemble.build_samples", "the test's failure"),
     ]
     for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.ShardedModule"):
         cases.append((sharded(2, weights=VARIANTS[-1]), f"sley_isp.{place}", "the test's failure"))

@@ -21,11 +21,11 @@ from torch import Tensor
 from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
-from sley_core.run import Run
 from sley_testing.collectives import assert_same_sequence, assert_untouched, record_built_models
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_same_run, counts_of, fail_once, record
+from sley_trainer.run import Run
 
 Table = dict[str, Any]
 
