@@ -37,7 +37,7 @@ def import_rules() -> Iterator[str]:
         forbidden_modules=[module for module in modules if module not in ("sley_core", "sley_trainer")],
     )
     yield from contract(
-        "the app imports no other tool than the trainer",  # but for `verify`, which says what to install where the test kit is missing
+        "the app imports no tool but the trainer",  # and `verify`, which says what to install where the test kit is missing
         "forbidden",
         source_modules=apps,
         forbidden_modules=others,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from acting_model import doing
 
-from sley_core.metrics import jsonl
+from sley_core import jsonl
 
 pytestmark = pytest.mark.timeout(180)
 

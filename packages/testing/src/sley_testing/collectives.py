@@ -34,6 +34,8 @@ from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
 from sley_testing.drawn_copies import fill_with_nan
 from sley_testing.happens_before import tensors_of
+from sley_trainer import assemble
+from sley_trainer.assemble import build_meta_model
 
 _POINT_TO_POINT = ("send", "recv", "recv_any")
 _UNEVEN = ("all_to_all", "all_to_all_single")

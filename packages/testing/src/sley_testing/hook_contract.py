@@ -25,6 +25,7 @@ from sley_testing.collectives import assert_same_sequence, assert_untouched, rec
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_same_run, counts_of, fail_once, record
+from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 Table = dict[str, Any]

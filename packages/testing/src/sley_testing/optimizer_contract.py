@@ -30,6 +30,7 @@ from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
 from sley_core.plan.load import plan_from_dict
+from sley_core.saved_weights import checkpoint_files, plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, First, contract_plan
 from sley_testing.parity import assert_close_gradients
@@ -37,9 +38,8 @@ from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
-from sley_trainer.restore import plan_and_weights
+from sley_trainer.optimizer_probe import try_optimizer
 from sley_trainer.run import Run
-from sley_trainer.run_state import checkpoint_files
 
 NUM_STEPS = 7
 SAVED_AT = 3

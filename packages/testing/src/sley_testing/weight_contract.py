@@ -43,6 +43,8 @@ from sley_testing.runs import (
     record_reference,
     weights,
 )
+from sley_trainer.assemble import assemble
+from sley_trainer.run import Run
 
 Table = dict[str, Any]
 Change = Callable[[Run, int], None]
