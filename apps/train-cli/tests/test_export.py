@@ -14,7 +14,6 @@ import trained_runs
 from safetensors.torch import load_file, save_file
 from trained_runs import TOKENS, transformers_model
 
-from sley_core.run import Run
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.plans import Tables, changed, small_plan
 from sley_trainer.run import Run

@@ -18,7 +18,6 @@ from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.engine.boundary import flatten, unflatten
-from sley_core.engine.stage import build_stage, count_layer_parameters
 from sley_core.errors import PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model

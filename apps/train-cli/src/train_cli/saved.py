@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sley_core.plan.document import Document
     from sley_core.plan.plan import Plan
     from sley_core.protocols import CheckpointFiles
-    from sley_core.run import Run
-    from sley_core.run_state.pieces import SavedRun
     from sley_core.weight_files.read import TensorReader
     from sley_trainer.run import Run
 
@@ -107,7 +105,7 @@ def _load_reader(plan: Plan | None) -> CheckpointFiles:
 
 
 def _find_reader(plan: Plan | None) -> CheckpointFiles | None:
-    from sley_core.run_state.state import checkpoint_files
+    from sley_core.saved_weights import checkpoint_files
 
     return checkpoint_files(Loader() if plan is None else plan.loader, plan)
 
@@ -178,7 +176,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     run: a run folder, for its newest weights or with `best` those of its best checkpoint; or the path or URL of a checkpoint.
     Raises UsageError "no-run" or "no-weights".
     """
-    from sley_core.run_state.tensors import plan_and_weights
+    from sley_core.saved_weights import plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run
