@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sley_core.plan.tables import BestTable
+from sley_trainer.evaluation import Best
 from train_cli import rank
 from train_cli.progress import (
     Reporter,

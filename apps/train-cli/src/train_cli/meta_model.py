@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
     from sley_core.topology import Topology
-    from sley_trainer.run import Run
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
