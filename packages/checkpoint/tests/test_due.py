@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.reader import newest, read, verify
+from sley_checkpoint.reader import read, verify
 from sley_checkpoint.writing import BackgroundWriter
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -80,13 +80,6 @@ def test_an_asynchronous_save_has_the_state_of_its_step(texts, tmp_path, monkeyp
         assert set(actual) == set(expected)
         for name in expected:
             assert actual[name].equal(expected[name]), (step, name)
-
-
-def test_a_program_that_calls_step_saves_too(texts, tmp_path):
-    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 3}), texts), World.alone("cpu"), folder=tmp_path) as run:
-        for _ in range(4):
-            run.step()
-    assert newest(tmp_path / "checkpoints") == (str(tmp_path / "checkpoints" / "step-00000003"), [])
 
 
 @pytest.mark.parametrize("saves", [True, False])

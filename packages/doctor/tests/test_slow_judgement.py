@@ -144,24 +144,6 @@ def test_a_wait_of_every_rank_for_data_is_named() -> None:
     assert describe_cause(cause).startswith("every rank waits for its data, 100 ms in a step of")
 
 
-def test_a_record_is_read_as_it_was_written_and_damaged_lines_are_skipped(tmp_path: Path) -> None:
-    (written,) = records(USUAL, num_windows=2)
-    folder = tmp_path / WORK
-    folder.mkdir()
-    lines = [format_line(written.start), *map(format_line, written.windows), '{"first": 21, "la', "\n", "[1]\n"]
-    (folder / "rank-0.jsonl").write_text("".join(lines), "utf-8")
-    assert read_records(tmp_path) == [written]
-    restart = replace(written.start, pid=2)
-    with (folder / "rank-0.jsonl").open("a") as file:
-        file.write(format_line(restart) + format_line(written.windows[1]))
-    (record,) = read_records(tmp_path)
-    assert (record.start.pid, record.windows) == (2, [written.windows[1]])
-    with (folder / "rank-0.jsonl").open("a") as file:
-        file.write(format_line(written.windows[0]))
-    (record,) = read_records(tmp_path)
-    assert record.windows == [written.windows[0]], "a run that went back takes steps again"
-
-
 def write_record(record: WorkRecord, folder: Path) -> Path:
     """Writes the record of rank 0 as a run does, and returns its file."""
     path, notes = folder / WORK / "rank-0.jsonl", list[str]()
@@ -172,14 +154,19 @@ def write_record(record: WorkRecord, folder: Path) -> Path:
     return path
 
 
-def test_a_partly_written_line_is_skipped(tmp_path: Path) -> None:
-    """A full disk cuts the last line; the next start begins a new line."""
-    (record,) = records(USUAL, num_windows=6)
-    path = write_record(replace(record, windows=record.windows[:2]), tmp_path)
+def test_damaged_lines_and_repeated_steps_are_skipped(tmp_path: Path) -> None:
+    """A full disk cuts the last line of the first start. The second start repeats steps."""
+    (record,) = records(USUAL)
+    path = write_record(record, tmp_path)
+    assert read_records(tmp_path) == [record]
     path.write_bytes(path.read_bytes()[:-40])
-    restarted = WorkRecord(replace(record.start, host="there", time=2.0), record.windows[5:])
+    assert read_records(tmp_path) == [replace(record, windows=record.windows[:-1])]
+    restarted = WorkRecord(replace(record.start, host="there", time=2.0), record.windows[3:])
     write_record(restarted, tmp_path)
     assert read_records(tmp_path) == [restarted]
+    with path.open("a") as file:
+        file.write("[1]\n" + format_line(record.windows[4]))
+    assert read_records(tmp_path) == [replace(restarted, windows=record.windows[3:5])]
 
 
 def test_records_of_ranks_that_a_later_start_does_not_have_are_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sley_core.actions.action import in_words
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport, WaitRecord
 from sley_doctor.verdict import Verdict, describe_report, find_verdict
 
@@ -158,11 +157,7 @@ def test_nothing_is_made_up() -> None:
     assert (verdict.kind, verdict.ranks, verdict.cause) == ("said", (), "connection closed")
 
 
-def test_words() -> None:
-    assert in_words("F0.3") == "the forward of chunk 0 on microbatch 3 (F0.3)"
-    assert in_words("W1.0 in the evaluation").startswith("the backward for weights of chunk 1 on microbatch 0 in the")
-    assert in_words("C1") == "the end of the gradients of chunk 1 (C1)"
-    assert in_words("the update") == "the update"
+def test_a_report_is_one_line() -> None:
     line = describe_report(report(0, A, wait=A, stage=1, message="x" * 500))
     assert line.startswith("rank 0 (stage 1): step 3, in the backward of chunk 0 on microbatch 1 (B0.1), last layer called: ")
     assert "waited 4.0 s in the all-reduce of a over stage[0, 1] (number 1 of `stage main`, 64 bytes)" in line

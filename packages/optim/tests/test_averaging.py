@@ -8,25 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from averaging_runs import (
-    EMA,
-    MEAN,
-    STEPS,
-    Tables,
-    average_plainly,
-    average_with_torch,
-    averaging_plan,
-    batches,
-    train,
-    train_and_resume,
-)
+from averaging_runs import EMA, MEAN, STEPS, Tables, average_with_torch, averaging_plan, batches, train, train_and_resume
 from torch import nn
 
 from sley_core.checkpointing import AVERAGES
 from sley_core.errors import PlanError, RunError, StateError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_optim.plugin import EMAConfig, MeanConfig, ema, mean
+from sley_optim.plugin import EMAConfig, MeanConfig, build_ema, build_mean
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plans import changed
 from sley_testing.runs import WEIGHTS, running
@@ -49,7 +38,7 @@ LAYOUTS: dict[str, Tables] = {
 @pytest.mark.parametrize("name", RULES)
 def test_one_process_averages_as_torch_does(name, tmp_path):
     result = train(averaging_plan(RULES[name]), tmp_path)
-    expected = average_plainly(RULES[name], result.first)
+    expected = average_with_torch(RULES[name], result.values)
     assert_close_gradients(expected, result.files, 1e-10)
     assert_close_gradients(expected, result.exported, 1e-10)
 
@@ -59,7 +48,7 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
 def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
     plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]
     by_rank = ranks(2)(train_and_resume, plans, tmp_path)
-    expected = average_plainly(averaging, train(averaging_plan(averaging), tmp_path).first)
+    expected = average_with_torch(averaging, train(averaging_plan(averaging), tmp_path).values)
     for results in by_rank:
         for uninterrupted, resumed, moved in results:
             assert resumed.bits == uninterrupted.bits
@@ -178,7 +167,6 @@ def test_offloaded_averages_are_stepped_and_saved(tmp_path, manager):
     ("averaging", "tables", "code"),
     [
         (MEAN | {"last": STEPS + 1}, {}, "averaging-steps"),
-        ({"use": "optim.mean", "from_step": STEPS + 1}, {}, "averaging-steps"),
         (EMA, {"offload": [{"use": "memory.optimizer_states", "when": "between_steps"}]}, "offload-averages"),
     ],
 )
@@ -186,21 +174,15 @@ def test_plans_without_possible_averages_are_refused(averaging, tables, code):
     assert [problem.code for problem in check_plan(plan_from_dict(averaging_plan(averaging, **tables)), 1)] == [code]
 
 
-@pytest.mark.parametrize("keys", [{}, {"last": 2, "from_step": 2}])
-def test_mean_has_one_start(keys):
-    with pytest.raises(PlanError, match="set either `last` or `from_step`"):
-        plan_from_dict(averaging_plan({"use": "optim.mean", **keys}))
-
-
 def test_warmup_and_first_step():
-    assert [ema(EMAConfig(decay=0.5, warmup=True), 9)(step, step) for step in (1, 8)] == pytest.approx([1 - 2 / 11, 0.5])
-    rule = mean(MeanConfig(from_step=3), 9)
+    assert [build_ema(EMAConfig(decay=0.5, warmup=True), 9)(step, step) for step in (1, 8)] == pytest.approx([1 - 2 / 11, 0.5])
+    rule = build_mean(MeanConfig(last=7), 9)
     assert [rule(step, max(step - 2, 1)) for step in range(6)] == [1, 1, 1, 1 / 2, 1 / 3, 1 / 4]
 
 
 def test_steps_that_the_device_skips_change_no_average():
     """On CUDA the host does not know whether a step is taken, and so calls the rule for the same update again."""
-    averages = Averages(ema(EMAConfig(decay=0.5), 9), "optim.ema")
+    averages = Averages(build_ema(EMAConfig(decay=0.5), 9), "optim.ema")
     entry: Any = SimpleNamespace(parameter=nn.Parameter(torch.zeros(3)))
     for step, (value, index, is_taken, expected) in enumerate(
         [(1.0, 0, False, 0.0), (2.0, 0, True, 2.0), (4.0, 1, True, 3.0), (9.0, 2, False, 3.0), (5.0, 2, True, 4.0)]

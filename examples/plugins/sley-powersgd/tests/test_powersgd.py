@@ -20,7 +20,7 @@ from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.plan.load import plan_from_dict
 from sley_core.topology import Topology
 from sley_powersgd.handler import LowRankSums, view_as_matrix
 from sley_powersgd.plugin import sley_gradient_handlers
@@ -307,11 +307,6 @@ def test_resumed_run_is_bit_identical(ranks, texts, tmp_path):
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def test_example_plan_is_valid():
-    make_plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert check_plan(make_plan, make_plan.world_size()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract, observe, tables
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import assert_parity, assert_same_run, gradients, record, running
@@ -101,8 +101,3 @@ def test_a_tenth_of_the_elements_is_sent(ranks: Callable[..., Any], texts: Path)
 def test_fp16_is_refused(texts: Path) -> None:
     problems = check_plan(plan_from_dict(changed(two_rank_plan(0.1), precision={"compute": "fp16"}), texts), 2)
     assert [problem.code for problem in problems] == ["handler-precision"]
-
-
-def test_example_plan_is_valid() -> None:
-    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert list(check_plan(plan, plan.world_size())) == []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.plan.check import check_plan
-from sley_core.plan.load import load_plan, plan_from_dict
+from sley_core.plan.load import plan_from_dict
 from sley_testing.contract import GradientHandlerContract
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
@@ -123,8 +123,3 @@ def test_layer_norms_add_up_to_model_norm(ranks: Callable[..., Any], texts: Path
     }
     squares = sum(float(value.double().square().sum()) for value in weights.values())
     assert baseline.rows[0]["watch/weight_norm/blocks.0"] ** 2 == pytest.approx(squares)
-
-
-def test_example_plan_is_valid() -> None:
-    plan = load_plan(Path(__file__).parents[1] / "plan.toml")
-    assert list(check_plan(plan, plan.world_size())) == []

@@ -96,6 +96,7 @@ class AnyLayout(Checkpointer):
         return is_voter and minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
     def request_save(self) -> None:
+        """Makes a save due after the running step."""
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
@@ -230,8 +231,6 @@ def _probe_folder(folder: str, token: str) -> Folder:
     return open_folder(folder).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
 
 
-MAX_SHOWN_DAMAGES = 4
-
 DamagedCheckpoint = tuple[str, list[Damage]]
 """The path of a damaged checkpoint and its damages."""
 
@@ -270,13 +269,13 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
         damaged_checkpoints.append((folder.text, damages))
     if damaged_checkpoints:
         newest, damages = damaged_checkpoints[0]
-        message = f"the checkpoint {newest} is damaged: {', '.join(map(str, damages[:MAX_SHOWN_DAMAGES]))}"
+        message = f"the checkpoint {newest} is damaged: {damages[0]}"
         raise RunError("checkpoint-damaged", message, hint="use another folder, since this one has no intact older checkpoint")
     return None, []
 
 
 def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> Candidates:
-    """Returns the checkpoints to load. All ranks call it, and rank 0 lists them; only its arguments count.
+    """Returns the checkpoints to load. All ranks call it, and rank 0 lists the checkpoints, by its own arguments.
 
     path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
     whether a run without a checkpoint may repeat its steps.

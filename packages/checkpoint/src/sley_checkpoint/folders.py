@@ -45,6 +45,7 @@ class LocalFolder:
         return str(self.path)
 
     def child(self, name: str) -> LocalFolder:
+        """Returns the subfolder `name`."""
         return LocalFolder(self.path / name)
 
     def names(self) -> list[str]:
@@ -54,7 +55,7 @@ class LocalFolder:
         return []
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-        """Writes a file to the disk. If this raises, the file does not exist."""
+        """Writes a file to the disk and returns its digest. After an error, the file does not exist."""
         self.path.mkdir(parents=True, exist_ok=True)
         num_bytes = crc = 0
         with replace_atomically(self.path / name) as file:
@@ -87,6 +88,7 @@ class LocalFolder:
                 fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def delete(self, name: str) -> None:
+        """Deletes the file `name`."""
         (self.path / name).unlink()
 
     def staging(self, token: str) -> LocalFolder:

@@ -161,8 +161,8 @@ def _failure_name(rank: int) -> str:
 
 
 class HostCopies:
-    """Copies tensors to host memory that all saves share: new memory costs a page fault per page, which takes several times as
-    long as the copy, and locking pages takes as long again.
+    """Copies tensors to host memory that all saves share, because page faults in new memory and the locking of its pages each
+    take longer than the copy itself.
     """
 
     def __init__(self, device: Device) -> None:
@@ -197,8 +197,8 @@ class HostCopies:
 
 
 class BackgroundWriter:
-    """Runs `writer` in a thread, from host copies of the tensors. The constructor starts the copies; training may change the
-    tensors in an update after `copy_unwritten_state`.
+    """Runs `writer` in a thread, which writes host copies of the tensors. The constructor starts the copies. An update may
+    change the tensors after `copy_unwritten_state`.
 
     failure: the error message, after `wait`; "" if the checkpoint is complete.
     """
@@ -240,7 +240,7 @@ class BackgroundWriter:
                 self.writer.is_cancelled = True
 
     def _check_versions(self) -> None:
-        """Records, in its first call after the copies or before the update, the name of a tensor that the program changed."""
+        """Records the name of a tensor that the program changed during the copies. Only the first call examines the tensors."""
         with self._lock:
             if self._changed_name is None:
                 changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)

@@ -136,7 +136,7 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """Rank `rank` waits in `exchange`, which `num_started` reporting ranks have started and the ranks `late` have not."""
+    """Describes the wait of `rank` in `exchange`, which `num_started` reporting ranks and not the ranks `late` have started."""
 
     num_started: int
     rank: int

@@ -137,7 +137,7 @@ _SUMMARY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 class TableRow(NamedTuple):
-    """A table row with one column per run; `values` has "" for a run without a value."""
+    """Holds a table row with one value per run, "" for a run without a value. differs: whether the values differ."""
 
     key: str
     values: Sequence[Any]

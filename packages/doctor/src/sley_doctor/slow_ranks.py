@@ -168,7 +168,7 @@ _CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
 
 
 class Excess(NamedTuple):
-    """Excess work: `seconds` per step more than comparable work, which takes usual_s."""
+    """Describes work at `location` that takes `seconds` per step longer than comparable work, which takes `usual_s`."""
 
     location: str
     seconds: float

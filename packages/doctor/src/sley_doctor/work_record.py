@@ -42,7 +42,7 @@ FORMAT = 2  # version of these files; other versions are not read
 
 
 class Location(StrEnum):
-    """The locations of work that are no actions.
+    """Names the locations of work that is not part of an action.
 
     DATA: the wait for the feed. MESSAGES: starting sends and receives. REDUCTION: the end of the gradients' reduction. UPDATE:
     norm, clip and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes waits for other

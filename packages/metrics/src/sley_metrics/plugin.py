@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt
-
 from sley_core.api.plan import Table
 from sley_core.hookspecs import hookimpl
 from sley_core.records import MetricsWriterRecord, Problem
@@ -18,9 +16,6 @@ if TYPE_CHECKING:
 
 class TensorboardConfig(Table):
     """Writes curves for TensorBoard to the folder `tensorboard` in the run's folder. Needs `sley-metrics[tensorboard]`."""
-
-    flush_s: PositiveInt = 10
-    """The maximum time in seconds until a new point is written to the file."""
 
 
 class WandbConfig(Table):

@@ -12,14 +12,16 @@ from sley_core.errors import RunError
 from sley_core.protocols import MetricsWriter
 from sley_metrics.plugin import TensorboardConfig, WandbConfig
 
+FLUSH_S = 10
+"""The maximum time in seconds until TensorBoard's thread writes a new point to the file."""
+
 
 class TensorboardWriter(MetricsWriter):
     """The writer `metrics.tensorboard`. Adds each number of a row to the curve with its name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
-        self._flush_s = config.flush_s
-        self._writer = self._open()
+        self._writer = self._open_file()
 
     def write(self, row: Mapping[str, float | int]) -> None:
         """Queues a point for each number of the row except `step`. TensorBoard's background thread writes the points."""
@@ -30,16 +32,16 @@ class TensorboardWriter(MetricsWriter):
     def rewind(self, step: int) -> None:
         """Starts a new file, which makes TensorBoard hide earlier points of the steps after `step`."""
         self._writer.close()
-        self._writer = self._open(step + 1)
+        self._writer = self._open_file(step + 1)
 
     def close(self) -> None:
         """Writes all queued points and closes the file."""
         self._writer.close()
 
-    def _open(self, purge_step: int | None = None) -> Any:
+    def _open_file(self, purge_step: int | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # imported here, since `metrics.wandb` does not need this extra
 
-        return SummaryWriter(self._folder, flush_secs=self._flush_s, purge_step=purge_step)
+        return SummaryWriter(self._folder, flush_secs=FLUSH_S, purge_step=purge_step)
 
 
 class WandbWriter(MetricsWriter):

@@ -1,1 +1,1 @@
-"""Sley's averages of the weights over steps."""
+"""Sley's optimizer Muon, and its averages of the weights over steps."""

@@ -25,9 +25,9 @@ from sley_optim.plugin import Algorithm, MuonConfig
 Groups = Sequence[dict[str, Any]]
 
 
-def roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
-    """Returns the role of each parameter of the model, `muon` or `adamw`. The first matching group of the plan decides, if it
-    names an optimizer.
+def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
+    """Returns the role of each parameter of the model by name, `muon` or `adamw`. If the first group of the plan that matches
+    the name sets `optimizer`, it decides.
 
     Raises PlanError "muon-shape" for a group that names Muon for a vector or for a tensor of more than three dims.
     """
@@ -36,7 +36,9 @@ def roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, Parameter
     adamw = ParameterRole("adamw", config.adamw.lr, config.adamw.weight_decay, "elementwise")
     assigned = {}
     for param in params:
-        index, algorithm = _choice_of_plan(config, param.name)
+        matches = (index for index, group in enumerate(config.groups) if fnmatchcase(param.name, group.match))
+        index = next(matches, -1)
+        algorithm = config.groups[index].optimizer if index >= 0 else None
         if algorithm is None:
             algorithm = "muon" if param is not output_layer and _is_hidden_matrix(param) else "adamw"
         elif algorithm == "muon" and len(param.shape) not in (2, 3):
@@ -47,16 +49,8 @@ def roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, Parameter
     return assigned
 
 
-def _choice_of_plan(config: MuonConfig, name: str) -> tuple[int, Algorithm | None]:
-    """Returns the number of the first group that matches `name`, and its optimizer; None if no group names one."""
-    for index, group in enumerate(config.groups):
-        if fnmatchcase(name, group.match):
-            return index, group.optimizer
-    return -1, None
-
-
 def _is_hidden_matrix(param: Param) -> bool:
-    """Returns whether `param` is a matrix, but neither a norm's, nor an embedding table, nor a table beside it in the first
+    """Returns whether `param` is a matrix that belongs to no norm and is no embedding table, nor another table in the first
     layer, such as learned positions.
     """
     modules = [holder.module for holder in param.holders]
@@ -97,15 +91,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
-        """Steps both algorithms. Their optimizers exist only during the step, over the groups and states of this one."""
-        if groups := self._groups_of("adamw"):
+        """Runs a step of both algorithms. Their optimizers exist only during the step, and use the groups and states of this
+        optimizer.
+        """
+        if groups := self._select_groups("adamw"):
             for group in groups:
-                self._forget_other_states(group, "exp_avg")
+                self._drop_other_states(group, "exp_avg")
             adamw = torch.optim.AdamW(groups, **self.adamw_options)
             adamw.state = self.state
             adamw.step()
-        for group in self._groups_of("muon"):
-            self._forget_other_states(group, "momentum_buffer")
+        for group in self._select_groups("muon"):
+            self._drop_other_states(group, "momentum_buffer")
             self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
@@ -117,7 +113,7 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            stacks = map(_matrices, (parameter, parameter.grad, state["momentum_buffer"]))
+            stacks = map(_split_into_matrices, (parameter, parameter.grad, state["momentum_buffer"]))
             for matrix, gradient, buffer in zip(*stacks, strict=True):
                 matrix.grad = gradient
                 buffers[matrix] = buffer
@@ -127,23 +123,27 @@ class Muon(torch.optim.Optimizer):
                 muon.state[matrix]["momentum_buffer"] = buffer
             muon.step()  # type: ignore[no-untyped-call]
 
-    def _forget_other_states(self, group: Mapping[str, Any], key: str) -> None:
-        """Removes the states of parameters that had the other algorithm in the checkpoint: new states begin at zero."""
+    def _drop_other_states(self, group: Mapping[str, Any], key: str) -> None:
+        """Removes the states of parameters that had the other algorithm in the loaded checkpoint; their new states start at
+        zero. key: the name of a state of the algorithm of `group`.
+        """
         for parameter in group["params"]:
             if key not in self.state.get(parameter, {key: None}):
                 self.state[parameter].clear()
 
-    def _groups_of(self, role: Algorithm) -> Groups:
+    def _select_groups(self, role: Algorithm) -> Groups:
         return [{**group} for group in self.param_groups if group["role"] == role and group["params"]]
 
 
-def _matrices(tensor: Tensor) -> Iterator[Tensor]:
+def _split_into_matrices(tensor: Tensor) -> Iterator[Tensor]:
     """Yields a view of the matrix, or of each matrix of a stack."""
     yield from [tensor.detach()] if tensor.ndim == 2 else tensor.detach().unbind()
 
 
 def build(config: MuonConfig, groups: Groups, device: torch.device) -> Muon:
-    """Builds the optimizer. Groups without a role, from code that has no model, are split into matrices and others."""
+    """Builds the optimizer. In groups without a role, which come from code without a model, Muon updates the matrices and AdamW
+    all other parameters.
+    """
     split_groups = []
     for group in groups:
         if "role" in group:

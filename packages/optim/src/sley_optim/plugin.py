@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from sley_core.api.plan import Array, GroupConfig, OptimizerConfig, Table
 from sley_core.hookspecs import hookimpl
@@ -35,23 +35,8 @@ class EMAConfig(AveragingConfig):
 class MeanConfig(AveragingConfig):
     """The mean of the weights of the last steps, all with the same share (stochastic weight averaging)."""
 
-    last: PositiveInt | None = None
-    """The number of steps at the end of the run whose weights enter the mean."""
-
-    from_step: PositiveInt | None = None
-    """The first step whose weights enter the mean, counted from 1, instead of `last`. Before it, the average is equal to the
-    weights.
-    """
-
-    @model_validator(mode="after")
-    def _check_start(self) -> Self:
-        if (self.last is None) == (self.from_step is None):
-            raise ValueError("set either `last` or `from_step`")
-        return self
-
-    def start(self, num_steps: int) -> int:
-        """Returns the number of the first step that enters the mean, from 0; negative if `last` exceeds the run."""
-        return num_steps - self.last if self.last is not None else (self.from_step or 1) - 1
+    last: PositiveInt
+    """The number of steps at the end of the run whose weights enter the mean. Before them, the average equals the weights."""
 
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -125,47 +110,49 @@ Rule = Callable[[int, int], float]
 """Returns the weight of new weights in their average, by step and age (see `records.AveragingRecord`)."""
 
 
-def ema(config: EMAConfig, num_steps: int) -> Rule:
+def build_ema(config: EMAConfig, num_steps: int) -> Rule:
     """Returns the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`, optionally with a warm-up of the decay."""
 
-    def rule(step: int, age: int) -> float:
+    def compute_weight(step: int, age: int) -> float:
         count, remainder = divmod(age, config.every)
         if remainder:
             return 0.0
         return 1 - (min(config.decay, (1 + count) / (10 + count)) if config.warmup else config.decay)
 
-    return rule
+    return compute_weight
 
 
-def mean(config: MeanConfig, num_steps: int) -> Rule:
-    """Returns the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn` from the first step of the mean on."""
-    start = config.start(num_steps)
+def build_mean(config: MeanConfig, num_steps: int) -> Rule:
+    """Returns the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn` for the last steps of a run of `num_steps` steps."""
 
-    def rule(step: int, age: int) -> float:
-        if step <= start:
+    def compute_weight(step: int, age: int) -> float:
+        if step <= num_steps - config.last:
             return 1.0
         count, remainder = divmod(age, config.every)
         return 0.0 if remainder else 1 / (count + 1)
 
-    return rule
+    return compute_weight
 
 
 @hookimpl
 def sley_records() -> list[Record]:
     return [
-        AveragingRecord(name="ema", config=EMAConfig, build="sley_optim.plugin:ema"),
-        AveragingRecord(name="mean", config=MeanConfig, build="sley_optim.plugin:mean"),
+        AveragingRecord(name="ema", config=EMAConfig, build="sley_optim.plugin:build_ema"),
+        AveragingRecord(name="mean", config=MeanConfig, build="sley_optim.plugin:build_mean"),
         OptimizerRecord(
-            name="muon", config=MuonConfig, build="sley_optim.muon:build", scope="per_matrix", roles="sley_optim.muon:roles"
+            name="muon",
+            config=MuonConfig,
+            build="sley_optim.muon:build",
+            scope="per_matrix",
+            roles="sley_optim.muon:assign_roles",
         ),
     ]
 
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a mean over steps that the run does not have."""
+    """Yields a problem for a mean over more steps than the run has."""
     config = None if plan.averaging is None else plan.averaging.config
-    if isinstance(config, MeanConfig) and not 0 <= config.start(plan.run.steps) < plan.run.steps:
-        key = "last" if config.last is not None else "from_step"
-        message = f"`{key} = {getattr(config, key)}` needs more steps than `run.steps = {plan.run.steps}`"
-        yield Problem(("averaging", key), message, f"use {key} = {plan.run.steps} or less", "averaging-steps")
+    if isinstance(config, MeanConfig) and config.last > plan.run.steps:
+        message = f"`last = {config.last}` needs more steps than `run.steps = {plan.run.steps}`"
+        yield Problem(("averaging", "last"), message, f"use last = {plan.run.steps} or less", "averaging-steps")
