@@ -103,7 +103,7 @@ def test_ties_in_opposite_orders_are_summed_by_name(ranks: Any) -> None:
         "precision": {"compute": "fp64"},
     }
     reducer = {"use": "dp.sharded", "bucket_mb": 0.001}
-    layout = plan | in_stages("pp.one_f_one_b", reducer, TIES | {"drift_check_steps": 1}, dp=2)
+    layout = plan | in_stages("pp.one_f_one_b", reducer, TIES, dp=2)
     recorded = ranks(4, 120)(record, layout, 2, folder=FOLDER)
     assert_parity_of_parts(record(plan, 2, folder=FOLDER), recorded, "fp64")
     for name in ("blocks.0.left.weight", "blocks.0.right.bias"):

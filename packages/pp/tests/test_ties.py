@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 
 from sley_core.comm.world import World
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import collectives
-from sley_testing.runs import record, running
+from sley_testing.runs import running
 from sley_trainer.assemble import assemble
 
 BY_STAGE = {"use": "pp.explicit", "layers": [2, 1, 1, 2]}
@@ -95,36 +94,3 @@ def test_copies_cannot_have_other_options(small, own):
     (problem,) = caught.value.diagnostics
     assert problem.code == "group-unmatched"
     assert "`head.weight`, which is tied to `embed.weight` and has that name in groups" in problem.message
-
-
-# -- drift -------------------------------------------------------------------------------------------------------------
-
-
-def runs_with_drift(plans, folder):
-    """Returns for each plan the number of its steps, or its error. The copy of stage 1 is written after the second step."""
-
-    def write(run, row):
-        if row["step"] == 2 and run.groups["pp"].coord == 1:
-            run.registry["embed.weight"].parameter.data[3, 1] += 0.25
-
-    results = []
-    for tables in plans:
-        try:
-            recorded = record(tables, 4, folder=folder, prepare=lambda run: run.listeners.append(partial(write, run)))
-            results.append(len(recorded.rows))
-        except RunError as error:
-            results.append((error.diagnostics[0].code, error.diagnostics[0].message))
-    return results
-
-
-def test_a_drifting_copy_is_detected(ranks, small, own):
-    """All stages of the tie detect it at the next check."""
-    model = {"factory": "pp_parts:tied", "options": {"ends": True}}
-    intervals = [[{"use": "pp.shared_modules", "drift_check_steps": every}] for every in (0, 1, 4)]
-    plans = [small("pp.gpipe", 2, model=model, gradient_handlers=handlers, run__steps=5) for handlers in intervals]
-    first, second = ranks(2)(runs_with_drift, plans, own)
-    assert first == second
-    assert first[0] == 4, "0 never compares the copies"
-    for step, (code, message) in zip((3, 4), first[1:], strict=True):
-        assert code == "tie-drifted"
-        assert f"after step {step} the copies of embed.weight on stages [0, 1] differ" in message

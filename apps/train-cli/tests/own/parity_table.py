@@ -132,7 +132,7 @@ def layout(row: Row) -> Tables:
     tables = changed(PLAN, parallel={axis: int(row[axis]) for axis in ("dp", "pp", "sp", "wp")})
     tables = _with(tables, row, FACTORS)
     if row["reducer"].startswith("dp") and row["pp"] == "2":
-        tables["gradient_handlers"].append({"use": "pp.shared_modules", "drift_check_steps": 1})
+        tables["gradient_handlers"].append({"use": "pp.shared_modules"})
     return tables
 
 

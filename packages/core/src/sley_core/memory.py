@@ -60,14 +60,13 @@ class Where(Enum):
 class Moved:
     """The cost of all transfers of a part since the start of the run.
 
-    copied_out, copied_in: the copied bytes. gathered: the bytes that were received from other ranks' hosts. given_back: the
-    bytes of device memory that the last offload freed. seconds_out, seconds_in: the duration of the copies whose end the host
-    has seen. timed_out, timed_in: the bytes of these copies. host_bytes: the host memory of the part.
+    copied_out, copied_in: the copied bytes. given_back: the bytes of device memory that the last offload freed. seconds_out,
+    seconds_in: the duration of the copies whose end the host has seen. timed_out, timed_in: the bytes of these copies.
+    host_bytes: the host memory of the part.
     """
 
     copied_out: int = 0
     copied_in: int = 0
-    gathered: int = 0
     given_back: int = 0
     seconds_out: float = 0.0
     seconds_in: float = 0.0

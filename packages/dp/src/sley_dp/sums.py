@@ -36,14 +36,13 @@ class ExactSums(Sums):
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
         self._handles: list[Work] = []
-        self._pending_handles: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
         self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
-        # `is_completed` advances the sums.
-        self._pending_handles = [handle for handle in (*self._pending_handles, self._handles[-1]) if not handle.is_completed()]
+        for handle in self._handles:
+            handle.is_completed()  # advances the sum
 
     def finish(self) -> None:
         for handle in self._handles:
@@ -52,7 +51,6 @@ class ExactSums(Sums):
         for handle in self._handles:
             handle.wait_sent()
         self._handles.clear()
-        self._pending_handles.clear()
 
     def discard(self) -> None:
         self.finish()  # a collective that has started cannot be cancelled

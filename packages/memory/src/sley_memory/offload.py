@@ -15,8 +15,7 @@ from sley_core.errors import StateError
 from sley_memory.arena import HostArena
 from sley_memory.host_optimizer import HostOptimizer
 from sley_memory.movers import FreedGradients, HostCopy, ListStorages, Mover, Streams, TrimmedPools, merge_small, split_by_bytes
-from sley_memory.plugin import CopiedConfig, HostOptimizerConfig, OffloadConfig
-from sley_memory.shared import SharedCopies
+from sley_memory.plugin import HostOptimizerConfig, OffloadConfig
 
 LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")
 """The parts that the forward of a layer needs."""
@@ -172,10 +171,7 @@ class Manager(OffloadManager):
             storages = inventory.storages(part)
             return merge_small(storages, bucket_bytes) if part == "optimizer_states" else storages
 
-        if not isinstance(self.config, CopiedConfig) or not self.config.shared or parts.groups["wdp"].size == 1:
-            return HostCopy(list_storages, self._streams, arena, bucket_bytes, counters)
-        groups = parts.groups["wdp"], parts.groups["control"]
-        return SharedCopies(part, list_storages, *groups, self._streams, arena, bucket_bytes, counters)
+        return HostCopy(list_storages, self._streams, arena, bucket_bytes, counters)
 
     def offload(self, part: Part) -> Callable[[], None]:
         """Starts to offload `part`, and returns a function that waits for the copies. Layers refuse calls while weights or

@@ -50,28 +50,19 @@ class OffloadConfig(Table):
         return getattr(self, "when", "idle") == "between_steps"
 
 
-class CopiedConfig(OffloadConfig):
-    """Copies memory to the host: in full, or shared between ranks."""
-
-    shared: bool = False
-    """Whether each rank of `wdp` keeps only a part of the memory that is equal on all of them, and gathers the other parts when
-    it is onloaded. All ranks of the run must then offload and onload the same parts in the same order.
-    """
-
-
-class WeightsConfig(CopiedConfig):
+class WeightsConfig(OffloadConfig):
     """Moves parameters and module buffers, including frozen ones."""
 
     MOVES = ("weights", "buffers")
 
 
-class MastersConfig(CopiedConfig):
+class MastersConfig(OffloadConfig):
     """Moves the fp32 master weights of weights in narrower dtypes."""
 
     MOVES = ("masters",)
 
 
-class StatesConfig(CopiedConfig):
+class StatesConfig(OffloadConfig):
     """Moves the optimizer's states, such as AdamW's moments."""
 
     MOVES = ("optimizer_states",)
@@ -88,7 +79,7 @@ class GradientsConfig(OffloadConfig):
     MOVES = ("gradients",)
 
 
-class EverythingConfig(CopiedConfig):
+class EverythingConfig(OffloadConfig):
     """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL
@@ -154,19 +145,11 @@ _MOVES = attrgetter("moves")
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for `memory.selective` in compiled layers with `sp`, and for shared host copies of states that move in
-    each step.
-    """
+    """Yields a problem for `memory.selective` in compiled layers with `sp`."""
     if isinstance(plan.activations.config, SelectiveConfig) and plan.model.config.compile and plan.parallel.sp > 1:
         message = "`memory.selective` needs layers without graph breaks, but the exchanges of `sp` are not compiled"
         hint = "use `core.recompute`, or remove `compile`"
         yield Problem(("activations", "use"), message, hint, "selective-compiled")
-    for number, manager in enumerate(plan.offload):
-        config = manager.config
-        if isinstance(config, CopiedConfig) and config.shared and config.steps_in_buckets:
-            message = "optimizer states that move within each step cannot be shared between ranks"
-            hint = 'set `when = "idle"`, or use `dp.sharded`, which splits the states between ranks'
-            yield Problem(("offload", number, "shared"), message, hint, "shared-between-steps")
 
 
 @hookimpl

@@ -36,8 +36,7 @@ def train_digest(
         return _train(tables, folder, None, random.Random(), prepare)
     takes_more = random.Random(order).random() < 0.5  # all ranks alike
     rank = dist.get_rank() if dist.is_initialized() else 0
-    must_agree = any(table.get("shared") for table in tables["offload"])
-    draw = random.Random(f"{order} {'all' if must_agree else rank}")  # other ranks need not move the same
+    draw = random.Random(f"{order} {rank}")  # ranks need not make the same moves
     device = DrawnDevice(order=random.Random(f"{order} {rank}").randrange(2**31), is_strict=is_strict)
     with device.watching():
         found = _train(tables, folder, device, draw, prepare, takes_more=takes_more)

@@ -12,7 +12,6 @@ from sley_testing.plans import Tables, changed, small_plan
 
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches, masters
 EVERYTHING = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004}]}
-SHARED_COPIES = {"offload": [{"use": "memory.everything", "bucket_mb": 0.004, "shared": True}]}
 GROUPS = [{"match": "*.attention.*", "lr": 1e-3}]
 EACH = {
     "offload": [
@@ -45,7 +44,6 @@ ON_TWO: dict[str, tuple[Tables, Tables]] = {
         BETWEEN,
     ),
     "replicas, attention kept": (changed(REPLICAS, model__num_layers=2), ATTENTION_KEPT),
-    "replicas that share the host's copies": (REPLICAS, SHARED_COPIES),
     "shared optimizer": (PARTS, EVERYTHING),
     "shared optimizer, between steps": (PARTS, BETWEEN),
     "shared optimizer, optimizer on the host": (PARTS, ON_HOST),

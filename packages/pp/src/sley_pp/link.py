@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import Parts
     from sley_pp.plugin import LinkConfig
 
-Key = Hashable
+Key = tuple[Hashable, ...]
 """The phase and the shapes of a microbatch's fields. They determine a message, except for the flags of its tensors."""
 
 MAX_SENDS = 8
@@ -86,7 +86,7 @@ class Link:
         """
         self._discard()
         self._has_backwards = False
-        self._phases, self._peers = frozenset(map(_phase, keys)), peers
+        self._phases, self._peers = frozenset(key[0] for key in keys), peers
         self._channels.uses_host = self._channels.separate_header and not self._phases <= self._finished_phases
         self._channels.sent.begin_step()
         self._walk.begin(keys, peers)
@@ -291,8 +291,3 @@ class Link:
             f"stage {self._stage} {verb} stage {transfer.peer}, the {contents} for microbatch {transfer.micro} "
             f"({transfer.flow}, chunk {transfer.chunk})"
         )
-
-
-def _phase(key: Key) -> Hashable:
-    """Returns the phase of a microbatch key, or the key itself if it is not a tuple."""
-    return key[0] if isinstance(key, tuple) and key else key

@@ -19,7 +19,6 @@ import struct
 import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sley_core.api.comm import Device
-from sley_core.api.parts import ALIGNMENT_BYTES, Description, Leaf, round_up
+from sley_core.api.parts import ALIGNMENT_BYTES, Description, FlatLayout, Leaf, round_up
 from sley_core.errors import RunError
 
 if TYPE_CHECKING:
@@ -58,14 +57,14 @@ def header_bytes(layout: Layout) -> int:
     return HEADER_BYTES + round_up(Leaf.FLAG_BYTES * len(layout), ALIGNMENT_BYTES)
 
 
-def body_offsets(layout: Layout) -> list[int]:
-    """Returns the byte offset of each tensor in the body, a multiple of ALIGNMENT_BYTES, and the size of the body."""
-    return list(accumulate((round_up(prod(shape) * dtype.itemsize, ALIGNMENT_BYTES) for dtype, shape in layout), initial=0))
+def body_layout(layout: Layout) -> FlatLayout:
+    """Returns the layout of the body, in bytes: each tensor as a row of uint8, at a multiple of ALIGNMENT_BYTES."""
+    return FlatLayout([(prod(shape) * dtype.itemsize,) for dtype, shape in layout], ALIGNMENT_BYTES)
 
 
 def message_bytes(layout: Layout, *, separate_header: bool) -> int:
     """Returns the memory size of a message with this layout, in bytes. separate_header: as in `Message`."""
-    return body_offsets(layout)[-1] + (0 if separate_header else header_bytes(layout))
+    return body_layout(layout).numel + (0 if separate_header else header_bytes(layout))
 
 
 class Message:
@@ -101,18 +100,16 @@ class Message:
 
     def set_layout(self, layout: Layout) -> None:
         """Sets the layout, which must fit into the memory. No tensor in the memory may be in use."""
-        offsets, header_size = body_offsets(layout), header_bytes(layout)
+        header_size = header_bytes(layout)
         body_start = 0 if self._separate_header else header_size
-        body = self._memory[: body_start + offsets[-1]]
+        body = self._memory[: message_bytes(layout, separate_header=self._separate_header)]
         header = torch.empty(header_size, dtype=torch.uint8) if self._separate_header else body[:header_size]
         self.layout = layout
         self.pieces = [header, body] if self._separate_header else [body]
         self._header = self._device.bytes_of(header)
-        self.tensors: list[Tensor] = []
-        for (dtype, shape), offset in zip(layout, offsets, strict=False):
-            start = body_start + offset
-            self.tensors.append(body[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        del header, body  # they would count as users of the storage below
+        rows = body_layout(layout).views(body[body_start:])
+        self.tensors = [row.view(dtype).view(shape) for row, (dtype, shape) in zip(rows, layout, strict=True)]
+        del header, body, rows  # they would count as users of the storage below
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:

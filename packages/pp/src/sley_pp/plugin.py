@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from sley_core.api.plan import Array, PlanPath, Table
 from sley_core.hookspecs import hookimpl
@@ -74,9 +74,6 @@ class ExplicitConfig(Table):
 
 class SharedModulesConfig(Table):
     """Sums the gradients of parameters that several stages hold, so that their copies stay equal."""
-
-    drift_check_steps: NonNegativeInt = 0
-    """The number of steps between bitwise comparisons of all copies; 0 never compares them."""
 
 
 def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:

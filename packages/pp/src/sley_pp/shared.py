@@ -1,8 +1,8 @@
 """`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
 
 All copies start equal, since they use the same random numbers. Each gets the sum of all copies' gradients and takes the same
-optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for bit. Norm, clipping
-and parameter counts include each tie only once.
+optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for bit. The engine
+compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sley_core.api.comm import SentBytes
-from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
 
 if TYPE_CHECKING:
@@ -27,12 +26,10 @@ class SharedModules(GradientHandler):
     """
 
     def __init__(self, config: SharedModulesConfig) -> None:
-        self.config = config
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
         """Collects the ties in the registry by the axis of their group, sorted by axis and name."""
-        self._parts = parts
         self._groups = parts.groups
         self._store = parts.store
         ties = sorted((str(param.tie_axis), param.name) for param in parts.registry if param.tie_axis is not None)
@@ -70,24 +67,3 @@ class SharedModules(GradientHandler):
     def counts(self) -> dict[str, float]:
         """Returns the number of bytes that this rank sent for the sums of the last step."""
         return self._sent.counts()
-
-    def weights_updated(self, step: StepState) -> None:
-        """Checks every `drift_check_steps` steps that all copies are equal. The check is a collective over their stages."""
-        interval = self.config.drift_check_steps
-        if interval and (step.step + 1) % interval == 0:
-            self._check_drift(step.step + 1)
-
-    def _check_drift(self, step: int) -> None:
-        """Raises RunError `tie-drifted` on all stages of a tie whose copies are no longer equal bit for bit."""
-        self._parts.weights.settle()
-        for group, param in [(self._groups[axis], param) for axis, params in self._ties.items() for param in params]:
-            value = param.parameter.detach()
-            maximum, minimum = value.clone(), value.clone()
-            # Over the tie's group, whose ranks check the same ties after the same step.
-            group.all_reduce(maximum, "max", label=f"the tied weight {param.name}").wait()
-            group.all_reduce(minimum, "min", label=f"the tied weight {param.name}").wait()
-            if not torch.equal(maximum, minimum):
-                difference = float((maximum - minimum).abs().max())
-                copies = f"the copies of {param.name} on stages {list(param.stages)}"
-                hint = "load weights on every stage, and use the same optimizer options for all copies"
-                raise RunError("tie-drifted", f"after step {step} {copies} differ by up to {difference:g}", hint=hint)

@@ -54,8 +54,7 @@ class RunMemory:
 
     managers: the plan's offload managers, already attached. masters: the master weights, which are updated when a program
     writes to the weights. wait_until_idle: waits until no step is in progress. check_idle: raises StateError if exchanges of a
-    failed step are still in progress. The run sets both. Ranks may offload independently, unless a manager shares copies among
-    ranks, as `memory.everything` does with `shared = true`.
+    failed step are still in progress. The run sets both. Ranks may offload independently, unless a manager's moves communicate.
     """
 
     device: Device

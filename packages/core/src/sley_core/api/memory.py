@@ -3,7 +3,7 @@
 from sley_core.comm.device import storage_id
 from sley_core.engine.weights import Stepped
 from sley_core.memory import DevicePool, MemoryInventory, Moved, OffloadManager, Part, StorageEntry, Where
-from sley_core.model.tensors import fingerprint, is_plain, sum_of_bits, version_of
+from sley_core.model.tensors import is_plain, sum_of_bits, version_of
 
 __all__ = ["DevicePool", "MemoryInventory", "Moved", "OffloadManager", "Part", "Stepped", "StorageEntry", "Where"]
-__all__ += ["fingerprint", "is_plain", "storage_id", "sum_of_bits", "version_of"]
+__all__ += ["is_plain", "storage_id", "sum_of_bits", "version_of"]
