@@ -65,25 +65,6 @@ def test_peers_read_shards_before_they_are_overwritten(ranks):
         assert sums == [3 * (10.0 * step + rank) for step in range(20)]
 
 
-def gather_without_wait() -> float:
-    group = wp()
-    exchanges = [
-        group.transport(GATHER).all_gather([torch.empty(2 * group.size)], [torch.full((2,), 1.0)], label="weights")
-        for _ in range(3)
-    ]
-    gathered = torch.empty(2 * group.size)
-    last = group.transport(GATHER).all_gather([gathered], [torch.full((2,), 5.0)], label="weights")
-    last.wait()
-    for exchange in (*exchanges, last):
-        exchange.wait_sent()
-    return float(gathered.sum())
-
-
-def test_gathers_without_a_wait_are_not_read(ranks):
-    """A gather that is never awaited ends too, and the next gather is right."""
-    assert ranks(2)(gather_without_wait) == [20.0, 20.0]
-
-
 def publish_and_gather() -> list[list[float]]:
     """Returns the results of steps that publish shards once, gather them twice, and then write them."""
     group = wp()

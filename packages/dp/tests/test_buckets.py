@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sley_core.api.parts import ALIGNMENT_BYTES, split_by_size
+from sley_core.protocols import SchedulerHook
 from sley_testing.collectives import assert_same_sequence, collectives
 from sley_testing.parity import assert_close_gradients
 from sley_testing.runs import assert_equal_replicas, record, running
@@ -71,7 +72,7 @@ def test_ranks_with_different_orders_agree(ranks, small, own):
     assert_equal_replicas(results)
 
 
-class CollectiveCounts:
+class CollectiveCounts(SchedulerHook):
     """Records the number of collectives issued before the end of each backward."""
 
     def __init__(self):
@@ -80,11 +81,6 @@ class CollectiveCounts:
 
     def after_backward(self, micro, input_gradient):
         self.counts.append(len(self.calls))
-
-    def ignore(self, *args):
-        pass
-
-    before_forward = after_forward = before_loss = after_loss = before_backward = ignore
 
 
 def step_collectives(tables, folder, num_steps):

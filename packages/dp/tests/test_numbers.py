@@ -15,6 +15,7 @@ from sley_core.comm.progress import SentBytes
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
+from sley_core.protocols import SchedulerHook
 from sley_core.topology import Topology
 from sley_dp.sums import Bf16Sums
 from sley_testing.collectives import can_read_peers
@@ -168,7 +169,7 @@ class LateReduction:
     wait_sent = wait
 
 
-class SlowTransport:
+class SlowTransport(SchedulerHook):
     """Makes every reduction a `LateReduction`, which completes at the latest before the second backward of a step."""
 
     def __init__(self, owner):
@@ -185,11 +186,6 @@ class SlowTransport:
         if micro.micro == 1:
             while self.sent:
                 self.sent.pop().wait()
-
-    def ignore(self, *args):
-        pass
-
-    before_forward = after_forward = before_loss = after_loss = after_backward = ignore
 
 
 def fail_in_backward(run, micro, layer):

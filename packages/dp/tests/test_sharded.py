@@ -10,6 +10,7 @@ import torch
 from dp_parts import record_plans
 
 from sley_core.errors import RunError
+from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.runs import (
     WEIGHTS,
@@ -92,39 +93,18 @@ def test_a_program_reads_and_writes_between_steps(ranks, small, own, size, handl
             assert_close_gradients(reference, other, WEIGHTS[compute])
 
 
-class LateTransport:
-    """A transport whose gathers start only in `wait`, so that a missing wait gives wrong weights."""
-
-    def __init__(self, transport):
-        self.transport = transport
-
-    def all_gather(self, *args, **kwargs):
-        return LateWork(lambda: self.transport.all_gather(*args, **kwargs))
-
-
-class LateWork:
-    def __init__(self, begin):
-        self.begin = begin
-
-    def wait(self):
-        self.work = self.begin()
-        self.work.wait()
-
-    def wait_sent(self):
-        self.work.wait_sent()
-
-
 def run_in_all_modes(tables, folder):
     return [run_six_steps(tables, folder, mode) for mode in ("single", "listener", "failure")]
 
 
 def run_six_steps(tables, folder, mode):
-    """Returns weights after six steps: single steps, `train` with a listener on one rank, or `train` with a failure."""
+    """Returns weights after six steps: single steps, `train` with a listener on one rank, or `train` with a failure.
+
+    Exchanges start only in `wait`, so that a missing wait gives wrong weights.
+    """
     results, due = [], []
-    with running(tables, folder) as run:
+    with late_exchanges(), running(tables, folder) as run:
         gathers = run.stepper.handlers[0].gathers
-        transports = run.groups["dp.shards.stage"].transports
-        transports["weights"] = LateTransport(transports["weights"])
 
         def before_layer(*_):
             due.append(gathers.is_due(range(len(gathers.buffers))))

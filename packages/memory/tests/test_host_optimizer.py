@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sley_core.comm.world import World
-from sley_core.errors import PlanError
 from sley_core.memory import Where
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
@@ -83,12 +82,6 @@ def test_the_host_holds_only_two_buckets_of_gradients(texts):
         run.memory.offload().wait()
         run.memory.onload().wait()
         run.step()
-
-
-def test_states_that_two_managers_move_are_refused(texts):
-    tables = small_plan(offload=[*ONE_BUCKET, {"use": "memory.optimizer_states"}])
-    with pytest.raises(PlanError, match="both offload the run's optimizer states"), World.join("cpu") as world:
-        assemble(plan_from_dict(tables, texts), world)
 
 
 def test_fp32_weights_have_masters_too(texts):

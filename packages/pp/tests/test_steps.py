@@ -73,31 +73,6 @@ def test_the_last_gradient_is_sent_before_any_reduction_is_awaited(ranks, small,
         assert set(events[4:]) == {"wait"}
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def evaluate_and_step(tables, folder):
-    """Returns an evaluation's saved tensors and gradient bytes, its loss, and the first step's loss."""
-    saved = []
-    with running(tables, folder) as run:
-        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
-            loss = run.evaluate()
-        gradients = [param.parameter.grad for param in run.registry if param.parameter.grad is not None]
-        taken = run.memory.bytes["gradients"]
-        run.held_out.restore({"samples": 0})
-        return saved, gradients, taken, loss, run.step(run.held_out.next())["loss"]
-
-
-def test_an_evaluation_saves_no_graph_and_has_the_loss_of_a_step(ranks, small, own):
-    """The loss is that of the batch that the step then trains on."""
-    tables = small("pp.zero_bubble_v", 2, evaluation={"every": 9, "steps": 1})
-    for saved, gradients, taken, loss, trained in ranks(2)(evaluate_and_step, tables, own):
-        assert saved == []
-        assert gradients == []
-        assert taken == 0
-        assert loss == pytest.approx(trained, rel=1e-12)
-
-
 # -- groups, buffers, limits -------------------------------------------------------------------------------------------
 
 

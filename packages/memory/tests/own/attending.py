@@ -160,6 +160,3 @@ def spoiled(data: DataInfo, kind: str) -> list[nn.Module]:
         WritesInput(kind),
         nn.Linear(8, data.vocab_size),
     ]
-
-
-# -- which storages are alive ------------------------------------------------------------------------------------------------
