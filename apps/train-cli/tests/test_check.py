@@ -157,35 +157,6 @@ def test_a_tie_without_a_handler_is_refused(cli: Cli, own_model: Own, monkeypatc
     assert not list(path.parent.glob("runs/*"))
 
 
-OUTPUTS_WITH_A_NUMBER = """
-    from torch import nn
-
-    class Embed(nn.Embedding):
-        def forward(self, tokens):
-            return super().forward(tokens)
-
-    class Counts(nn.Linear):
-        def forward(self, hidden):
-            return super().forward(hidden), {"times": self.times}
-
-        times = 3
-
-    class Head(nn.Linear):
-        def forward(self, state):
-            return super().forward(state[0])
-
-    def layers(data):
-        return [("embed", Embed(data.vocab_size, 8)), ("counts", Counts(8, 8)), ("head", Head(8, data.vocab_size))]
-"""
-
-
-@pytest.mark.parametrize(("parts", "code"), [("[2, 1]", 3), ("[1, 2]", 0)])
-def test_a_number_cannot_be_sent_to_the_next_stage(cli: Cli, own_model: Own, parts: str, code: int) -> None:
-    changes = (*PIPELINE, 'partition.use="pp.explicit"', f"partition.layers={parts}")
-    result = cli("check", own_model(OUTPUTS_WITH_A_NUMBER), "--model", changes=changes)
-    assert (result.code, "error[boundary-type]" in result.err) == (code, code == 3), result.err
-
-
 LAYERS = """
     import numpy, torch
     from torch import nn
@@ -309,6 +280,16 @@ def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
     result = cli("check", plan, "--model")
     assert result.code == 0, result.err
     assert "called" not in result.err
+
+
+def test_the_share_of_sharded_parameters_is_printed(cli: Cli, own_model: Own) -> None:
+    """Also parameters of other modules than linears; those of less than a page are not sharded."""
+    path = own_model(layers('Picks(32, 32), ("head", Picks(32, 256))'))
+    result = cli("check", path, "--model", changes=("parallel.wp=2", 'weights.use="isp.communicator"'))
+    numels = {"embed": 256 * 32, "1.weight": 32 * 32, "1.bias": 32, "head.weight": 32 * 256, "head.bias": 256}
+    share = 1 - (numels["1.bias"] + numels["head.bias"]) / sum(numels.values())
+    assert (result.code, f"shards {share:.2%} of the parameters" in result.err) == (0, True), result.err
+    assert "`head.bias` with 256 elements" in result.err
 
 
 # -- mistakes that only a run finds ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from started_program import Program
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.world import reset_stores
-from sley_core.errors import RunError, UsageError
+from sley_core.errors import Diagnostic, RunError, UsageError
 from train_cli import preflight
 from train_cli import rendezvous as module
 from train_cli.rendezvous import Rendezvous
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 INFO = {"the plan": "abc", "torch": "2.13.0", "plugin dp": "sley-dp 0.1.0"}
 DETAILS = {"the plan": {"run.steps": "5", "optimizer.lr": "0.1"}}
 
+NO_PLAN = Diagnostic("plan-unreadable", "no file `plan.toml`", hint="copy it there")
 SECOND = {"MASTER_ADDR": "localhost"}
 """The variables of a second process of a rank: a process counts its rendezvous by rank and address."""
 
@@ -145,9 +146,7 @@ def test_all_errors_name_a_host_that_differs(port: int, changes: dict[str, str],
 @pytest.mark.parametrize("failing", [0, 1])
 def test_all_errors_name_a_rank_that_cannot_start(port: int, failing: int) -> None:
     calls = {str(rank): agrees(port, rank, 3) for rank in range(3) if rank != failing}
-    errors = errors_of(
-        {"failing": lambda: arrive(port, failing, 3).report_failure("no file `plan.toml`", "copy it there"), **calls}
-    )
+    errors = errors_of({"failing": lambda: arrive(port, failing, 3).report_failure(NO_PLAN), **calls})
     assert errors.pop("failing") == "", "it has an error of its own"
     assert all(f"rank {failing} on host{failing} cannot start: no file `plan.toml`" in error for error in errors.values()), (
         errors
@@ -214,7 +213,7 @@ def test_a_lost_store_is_an_error(port: int) -> None:
     del first
     with pytest.raises(RunError, match=r"preflight.*rank 1 has lost the connection"):
         second.agree(INFO, DETAILS)
-    second.report_failure("there is no `plan.toml`", None)  # no rank reads it, which is no error
+    second.report_failure(NO_PLAN)  # no rank reads it, which is no error
 
 
 def test_a_rank_that_fails_to_build_ends_all(port: int) -> None:

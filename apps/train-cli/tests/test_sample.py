@@ -132,7 +132,7 @@ def test_an_own_model_must_return_logits(
     ("name", "fields", "message"),
     [
         ("tokens", {}, '[data.fields] of `plan.toml` in the run\'s folder, for example `tokens = {dtype = "int64", '),
-        ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads `input_ids`, but no field of the data is declared"),
+        ("input_ids", {"input_ids": Field("int64", 0, 1)}, "reads the field `input_ids`, which a prompt does not have"),
         ("image", {"tokens": Field("int64", 0, 1, ids="token")}, "reads the field `image`, which a prompt does not have"),
     ],
 )

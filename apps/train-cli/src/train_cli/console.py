@@ -90,7 +90,7 @@ def print_line(text: str) -> None:
 
 
 def has_styles(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal that shows colors and redraws lines; False if NO_COLOR is set."""
+    """Returns whether `stream` is a terminal that can redraw lines; False if NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -99,17 +99,16 @@ def print_fault(fault: Fault, settings: Settings) -> None:
     with suppress(OSError, ValueError):
         if settings.traceback and fault.trace:
             print(fault.trace, file=sys.stderr)
-        text = format_diagnostics(fault.diagnostics, is_long=sys.stderr.isatty(), has_color=has_styles(sys.stderr))
-        print(text, end="", file=sys.stderr, flush=True)
+        print(format_diagnostics(fault.diagnostics, is_long=sys.stderr.isatty()), end="", file=sys.stderr, flush=True)
 
 
-def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool, has_color: bool = False) -> str:
+def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:
     """Returns the diagnostics as text that ends in a newline; if there are several, the last line has their number.
 
     is_long: whether to show the source line with a caret under the error, as on a terminal. If not, each diagnostic is one
     line: `plan.toml:24:1: error[unknown-key]: ...`.
     """
-    texts = [_format_long(problem, has_color) if is_long else _format_short(problem) for problem in diagnostics]
+    texts = list(map(_format_long if is_long else _format_short, diagnostics))
     if len(texts) > 1:
         texts.append(f"found {len(texts)} errors")
     return "".join(f"{text}\n" for text in texts)
@@ -121,26 +120,18 @@ def _format_short(diagnostic: Diagnostic) -> str:
     return make_printable(f"{location}error[{diagnostic.code}]: {diagnostic.message}{hint}".replace("\n", " "))
 
 
-def _format_long(diagnostic: Diagnostic, has_color: bool) -> str:
+def _format_long(diagnostic: Diagnostic) -> str:
     """Returns the text of one diagnostic in the style of rustc and ruff: the error, the source line with a caret, the hint."""
-
-    def paint(text: str, color: str) -> str:
-        return typer.style(text, fg=color, bold=True) if has_color else text
-
-    def printable(text: str) -> str:
-        return "\n".join(map(make_printable, text.split("\n")))
-
-    lines = [f"{paint(f'error[{diagnostic.code}]', 'red')}: {printable(diagnostic.message)}"]
+    lines = [f"error[{diagnostic.code}]: {diagnostic.message}"]
     location = diagnostic.place
     if location is not None:
         number = str(location.line) if location.line else ""
-        margin, bar = " " * len(number), paint("|", "blue")
-        lines.append(f"{margin}{paint('-->', 'blue')} {location}")
+        margin = " " * len(number)
+        lines.append(f"{margin}--> {location}")
         if diagnostic.source_line is not None and location.column:
-            caret = " " * (location.column - 1) + paint("^" * max(1, location.length), "red")
+            carets = " " * (location.column - 1) + "^" * max(1, location.length)
             source_line = printable_line(diagnostic.source_line.rstrip("\r\n"))
-            lines += [f"{margin} {bar}", f"{paint(number, 'blue')} {bar} {source_line}", f"{margin} {bar} {caret}"]
-            lines.append(f"{margin} {bar}")
+            lines += [f"{margin} |", f"{number} | {source_line}", f"{margin} | {carets}", f"{margin} |"]
     if diagnostic.hint:
-        lines += ["", f"{paint('hint', 'cyan')}: {printable(diagnostic.hint)}"]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"hint: {diagnostic.hint}"]
+    return "\n".join(make_printable(line) for text in lines for line in text.split("\n")) + "\n"

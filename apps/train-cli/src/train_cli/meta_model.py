@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,21 +18,19 @@ from torch import Tensor, nn
 from sley_core.comm.world import World
 from sley_core.data.batches import SequenceSlicer, collate_function
 from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
-from sley_core.engine.boundary import flatten, unflatten
 from sley_core.errors import PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
 from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
 from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
-from sley_trainer.stage import build_stage, count_layer_parameters
 from train_cli.progress import format_bytes, format_parameters
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import AnyDataset
     from sley_core.model.layers import Layer
     from sley_core.plan.plan import Plan
-    from sley_core.topology import Topology
+    from sley_trainer.run import Run
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
@@ -50,7 +49,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
         try:
             with assemble(plan, fake) as run:
                 dataset = run.dataset
-                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes]
+                notes = [format_parameters(run.num_parameters, run.num_trained), *run.notes, *_describe_sharding(plan, run)]
             if calls_layers:
                 model = build_meta_model(plan, dataset.info)
                 on_gpus = plan.run.device != "cpu" and torch.cuda.is_available()
@@ -58,7 +57,7 @@ def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[s
                 record = plan.model.record
                 if isinstance(record, ModelRecord) and record.compare is not None:
                     notes.append(record.load(record.compare)(plan.model.config))
-                note = check_layers(plan, plan.topology(world), model, dataset)
+                note = check_layers(plan, model, dataset)
                 notes += [note] if note else []
             # Ranks open the dataset again in their own processes, so its workers must end here.
             if world > 1 and callable(close := getattr(dataset, "close", None)):
@@ -90,6 +89,19 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
     if model.recipe is not None and model.recipe.needs_host:
         notes.append(f"the factory does not run on meta, and used that much memory here: {model.recipe.needs_host}")
     return notes
+
+
+def _describe_sharding(plan: Plan, run: Run) -> list[str]:
+    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest unsharded parameter."""
+    if plan.parallel.wp == 1 or plan.weights is None:
+        return []
+    numels = {param.name: prod(param.shape) for param in run.registry}
+    unsharded = {param.name: numels[param.name] for param in run.registry if param.shard is None}
+    note = f"`{plan.weights.name}` shards {1 - sum(unsharded.values()) / sum(numels.values()):.2%} of the parameters"
+    if unsharded:
+        name = max(unsharded, key=lambda name: unsharded[name])
+        note += f"; the largest unsharded one is `{name}` with {unsharded[name]:,} elements"
+    return [note]
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
@@ -160,19 +172,12 @@ _LOSS_ERRORS = (RuntimeError, ValueError, IndexError)
 """Like `_LAYER_ERRORS`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
 
 
-def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDataset) -> str | None:
+def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
     """Calls the layers and the loss on a microbatch on meta. Returns a note on the part that was not checked, or None.
 
-    model: a model on meta, which must not be used again. Raises PlanError "boundary-type" if an output cannot be sent to the
-    next stage, "layer-fails" with the layer's name and inputs, "model-buffer-written" for running statistics,
-    "loss-fails", and the loss's own errors.
+    model: a model on meta, which must not be used again. Raises PlanError "layer-fails" with the layer's name and inputs,
+    "model-buffer-written" for running statistics, "loss-fails", and the loss's own errors.
     """
-    stages = (
-        [layers for _, layers in build_stage(plan, topology, 0, model, count_layer_parameters(model)).layers_by_position]
-        if topology.pp > 1
-        else []
-    )
-    ends = {layers[-1].name for layers in stages[:-1]}
     try:
         fields = meta_micro_batch(plan, dataset)
     except Exception as error:  # the user's data may not be on this machine
@@ -180,31 +185,23 @@ def check_layers(plan: Plan, topology: Topology, model: Model, dataset: AnyDatas
     args: tuple[Any, ...] = ()
     written: list[tuple[str, nn.Module]] = []
     for layer in model.layers:
+        label = f"layer `{layer.name}` ({type(layer.module).__name__})"
         if missing := [name for name in layer.fields if name not in fields]:
-            return f"layers were called up to {_layer_label(layer)}: only the data determines the shape of `{missing[0]}`"
+            return f"layers were called up to {label}: only the data determines the shape of `{missing[0]}`"
         try:
             state = meta_state(layer, DTYPES[plan.precision.compute], plan.precision.keep)
             args = (meta_output(layer, args, fields, state),)
-            if layer.name in ends:
-                args = (unflatten(*flatten(args[0], layer.name)),)
-            written += [
-                (name, module)
-                for name, module in _find_written_statistics(layer, state)
-                if not is_per_rank(name, model.per_rank_buffers)
-            ]
-        except SleyError as error:
-            diagnostic = error.diagnostics[0]
-            if diagnostic.code == "boundary-type":
-                raise PlanError(diagnostic.code, diagnostic.message, path=MODEL, hint=diagnostic.hint) from None
+            statistics = _find_written_statistics(layer, state)
+            written += [pair for pair in statistics if not is_per_rank(pair[0], model.per_rank_buffers)]
+        except SleyError:
             raise
         except Exception as error:
             if not _is_certain(error, _LAYER_ERRORS):
                 check_written_buffers(written)
-                return f"layers were called up to {_layer_label(layer)}, which cannot run on meta: {format_cause(error)}"
-            inputs = ", ".join(
-                [*map(_describe_value, args), *(f"{name} {_describe_value(fields[name])}" for name in layer.fields)]
-            )
-            message = f"{_layer_label(layer)} fails with inputs {inputs or 'none'}: {format_cause(error)}"
+                return f"layers were called up to {label}, which cannot run on meta: {format_cause(error)}"
+            field_texts = (f"{name} {_describe_value(fields[name])}" for name in layer.fields)
+            inputs = ", ".join([*map(_describe_value, args), *field_texts])
+            message = f"{label} fails with inputs {inputs or 'none'}: {format_cause(error)}"
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
             raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
     check_written_buffers(written)
@@ -232,10 +229,6 @@ def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> b
     """Returns whether a call with real tensors raises the same error."""
     is_expected = isinstance(error, error_types) and not isinstance(error, NotImplementedError)
     return is_expected and not _DEVICE_ERROR.search(str(error))
-
-
-def _layer_label(layer: Layer) -> str:
-    return f"layer `{layer.name}` ({type(layer.module).__name__})"
 
 
 def _describe_value(value: Any) -> str:

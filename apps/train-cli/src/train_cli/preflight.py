@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -138,9 +138,5 @@ def _notify_others(fault: Fault) -> None:
         return
     from train_cli.rendezvous import Rendezvous
 
-    first = fault.diagnostics[0]
-    location = f"{first.place}: " if first.place else ""
-    try:
-        Rendezvous.join(os.environ, timeout_s=_NOTIFICATION_TIMEOUT_S).report_failure(f"{location}{first.message}", first.hint)
-    except (RunError, KeyError, ValueError):
-        return  # this rank's own error matters more
+    with suppress(RunError, KeyError, ValueError):  # this rank's own error matters more
+        Rendezvous.join(os.environ, timeout_s=_NOTIFICATION_TIMEOUT_S).report_failure(fault.diagnostics[0])

@@ -27,7 +27,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 from sley_core.comm.progress import first_line
 from sley_core.comm.world import is_one_host, unused_part
 from sley_core.engine.agreement import describe_differences
-from sley_core.errors import RunError, SleyError, shorten_names
+from sley_core.errors import Diagnostic, RunError, shorten_names
+from train_cli.faults import Fault
 from train_cli.preflight import PREFLIGHT
 
 RESPONSE_TIMEOUT_S = 8.0
@@ -120,25 +121,22 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            diagnostic = error.diagnostics[0] if isinstance(error, SleyError) else None
-            self.report_failure(
-                diagnostic.message if diagnostic else f"{type(error).__name__}: {first_line(error)}",
-                diagnostic.hint if diagnostic else None,
-            )
+            self.report_failure(Fault.from_error(error).diagnostics[0])
             raise
         if self.rank:
             self._record_arrival({})
         self._end_round(_BUILD_TEXTS, timeout_s)
 
-    def report_failure(self, reason: str, hint: str | None) -> None:
+    def report_failure(self, diagnostic: Diagnostic) -> None:
         """Sends the reason why this rank cannot start to all ranks. Rank 0 waits until they have read it, or a time limit."""
         try:
             if self.rank == 0 and not self.num_rounds:
                 self._write_once("first", self._identity)
             elif not self.num_rounds:
                 self._read_rank_0()
-            message = f"rank {self.rank} on {self.host} cannot start: {reason}"
-            self._write_once("verdict", {"message": message, "hint": hint})
+            location = f"{diagnostic.place}: " if diagnostic.place else ""
+            message = f"rank {self.rank} on {self.host} cannot start: {location}{diagnostic.message}"
+            self._write_once("verdict", {"message": message, "hint": diagnostic.hint})
             self._acknowledge_failure(self.size - 1)
         except RunError:
             return  # nothing listens there, or another run does

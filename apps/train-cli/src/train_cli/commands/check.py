@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +10,7 @@ import typer
 from sley_core.errors import PlanError, SleyError
 from sley_core.plan.check import check_plan, has_tie_handler
 from sley_core.plan.load import load_plan
-from train_cli.console import (
-    FormatOption,
-    NodesOption,
-    OutputFormat,
-    PerNodeOption,
-    SetOption,
-    WorldOption,
-    print_line,
-    world_size,
-)
+from train_cli.console import NodesOption, PerNodeOption, SetOption, WorldOption, print_line, world_size
 
 
 def check(
@@ -70,11 +60,10 @@ def _check_plan(path: Path, overrides: list[str], world: int | None, model: bool
         )
 
 
-def env(output_format: FormatOption = OutputFormat.text) -> None:
+def env() -> None:
     """Print versions and devices for a bug report."""
     from train_cli.environment import machine_info
 
     info = machine_info()
     width = max(map(len, info))
-    lines = [f"{name:{width}}  {value}" for name, value in info.items()]
-    typer.echo(json.dumps(info, indent=2) if output_format is OutputFormat.json else "\n".join(lines))
+    typer.echo("\n".join(f"{name:{width}}  {value}" for name, value in info.items()))

@@ -29,11 +29,6 @@ _MAX_COUNTED_SAMPLES = 10_000
 """The maximum number of samples to count for a dataset that does not count its samples itself."""
 
 
-@data.callback()
-def _data() -> None:
-    """Makes `data` a command with subcommands."""
-
-
 @data.command()
 def show(
     plan: PlanArgument,

@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -67,7 +67,6 @@ def export(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load a huggingface export with transformers, and compare its logits.")
     ] = True,
-    max_file_mb: Annotated[int, typer.Option("--max-file-mb", metavar="N", min=1, help="The maximum size of a file.")] = 5000,
     best: BestOption = False,
 ) -> None:
     """Write the newest weights of a run, or those of a checkpoint, for other programs."""
@@ -88,19 +87,19 @@ def export(
         print_line(f"the adapters for peft: {out}")
         return
     if export_format is ExportFormat.huggingface:
-        num_files = _export_hugging_face(plan, source, folder, max_file_mb * 10**6, check=check)
+        num_files = _export_hugging_face(plan, source, folder, check=check)
     else:
-        num_files = _export_safetensors(plan, source, folder, max_file_mb * 10**6)
+        num_files = _export_safetensors(plan, source, folder)
     print_line(f"weights in {format_count(num_files, 'file')}: {out}")
 
 
-def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int, *, check: bool) -> int:
+def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: bool) -> int:
     """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
     "export-format" if transformers has no such model, and RunError "export-differs".
     """
-    from sley_core.weight_files.write import write_tensors
+    from sley_core.weight_files.write import FILE_BYTES, write_tensors
 
     model = hugging_face_model(plan, source)
     if model is None:
@@ -108,10 +107,10 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, max_file_b
         raise UsageError("export-format", f"`{plan.model.name}` cannot be exported in Hugging Face's format", hint=hint)
     write_others = partial(write_other_files, plan, model)
     if model.files is None:
-        files = write_tensors(out, source, model.names.items(), max_file_bytes, write_others)
+        files = write_tensors(out, source, model.names.items(), FILE_BYTES, write_others)
     else:
         names = model.files.names
-        files = write_tensors(out, model.files, zip(names, names, strict=True), max_file_bytes, write_others)
+        files = write_tensors(out, model.files, zip(names, names, strict=True), FILE_BYTES, write_others)
     if not check:
         return len(files)
     if find_spec("sley_hf") is None:
@@ -196,49 +195,34 @@ def hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel | N
     return model
 
 
-def _export_safetensors(plan: Plan, source: TensorReader, out: Path, max_file_bytes: int) -> int:
+def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
     """Writes the weights in `source` into the new folder `out`, a tied weight under each of its names as in a state dict.
     Prints the module that has the exported names, and returns the number of files.
 
     Raises RunError "weights-mismatch" if the factory no longer makes the run's model.
     """
-    from sley_core.weight_files.write import write_tensors
+    from sley_core.weight_files.write import FILE_BYTES, write_tensors
 
     record = plan.model.record
     if isinstance(record, ModelRecord) and record.uses_layer_names:
-        module_names = _ModuleNames({name: [name] for name in source.names}, "", [])
+        names, module = {name: [name] for name in source.names}, None
     else:
-        module_names = _find_module_names(plan)
-        if differing := sorted(module_names.names.keys() ^ set(source.names)):
-            owner = "the run's weights have" if differing[0] in source.names else "the model now has"
-            message = f"the factory returns a different model than for the run: only {owner} {differing[0]!r}"
+        names, module = _find_module_names(plan)
+        if differing_names := sorted(names.keys() ^ set(source.names)):
+            owner = "the run's weights have" if differing_names[0] in source.names else "the model now has"
+            message = f"the factory returns a different model than for the run: only {owner} {differing_names[0]!r}"
             raise RunError("weights-mismatch", message, hint="restore the code and files of the run")
-    pairs = [(name, exported) for name in source.names for exported in module_names.names[name]]
-    files = write_tensors(out, source, pairs, max_file_bytes)
-    if module_names.module:
-        print_line(f"the names are those of `{module_names.module}.load_state_dict`")
-    if missing := module_names.missing:
-        suffix = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        print_line(f"its state dict also has {missing[0]!r}{suffix}, which no layer of the run uses; load with `strict=False`")
+    files = write_tensors(out, source, [(name, exported) for name in source.names for exported in names[name]], FILE_BYTES)
+    if module is not None:
+        print_line(f"the names are those of `{type(module).__name__}.load_state_dict`")
     return len(files)
 
 
-class _ModuleNames(NamedTuple):
-    """State-dict names of a model's parameters and buffers.
+def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | None]:
+    """Calls the factory on meta. Returns the state-dict names of the weights in the module that it has created, and the module.
 
-    names: the names by registry name, several for a tied parameter. module: the class of the module; "" if no module has all
-    parameters, so that the names are those of the registry. missing: names in the module's state dict that the model lacks.
-    """
-
-    names: Mapping[str, list[str]]
-    module: str
-    missing: list[str]
-
-
-def _find_module_names(plan: Plan) -> _ModuleNames:
-    """Returns the names of the model's weights in the state dict of the factory's own module. Calls the factory on meta.
-
-    Raises the errors of the data and the factory.
+    A tied weight has several names. Returns the names of the registry and None if no single module has all weights. Raises the
+    errors of the data and the factory.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -261,8 +245,8 @@ def _find_module_names(plan: Plan) -> _ModuleNames:
     return _name_by_module(model, parents)
 
 
-def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> _ModuleNames:
-    """Returns the names in the outermost module of `parents` that has all parameters, or else those of the registry."""
+def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> tuple[dict[str, list[str]], nn.Module | None]:
+    """Returns the outermost module of `parents` that has all parameters, with its names, as `_find_module_names` does."""
     from sley_core.engine.registry import ParameterRegistry
 
     registry = ParameterRegistry([model.layers])
@@ -284,7 +268,7 @@ def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> _ModuleNa
     outermost = [module for module in candidates if id(module) not in inner]
     if len(outermost) != 1:
         names = {param.name: [param.name, *param.aliases] for param in registry}
-        return _ModuleNames(names | {name: [name] for name in buffers.values()}, "", [])
+        return names | {name: [name] for name in buffers.values()}, None
     (root,) = outermost
     names = {name: [] for name in (*parameters.values(), *buffers.values())}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -294,5 +278,4 @@ def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> _ModuleNa
         for attribute in module._buffers:
             if (id(module), attribute) in buffers:
                 names[buffers[id(module), attribute]].append(f"{prefix}.{attribute}".lstrip("."))
-    exported = {name for aliases in names.values() for name in aliases}
-    return _ModuleNames(names, type(root).__name__, [name for name in root.state_dict() if name not in exported])
+    return names, root

@@ -150,14 +150,12 @@ def _field_contents(run: Run) -> dict[str, str]:
     contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
     for layer in run.layers:
         for name in layer.fields:
-            if name not in contents and not ids:
-                message = f"layer `{layer.name}` reads `{name}`, but no field of the data is declared as token ids"
-                table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
-                hint = f"add the field to [data.fields] of `plan.toml` in the run's folder, for example {table}"
-                raise UsageError("sample-fields", message, hint=hint)
             if name not in contents:
                 message = f"layer `{layer.name}` reads the field `{name}`, which a prompt does not have"
                 hint = "use `run.predict(batch)` in your own program: docs/how-to.md"
+                if not ids:
+                    table = f'`{name} = {{dtype = "int64", sequence_dim = 1, ids = "token"}}`'
+                    hint = f"declare the token ids in [data.fields] of `plan.toml` in the run's folder, for example {table}"
                 raise UsageError("sample-fields", message, hint=hint)
     return {name: contents[name] for layer in run.layers for name in layer.fields}
 
