@@ -92,7 +92,7 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
 
 
 def _describe_sharding(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest unsharded parameter."""
+    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest other parameter."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
     numels = {param.name: prod(param.shape) for param in run.registry}
