@@ -43,7 +43,7 @@ _DATE = date(2024, 7, 26)
 """The default date in the template of Llama 3.1."""
 
 _PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
-_UNKNOWN_START = "the conversation begins with the assistant, and the start of the answer is unknown"
+_NO_PROMPT = "the conversation begins with the assistant, and has no prompt for its first turn"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
@@ -196,48 +196,40 @@ class ChatTemplate:
     def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""
         texts: list[str] = []
-        plans: list[tuple[Conversation, int, list[tuple[int, int]], str]] = []  # the indices of texts; a turn has two
+        rendered: list[tuple[Conversation, int, str]] = []  # the number of texts of each conversation, and the reason
         for conversation in batch:
-            start, turns, reason = len(texts), list[tuple[int, int]](), ""
             try:
-                texts.append(self.render(conversation.messages, conversation.tools))
-                for turn in [] if config.train_on == "all" else _trained_turns(conversation, config):
-                    is_last = turn + 1 == len(conversation.messages)
-                    prefix = texts[start] if is_last else self.render(conversation.messages[: turn + 1], conversation.tools)
-                    prompt: str | None
-                    if turn:
-                        prompt = self.render(conversation.messages[:turn], conversation.tools, prompt=True)
-                    else:
-                        prompt = self._text_before_answer(prefix)
-                    if prompt is None:
-                        reason = _UNKNOWN_START
-                        continue
-                    texts += [prompt, prefix]
-                    turns.append((len(texts) - 2, len(texts) - 1))
+                conversation_texts, reason = self._render_prefixes(conversation, config)
             except ValueError as error:
-                del texts[start:]
-                turns, reason = [], str(error)
-            plans.append((conversation, start, turns, reason))
-        ids = self._tokenize(texts)
-        for conversation, start, turns, reason in plans:
-            if reason and not turns:
+                conversation_texts, reason = [], str(error)
+            rendered.append((conversation, len(conversation_texts), reason))
+            texts += conversation_texts
+        all_ids = iter(self._tokenize(texts))
+        for conversation, num_texts, reason in rendered:
+            ids, *prefixes = [*islice(all_ids, num_texts)] or [[]]
+            if reason and not prefixes:
                 yield conversation, [], reason
             elif config.train_on == "all":
-                yield conversation, [Encoded(ids[start], [(0, len(ids[start]))])], ""
+                yield conversation, [Encoded(ids, [(0, len(ids))])], ""
             else:
-                prefixes = [(ids[prompt_index], ids[prefix_index]) for prompt_index, prefix_index in turns]
-                samples, num_dropped = self._make_samples(ids[start], prefixes)
+                samples, num_dropped = self._make_samples(ids, list(zip(prefixes[::2], prefixes[1::2], strict=True)))
                 yield conversation, samples, _PROMPT_DIFFERS if num_dropped else reason
 
-    def _text_before_answer(self, text: str) -> str | None:
-        """Returns `text` up to and including its first generation prompt, or None if it has none or the template fails."""
-        try:
-            without_prompt, with_prompt = (self.render(_PROBE[:1], None, prompt=prompt) for prompt in (False, True))
-        except ValueError:
-            return None
-        prompt = with_prompt[len(without_prompt) :] if with_prompt.startswith(without_prompt) else ""
-        offset = text.find(prompt)
-        return text[: offset + len(prompt)] if prompt and offset >= 0 else None
+    def _render_prefixes(self, conversation: Conversation, config: ChatConfig) -> tuple[list[str], str]:
+        """Returns the text of a conversation, and for each trained turn the texts up to its generation prompt and to its end.
+
+        The second value is the reason for a turn without these texts, or "". Raises ValueError if the template refuses a text.
+        """
+        messages, tools, reason = conversation.messages, conversation.tools, ""
+        texts = [self.render(messages, tools)]
+        for turn in [] if config.train_on == "all" else _trained_turns(conversation, config):
+            if turn == 0:
+                reason = _NO_PROMPT
+                continue
+            is_last = turn + 1 == len(messages)
+            texts.append(self.render(messages[:turn], tools, prompt=True))
+            texts.append(texts[0] if is_last else self.render(messages[: turn + 1], tools))
+        return texts, reason
 
     def _make_samples(self, full: list[int], turns: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Encoded], int]:
         """Returns the samples of a conversation, and the number of dropped turns.
