@@ -29,7 +29,7 @@ import numpy as np
 
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
-from sley_data.documents import read_documents
+from sley_data.documents import Document, TextDocument, read_documents
 from sley_data.files import DataFile, cache_home, report, split_files
 from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import ChatConfig, TextConfig
@@ -56,6 +56,7 @@ _OFFSETS = "offsets"
 Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
 """The concatenated tokens of documents, the length of each document (64 bits), and statistics that JSON can represent."""
 
+D = TypeVar("D", bound=Document)
 T = TypeVar("T")
 
 
@@ -74,7 +75,7 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
     files, or for an unreadable file.
     """
 
-    def read() -> Iterator[tuple[str, bytes]]:
+    def read() -> Iterator[TextDocument]:
         notes.clear()
         return read_documents(files, config, split, notes)
 
@@ -85,7 +86,6 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
         "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         sum(file.num_bytes for file in files),
         read,
-        lambda document: len(document[1]),
         partial(_encode_documents, tokenizer),
         lambda _: {"notes": notes},
     )
@@ -93,13 +93,13 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
     return stream
 
 
-def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[tuple[str, bytes]]) -> Encoded:
+def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocument]) -> Encoded:
     if tokenizer is not None:
         return *tokenizer.encode(documents), None
     tokens, lengths = array("B"), array("q")
-    for _, text in documents:
-        tokens.frombytes(text)
-        lengths.append(len(text))
+    for document in documents:
+        tokens.frombytes(document.content)
+        lengths.append(document.num_bytes)
     return tokens, lengths, None
 
 
@@ -125,9 +125,8 @@ def load_tokens(
     folder: Path | None,
     dtype: str,
     num_bytes: int,
-    read: Callable[[], Iterable[T]],
-    size_of: Callable[[T], int],
-    encode: Callable[[Iterable[T]], Encoded],
+    read: Callable[[], Iterable[D]],
+    encode: Callable[[Iterable[D]], Encoded],
     summarize: Callable[[list[Any]], dict[str, Any]],
 ) -> tuple[Stream, dict[str, Any]]:
     """Returns the tokens of the non-empty documents, and the result of `summarize`. Raises the errors of the functions.
@@ -135,9 +134,9 @@ def load_tokens(
     Maps the tokens in the cache `folder`, which are computed first if they are missing. If `folder` is None or cannot be
     written, all tokens are in memory.
 
-    dtype: the dtype of the tokens. num_bytes: the size of all text, for progress lines. read: yields all documents. size_of:
-    returns the size of a document in bytes. encode: tokenizes documents. summarize: returns JSON data, with sentences for the
-    user in `notes`, for the statistics in all results of `encode`.
+    dtype: the dtype of the tokens. num_bytes: the size of all text, for progress lines. read: yields all documents. encode:
+    tokenizes documents. summarize: returns JSON data, with sentences for the user in `notes`, for the statistics in all results
+    of `encode`.
     """
     problems: list[str] = []
     if folder is not None:
@@ -146,7 +145,7 @@ def load_tokens(
                 folder.mkdir(parents=True, exist_ok=True)
                 with _hold_lock(folder):
                     if (complete := _read_complete(folder)) is None:
-                        written_parts = _write_parts(folder, read(), size_of, encode, num_bytes)
+                        written_parts = _write_parts(folder, read(), encode, num_bytes)
                         complete = _write_summary(folder, dtype, written_parts, summarize)
             parts = [_part_paths(folder, number) for number in range(complete["parts"])]
             return _map_parts(folder, dtype, parts, complete["digest"]), complete
@@ -185,9 +184,7 @@ def _hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write_parts(
-    folder: Path, documents: Iterable[T], size_of: Callable[[T], int], encode: Callable[[list[T]], Encoded], num_bytes: int
-) -> list[_Part]:
+def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]], Encoded], num_bytes: int) -> list[_Part]:
     """Writes the missing parts, and returns the paths of all parts."""
     if (folder / _COMPLETE).exists():  # some file is damaged
         for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
@@ -195,7 +192,7 @@ def _write_parts(
     start = last_report = time.monotonic()
     parts: list[_Part] = []
     num_read = num_encoded = 0
-    for part_documents, part_bytes in _read_ahead(_split_parts(documents, size_of)):
+    for part_documents, part_bytes in _read_ahead(_split_parts(documents)):
         part = _part_paths(folder, len(parts))
         parts.append(part)
         num_read += part_bytes
@@ -214,13 +211,13 @@ def _write_parts(
     return parts
 
 
-def _split_parts(documents: Iterable[T], size_of: Callable[[T], int]) -> Iterator[tuple[list[T], int]]:
+def _split_parts(documents: Iterable[D]) -> Iterator[tuple[list[D], int]]:
     """Yields the documents of each part, and their size in bytes. A part ends once it has `PART_BYTES`."""
-    part: list[T] = []
+    part: list[D] = []
     num_bytes = 0
     for document in documents:
         part.append(document)
-        num_bytes += size_of(document)
+        num_bytes += document.num_bytes
         if num_bytes >= PART_BYTES:
             yield part, num_bytes
             part, num_bytes = [], 0

@@ -175,7 +175,6 @@ class ChatDataset(RowsDataset):
             "uint32",
             sum(file.num_bytes for file in files),
             partial(self._read, files),
-            lambda conversation: conversation.size_and_key[0],
             partial(encode_conversations, self.template, config),
             self._summarize,
         )

@@ -61,10 +61,18 @@ class Conversation:
         return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @cached_property
-    def size_and_key(self) -> tuple[int, bytes]:
-        """The number of bytes of all messages and tools, and the key of this content."""
-        text = json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
-        return len(text), content_key(text)
+    def _content(self) -> bytes:
+        return json.dumps([self.messages, self.tools], sort_keys=True, default=str).encode()
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of all messages and tools as JSON."""
+        return len(self._content)
+
+    @property
+    def key(self) -> bytes:
+        """The digest that identifies the messages and tools."""
+        return content_key(self._content)
 
 
 def content_key(content: bytes) -> bytes:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from mmap import ACCESS_READ, mmap
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
@@ -19,8 +19,24 @@ from sley_data.files import DataFile, document_files, merge_problems
 from sley_data.formats import open_decompressed, read_rows, row_error
 from sley_data.plugin import ChatConfig, DocumentsConfig, TextConfig
 
-Document: TypeAlias = tuple[str, bytes] | Conversation
-"""The name and content of a text, or a conversation."""
+
+class TextDocument(NamedTuple):
+    """A text. name: the file name, with the number of the row or piece. content: the bytes of the text."""
+
+    name: str
+    content: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content)
+
+    @property
+    def key(self) -> bytes:
+        """The digest that identifies the content."""
+        return content_key(self.content)
+
+
+Document: TypeAlias = TextDocument | Conversation
 
 _PIECE_BYTES = 1 << 10
 """The size of a piece of a held-out token file to search for in the training files."""
@@ -29,11 +45,6 @@ _MAX_SEARCH_BYTES = 1 << 30
 """The maximum number of bytes to search for copies of held-out tokens, in about a second."""
 
 _READ_BYTES = 1 << 20
-
-
-def document_key(document: Document) -> bytes:
-    """Returns the digest that identifies the content of a document."""
-    return content_key(document[1]) if isinstance(document, tuple) else document.size_and_key[1]
 
 
 def is_in_share(key: bytes, share: float) -> bool:
@@ -92,19 +103,19 @@ def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile])
         return
     is_selected = split_filter(config, split)
     for document in chain.from_iterable(read_file(config, file) for file in files):
-        yield document, is_selected(document_key(document))
+        yield document, is_selected(document.key)
 
 
 def read_documents(
     files: Sequence[DataFile], config: TextConfig, split: Split, notes: list[str] | None = None
-) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and text of each document of a split, in the order of `files`, the files of the split.
+) -> Iterator[TextDocument]:
+    """Yields each document of a split, in the order of `files`, the files of the split.
 
     Excludes documents that are also in `held_out_files`, and appends a sentence about them to `notes`.
     """
     count = num_excluded = 0
     for document, is_selected in read_split(config, split, files):
-        assert isinstance(document, tuple), document
+        assert isinstance(document, TextDocument), document
         count += 1
         if is_selected:
             yield document
@@ -119,7 +130,7 @@ def _split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
     files, problems = document_files(config, split)
     if problems:
         raise merge_problems(problems)
-    return [document_key(document) for document, is_selected in read_split(config, split, files) if is_selected]
+    return [document.key for document, is_selected in read_split(config, split, files) if is_selected]
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:
@@ -170,11 +181,11 @@ def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
         yield from _split_file(file, config.separator.encode())
     else:
         with open_decompressed(file.path) as content:
-            yield file.name, content.read()
+            yield TextDocument(file.name, content.read())
 
 
-def _split_file(file: DataFile, separator: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields the names (`file#0`, `file#1`, ...) and texts of the non-empty documents of a file, without separators.
+def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
+    """Yields the non-empty documents of a file, without separators. Their names are `file#0`, `file#1`, ...
 
     A `\\n` in the separator also matches `\\r\\n`. At most a block and a document are in memory.
     """
@@ -185,14 +196,14 @@ def _split_file(file: DataFile, separator: bytes) -> Iterator[tuple[str, bytes]]
             *texts, remainder = pattern.split(remainder + block)
             for text in texts:
                 if text:
-                    yield f"{file.name}#{number}", text
+                    yield TextDocument(f"{file.name}#{number}", text)
                 number += 1
     if remainder:
-        yield f"{file.name}#{number}", remainder
+        yield TextDocument(f"{file.name}#{number}", remainder)
 
 
-def _read_texts(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the names (`file#1`, `file#2`, ...) and texts of the non-empty rows of a file."""
+def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
+    """Yields the non-empty texts in the rows of a file. Their names are `file#1`, `file#2`, ..."""
     for number, row in read_rows(file, (field,) if file.format.is_table else None):
         text = row.get(field, "" if file.format.is_table else None)  # null in a table
         if not isinstance(text, str):
@@ -206,4 +217,4 @@ def _read_texts(file: DataFile, field: str) -> Iterator[tuple[str, bytes]]:
         except UnicodeEncodeError as error:  # half of a surrogate pair
             raise row_error(file, number, f"cannot be read: {error}") from None
         if content:
-            yield f"{file.name}#{number}", content
+            yield TextDocument(f"{file.name}#{number}", content)

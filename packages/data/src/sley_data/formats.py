@@ -302,15 +302,15 @@ def row_error(file: DataFile, number: int, reason: str, hint: str | None = None)
 def _read_lines(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_decompressed(file.path) as lines:
         for number, line in enumerate(lines, start=1):
-            line = line.removeprefix(_BOM) if number == 1 else line
-            if line.strip():
-                yield number, _require_object(file, number, _parse_json(file, number, line))
+            content = line.removeprefix(_BOM) if number == 1 else line
+            if content.strip():
+                yield number, _require_object(file, number, _parse_json(file, number, content))
 
 
 def _read_array(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_decompressed(file.path) as content:
-        values = _parse_json(file, 1, content.read().removeprefix(_BOM))
-    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+        values: list[Any] = _parse_json(file, 1, content.read().removeprefix(_BOM))
+    for number, value in enumerate(values, start=1):
         yield number, _require_object(file, number, value)
 
 

@@ -30,6 +30,9 @@ from sley_core.errors import PlanError, RunError
 from sley_data.plugin import MixtureConfig, SourceTable
 from sley_data.sources import locate_errors, source_component, split_sources
 
+_ALL_LENGTHS = range(1 << 62)
+"""The lengths among which a prefix of the numbers is searched."""
+
 
 class Interleave:
     """Interleaves sources: `order[n]` is the source of number n, and the index of n among the numbers of this source.
@@ -38,7 +41,6 @@ class Interleave:
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
-        self.shares = tuple(shares)
         self.total = sum(shares)
         sources = sorted(range(len(shares)), key=lambda source: -shares[source])
         totals = accumulate((shares[source] for source in sources), sub, initial=self.total)
@@ -63,14 +65,11 @@ class Interleave:
 
     def shortest_prefix(self, source: int, count: int) -> int:
         """Returns the smallest n such that `count` of the first n numbers belong to `source`."""
-        return bisect_left(range(self._search_limit(source, count)), count, key=lambda length: self.count(source, length))
+        return bisect_left(_ALL_LENGTHS, count, key=lambda length: self.count(source, length))
 
     def longest_prefix(self, source: int, count: int) -> int:
         """Returns the largest n such that at most `count` of the first n numbers belong to `source`."""
-        return bisect_right(range(self._search_limit(source, count)), count, key=lambda length: self.count(source, length)) - 1
-
-    def _search_limit(self, source: int, count: int) -> int:
-        return (count + len(self.shares) + 1) * self.total // self.shares[source] + 1
+        return bisect_right(_ALL_LENGTHS, count, key=lambda length: self.count(source, length)) - 1
 
 
 def _round_share(count: int, share: int, total: int) -> int:

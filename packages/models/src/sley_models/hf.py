@@ -6,13 +6,14 @@ Only the names of parameters differ, since rotary pairs, heads and matrices have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from sley_core.api.files import FLOATS, IDS, HuggingFaceModel, TensorReader, describe_model, open_weights, run_of, start_folder
+from sley_core.api.state import shorten_names
 from sley_core.errors import KeyPath, PlanError, RunError, UsageError
 from sley_models.hf_config import CONFIG, read_config, to_hf_config
 from sley_models.llama import Block, Embed, Head, build_on_meta
@@ -59,18 +60,10 @@ def hf_name(name: str) -> str:
     return f"model.layers.{block}.{_MODULE_NAMES[module]}.{attribute}"
 
 
-def _join_problems(problems: Sequence[str]) -> str:
-    """Returns a text with the first problems and the number of remaining problems."""
-    text = ", ".join(problems[:_MAX_PROBLEMS])
-    return f"{text}, and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else text
-
-
 PATH: KeyPath = ("model", "weights")
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of a buffer in old files, which transformers ignores too."""
-
-_MAX_PROBLEMS = 4
 
 
 class FileInitializer:
@@ -89,7 +82,7 @@ class FileInitializer:
         shapes = param_shapes(config, config.vocab_size)
         self._stored_names = {name: name if run_of(config.weights) else hf_name(name) for name in shapes}
         if problems := _find_problems(files, {self._stored_names[name]: shape for name, shape in shapes.items()}, config):
-            raise _weights_error(f"the files in `{config.weights}` do not match this model: {_join_problems(problems)}")
+            raise _weights_error(f"the files in `{config.weights}` do not match this model: {shorten_names(problems)}")
         _check_tied_head(files, config)
         self._files, self._folder = files, config.weights
 
@@ -145,7 +138,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     vocab_size, _ = source.kind(EMBEDDING).shape
     shapes = param_shapes(config, vocab_size)
     if problems := _find_problems(source, shapes, config):
-        message = f"the weights do not match this Llama: {_join_problems(problems)}"
+        message = f"the weights do not match this Llama: {shorten_names(problems)}"
         raise RunError("weights-mismatch", message, hint="use the num_layers and tie_embeddings of the model that was saved")
     try:
         content = to_hf_config(config, vocab_size)

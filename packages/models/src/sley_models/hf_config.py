@@ -158,20 +158,15 @@ def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     return theta, {name: table[name] for name in _SCALING_KEYS}
 
 
-def hf_model_type(config: LlamaConfig) -> str:
-    """Returns "llama", "qwen2" or "qwen3". Raises ValueError if no transformers model has these options."""
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError("transformers has no model with both `qkv_bias` and `qk_norm`")
-    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
-
-
 def to_hf_config(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the content of a `config.json` that both transformers 4 and 5 can read.
 
-    The caller adds the dtype, the maximum sequence length and the ids of special tokens. Raises the same errors as
-    `hf_model_type`.
+    The caller adds the dtype, the maximum sequence length and the ids of special tokens. Raises ValueError if no transformers
+    model has the options of `config`.
     """
-    model_type = hf_model_type(config)
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError("transformers has no model with both `qkv_bias` and `qk_norm`")
+    model_type = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
     keys = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,

@@ -22,12 +22,6 @@ def default_ffn_hidden(hidden: int) -> int:
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
-def _default_head_dim(values: dict[str, Any]) -> float:
-    """Returns `hidden / heads`, as a float if it is not a whole number. `_check_whole_head_dim` refuses floats."""
-    hidden, heads = values["hidden"], values["heads"]
-    return float(hidden / heads) if hidden % heads else int(hidden // heads)
-
-
 class RopeScaling(Table):
     """Slows rotary positions for longer contexts, as in Llama 3.1 (`rope_type` "llama3"), with Hugging Face's names."""
 
@@ -81,7 +75,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     kv_heads: PositiveInt = Field(default_factory=lambda values: int(values["heads"]))
     """The number of key and value heads. `heads / kv_heads` query heads share each of them. Default: `heads`."""
 
-    head_dim: PositiveInt = Field(default_factory=_default_head_dim, validate_default=True)
+    head_dim: PositiveInt = Field(default_factory=lambda values: values["hidden"] / values["heads"], validate_default=True)
     """The width of a head, an even number. Default: `hidden / heads`."""
 
     ffn_hidden: PositiveInt = Field(default_factory=lambda values: default_ffn_hidden(values["hidden"]))
@@ -146,22 +140,16 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
 
     @field_validator("head_dim", mode="before")
     @classmethod
-    def _check_whole_head_dim(cls, head_dim: Any, info: ValidationInfo) -> Any:
-        """Raises ValueError if the default, `hidden / heads`, is not a whole number."""
-        hidden, heads = info.data.get("hidden"), info.data.get("heads")
-        if isinstance(head_dim, float) and hidden is not None and heads and head_dim == hidden / heads:
+    def _check_head_dim(cls, head_dim: Any, info: ValidationInfo) -> Any:
+        """Raises ValueError for a default that is not a whole number, and for an odd number, which has no pairs to rotate."""
+        hidden, heads = info.data.get("hidden", 0), info.data.get("heads", 1)
+        is_quotient = head_dim == hidden / heads
+        if is_quotient and hidden % heads:
             raise ValueError(f"hidden must be a multiple of heads, but hidden / heads = {hidden} / {heads}")
-        return head_dim
-
-    @field_validator("head_dim")
-    @classmethod
-    def _check_even_head_dim(cls, head_dim: int, info: ValidationInfo) -> int:
-        """Raises ValueError for an odd `head_dim`, since rotary positions rotate pairs of channels."""
-        if head_dim % 2:
-            hidden, heads = info.data.get("hidden"), info.data.get("heads")
-            origin = f" = hidden / heads = {hidden} / {heads}" if head_dim * (heads or 0) == hidden else ""
-            raise ValueError(f"head_dim{origin} must be even for rotary positions, but is {head_dim}")
-        return head_dim
+        if isinstance(head_dim, int | float) and head_dim % 2 == 1:
+            origin = f" = hidden / heads = {hidden} / {heads}" if is_quotient else ""
+            raise ValueError(f"head_dim{origin} must be even for rotary positions, but is {head_dim:g}")
+        return int(head_dim) if is_quotient else head_dim
 
 
 @hookimpl
