@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from sley_core.api.model import Attention, attention_mask, flat_bounds, once_per_field
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import RunError
 
 NAME = "sley"
 CORE = "sley_core"
@@ -172,13 +172,6 @@ def _block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
 def _flex_function(is_compiled: bool) -> Any:
     function = import_module("torch.nn.attention.flex_attention").flex_attention
     return torch.compile(function) if is_compiled else function
-
-
-def check_kernel(kernel: str, family: str, *, has_interface: bool) -> None:
-    """Raises PlanError "hf-kernel" for a kernel that the attention of a family, which has its own code, does not have."""
-    if not has_interface and kernel not in ("sdpa", "eager"):
-        message = f"`{family}` computes attention with its own code, which has no `{kernel}`"
-        raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "auto" or "eager"')
 
 
 def attend(

@@ -70,7 +70,7 @@ def shrink(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
     causal: the model of `hf_config`. Layers are of one kind if they have one type, and the same names and shapes of parameters.
     """
     small = copy.deepcopy(hf_config)
-    blocks = list(structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks).children())
+    blocks = structure.blocks_of(causal)
     types = getattr(small, "layer_types", None) or [None] * len(blocks)
     kinds = [
         (kind, tuple((name, p.shape) for name, p in block.named_parameters()))

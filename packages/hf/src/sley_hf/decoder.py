@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sley_core.api.model import Model, attention_mask
 from sley_core.errors import PlanError, RunError
-from sley_hf.attention import NAME, SleyAttention, add_attention, check_kernel, uses_interface
+from sley_hf.attention import NAME, SleyAttention, add_attention, uses_interface
 from sley_hf.plugin import has_router_loss
 from sley_hf.routers import BalancedLogits, LoadBalance, Routed, Routers, find_routers
 from sley_hf.structure import (
@@ -79,12 +79,12 @@ def layers_of(
     """Returns the layers of a transformers model, whose parameters are on meta. routers: adds their loss in training."""
     arguments = LayerArguments(causal, structure)
     builders: Any = [
-        ("embed", partial(_copy_embed, causal, structure)),
+        ("embed", partial(Embed, causal, structure)),
         *(
-            (f"blocks.{index}", partial(_copy_block, causal, structure, arguments, index, routers))
+            (f"blocks.{index}", partial(Block, causal, structure, arguments, index, routers))
             for index in range(causal.config.num_hidden_layers)
         ),
-        ("head", partial(_copy_head, causal, structure, routers)),
+        ("head", partial(Head, causal, structure, routers)),
     ]
     return Model(builders, initialise, ties=ties(causal, structure))
 
@@ -100,7 +100,7 @@ def read_hf_config(config: DecoderConfig) -> Any:
 def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, ModuleNames]:
     """Returns the transformers model with its parameters on meta and its buffers on the host, and its structure.
 
-    Raises PlanError "hf-structure".
+    Raises PlanError "hf-structure", and "hf-kernel" for a kernel that the attention of a family, which has its own code, lacks.
     """
     hf_config = copy.deepcopy(hf_config)
     hf_config.output_router_logits = False  # the blocks record them
@@ -109,7 +109,9 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
     if model_class is None:
         raise _structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")
     has_interface = uses_interface(model_class)
-    check_kernel(kernel, hf_config.model_type, has_interface=has_interface)
+    if not has_interface and kernel not in ("sdpa", "eager"):
+        message = f"`{hf_config.model_type}` computes attention with its own code, which has no `{kernel}`"
+        raise PlanError("hf-kernel", message, path=("model", "attention"), hint='use "auto" or "eager"')
     implementation = NAME if has_interface else kernel if model_class._supports_sdpa else "eager"
     try:
         with torch.device("meta"):
@@ -159,33 +161,13 @@ def ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
     return [(layer_name(source, structure), layer_name(target, structure)) for target, source in tied.items()]
 
 
-def _copy_embed(causal: Any, structure: ModuleNames) -> nn.Module:
-    return Embed(*with_recorders(causal, structure, 1))
-
-
-def _copy_block(
-    causal: Any, structure: ModuleNames, arguments: LayerArguments, index: int, routers: Routers | None
-) -> nn.Module:
-    blocks = structure.stack_of(getattr(causal, structure.base)).get_submodule(structure.blocks)
-    layer = copy.deepcopy(list(blocks.children())[index])
-    return Block(layer, arguments, index, causal.config._attn_implementation != NAME, routers)
-
-
-def _copy_head(causal: Any, structure: ModuleNames, routers: Routers | None) -> nn.Module:
-    stack = structure.stack_of(getattr(causal, structure.base))
-    norm = copy.deepcopy(stack.get_submodule(structure.norm))
-    hidden = _HiddenStates()
-    balance = None if routers is None else LoadBalance(routers)
-    return Head(norm, copy.deepcopy(causal, {id(stack): hidden}), hidden, balance)
-
-
 class Embed(nn.Module):
     """The forward of the base model up to its first decoder layer, [b, s] -> [b, s, hidden]."""
 
-    def __init__(self, base: nn.Module, recorders: list[Any]) -> None:
+    def __init__(self, causal: Any, structure: ModuleNames) -> None:
+        """Copies the parts of `causal`, a transformers model."""
         super().__init__()
-        self.base = base
-        self._recorders = recorders
+        self.base, self._recorders = with_recorders(causal, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles nothing: a lookup gains nothing, and the recorders end the forward by an exception."""
@@ -201,20 +183,20 @@ class Block(nn.Module):
     """One decoder layer of transformers, [b, s, hidden] -> [b, s, hidden]."""
 
     def __init__(
-        self, layer: nn.Module, arguments: LayerArguments, index: int, needs_mask: bool, routers: Routers | None = None
+        self, causal: Any, structure: ModuleNames, arguments: LayerArguments, index: int, routers: Routers | None
     ) -> None:
-        """needs_mask: whether the layer's attention takes a mask, since it does not call the registered attention. routers:
-        adds the layer's terms of their loss in training.
+        """Copies the decoder layer `index` of `causal`, a transformers model. routers: adds the layer's terms of their loss in
+        training.
         """
         super().__init__()
-        self.layer = layer
+        self.layer = copy.deepcopy(structure.blocks_of(causal)[index])
         self._arguments = arguments
         self._index = index
-        self._needs_mask = needs_mask
-        self._attentions = tuple(module for module in layer.modules() if isinstance(module, SleyAttention))
+        self._needs_mask = causal.config._attn_implementation != NAME  # an attention that is not registered takes a mask
+        self._attentions = tuple(module for module in self.layer.modules() if isinstance(module, SleyAttention))
         self._routers = routers
         self._router_logits: list[Tensor] = []
-        for router in routers.modules_of(layer) if routers is not None else ():
+        for router in routers.modules_of(self.layer) if routers is not None else ():
             router.register_forward_hook(self._record_router)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -280,15 +262,15 @@ class _HiddenStates(nn.Module):
 class Head(nn.Module):
     """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
 
-    def __init__(self, norm: nn.Module, causal: nn.Module, source: _HiddenStates, balance: LoadBalance | None = None) -> None:
-        """causal: the transformers model with `source` in place of its decoder layers and embeddings. balance: computes the
-        load-balancing loss of the routers.
-        """
+    def __init__(self, causal: Any, structure: ModuleNames, routers: Routers | None) -> None:
+        """Copies the parts of `causal`, a transformers model. routers: the load-balancing loss to compute, if any."""
         super().__init__()
-        self.norm = norm
-        self.causal = causal
+        stack = structure.stack_of(getattr(causal, structure.base))
+        source = _HiddenStates()
+        self.norm = copy.deepcopy(stack.get_submodule(structure.norm))
+        self.causal = copy.deepcopy(causal, {id(stack): source})
         self._source = (source,)  # a tuple, since `causal` owns the module
-        self._balance = balance
+        self._balance = None if routers is None else LoadBalance(routers)
 
     def attach_to_run(self, parts: Parts) -> None:
         """Lets the load-balancing loss add numbers to each metrics row."""

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from sley_core.api.data import TOKEN_FIELDS, DataInfo
 from sley_core.api.files import HuggingFaceModel, describe_model
+from sley_core.api.state import shorten_names
 from sley_core.errors import RunError
 from sley_hf.decoder import build_from_config, read_hf_config, ties
 from sley_hf.plugin import DecoderConfig
@@ -55,8 +56,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
         if not problems and source.kind(name).shape != shapes[name]
     ]
     if problems:
-        suffix = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {problems[0]}{suffix}")
+        raise RunError("weights-mismatch", f"these are not the weights of the plan's model: {shorten_names(problems)}")
     content = hf_config.to_diff_dict() | {"architectures": [type(causal).__name__]}
     return replace(describe_model(content, names, plan, source), files=HubWeights(source, causal, names))
 

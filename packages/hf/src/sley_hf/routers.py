@@ -101,8 +101,7 @@ def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None)
     routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
     if not _has_equal_loss(routers, function):
         raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
-    blocks = structure.stack_of(base).get_submodule(structure.blocks)
-    if not any(True for _ in routers.modules_of(blocks)):
+    if not any(True for block in structure.blocks_of(causal) for _ in routers.modules_of(block)):
         raise UnsupportedModelError(f"no layer of this `{family}` has experts, so there is no load-balancing loss")
     return routers
 

@@ -49,6 +49,10 @@ class ModuleNames:
         """Returns the module that owns the decoder layers."""
         return base.get_submodule(self.stack)
 
+    def blocks_of(self, causal: Any) -> list[nn.Module]:
+        """Returns the decoder layers of a transformers model."""
+        return list(self.stack_of(getattr(causal, self.base)).get_submodule(self.blocks).children())
+
     def full_name(self, attribute: str) -> str:
         """Returns the full name of an attribute of the stack, such as `model.layers`."""
         return ".".join(name for name in (self.base, self.stack, attribute) if name)

@@ -24,12 +24,11 @@ from transformers.core_model_loading import (
 )
 
 from sley_core.api.files import TensorKind, TensorReader, open_weights
-from sley_core.api.state import BY_NAME, DTYPES
+from sley_core.api.state import BY_NAME, DTYPES, shorten_names
 from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, layer_name
 
 PATH = ("model", "weights")
-_MAX_PROBLEMS = 4
 
 
 class FileInitializer:
@@ -63,9 +62,7 @@ class FileInitializer:
             if pattern is None and (shape := self._weights.kind(stored).shape) != tuple(parameter.shape):
                 problems.append(f"{name!r} is {list(shape)} and not {list(parameter.shape)}")
         if problems:
-            number = len(problems) - _MAX_PROBLEMS
-            text = ", ".join(problems[:_MAX_PROBLEMS]) + (f", and {number} more" if number > 0 else "")
-            message = f"the files in `{folder}` are not the weights of this model: {text}"
+            message = f"the files in `{folder}` are not the weights of this model: {shorten_names(problems)}"
             raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
 
     def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
