@@ -44,6 +44,7 @@ def test_unsupported_options_are_refused(sharded, texts, weights, changes, codes
 @pytest.mark.parametrize(
     ("weights", "changes", "code"),
     [
+        ({"launch": "atention.outputt"}, {}, "launch-point"),
         ({"groups": [{"match": "blocks.*"}, {"match": "blocks.0.*"}]}, {}, "group-unmatched"),
         ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:two_linears"}}, "head-chunks"),
         ({"head": "vocabulary"}, LABELLED | {"model": {"factory": "isp_models:shared_head"}}, "head-vocabulary"),

@@ -123,3 +123,15 @@ def test_groups_are_kept_until_their_backwards(uses, ahead):
         assert {group, *(other for other, number in kept.items() if number)} <= rank.unsharded
     rank.apply(rank.policy.end_pass())
     assert rank.unsharded == set()
+
+
+def test_prefetches_wait_for_their_launch():
+    """A use that may not prefetch gathers only its group."""
+    policy = PrefetchPolicy(1)
+    for number in range(2):
+        policy.begin(["F"])
+        policy.begin_pass()
+        found = [policy.use(group, can_prefetch=starts).unshard for group in "ab" for starts in (False, True, True)]
+        policy.end_pass()
+        if number:
+            assert found == [["a"], ["b"], [], [], [], []]

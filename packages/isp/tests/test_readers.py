@@ -106,7 +106,7 @@ def test_reads_of_frozen_weights_and_of_tables_are_refused(ranks, sharded, texts
 # -- closed runs and failed assemblies ---------------------------------------------------------------------------------
 
 
-VARIANTS: list[dict[str, Any]] = [{"unit": "module"}, {"head": "vocabulary", "embedding": "hidden"}]
+VARIANTS: list[dict[str, Any]] = [{"unit": "module", "launch": "attention"}, {"head": "vocabulary", "embedding": "hidden"}]
 SPLIT: dict[str, Any] = {"dp": 1, "parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 
 
@@ -159,10 +159,11 @@ def test_failed_assemblies(ranks, texts, sharded):
     sequence = {"use": "isp.all_to_all", "modules": ["*.attention", "no"]}
     cases = [
         (sharded(1, 1, parallel={"sp": 2}, sequence=sequence), "", "sequence-attention"),
+        (sharded(2, weights={"launch": "nowhere"}, **SPLIT), "", "launch-point"),
         (sharded(2, weights={"groups": [{"match": "nowhere"}]}, **SPLIT), "", "group-unmatched"),
         (sharded(2, **SPLIT), "sley_trainer.assemble.build_samples", "the test's failure"),
     ]
-    for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.ShardedModule"):
+    for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
         cases.append((sharded(2, weights=VARIANTS[-1]), f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
     assert ranks(2, 120)(assembly_errors, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]

@@ -90,6 +90,34 @@ def test_counts_of_one_micro_batch(ranks, sharded, texts, cases):
         assert first["rest"] == (0, 0)
 
 
+def record_launch_order(plans: list[dict[str, Any]], folder: Path) -> list[list[str]]:
+    """Returns the modules called in the first block, and the groups gathered meanwhile, for each plan."""
+    seen = []
+    for tables in plans:
+        with running(tables, folder) as run:
+            run.step()
+            with record_gathers(run) as events:
+                block = next(layer.module for layer in run.layers if layer.name == "blocks.0")
+                for name, module in block.named_modules():
+                    module.register_forward_pre_hook(lambda *_, name=name, events=events: events.append(name))
+                run.step()
+            seen.append(events)
+    return seen
+
+
+def test_gathers_start_at_the_launch_point(ranks, sharded, texts):
+    """The next block's gather starts at the launch point, which may be sharded or not."""
+    points = {
+        "attention": ("attention.query", ""),
+        "attention.output": ("feed_forward", "attention.query"),
+        "feed_forward*": ("feed_forward.gate", "attention.output"),
+    }
+    plans = [sharded(2, weights={"launch": launch}, **SHORT, model__num_layers=3) for launch in points]
+    for found in ranks(2, 60)(record_launch_order, plans, texts):
+        for (before, after), events in zip(points.values(), found, strict=True):
+            assert events.index(after) < events.index("blocks.1") < events.index(before)
+
+
 def write_within_step(tables: dict[str, Any], folder: Path) -> tuple[int, dict[str, Tensor]]:
     """Writes a block's shards in the third step after their gather. Returns the number of later gathers, and the weights."""
     with running(tables, folder) as run:
@@ -248,7 +276,7 @@ def test_each_gradient_is_reduced_once(ranks, sharded, texts):
             assert one["gradients"] <= 1.2 * one["shards"], "a gradient of a shard's size each, and alignment"
 
 
-VARIANTS: list[dict[str, Any]] = [{"overlap": False}, {}, {"unit": "module", "ahead": 3}]
+VARIANTS: list[dict[str, Any]] = [{"overlap": False}, {}, {"unit": "module", "ahead": 3, "launch": "attention.output"}]
 
 
 def test_no_option_changes_a_bit(ranks, sharded, texts):

@@ -208,6 +208,25 @@ def test_changing_lengths_do_not_accumulate_and_no_block_is_freed_within_a_step(
     assert (lends.num_bytes, lends.num_lent_bytes, list(lends.named_tensors())) == (0, 0, [])
 
 
+def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:
+    sizes = []
+
+    def make(num_bytes: int) -> HostMemory:
+        sizes.append(num_bytes)
+        memory = HostMemory(num_bytes, lock=False)
+        memory.is_locked = True
+        return memory
+
+    lends, moved = HostArena(make, lambda: None, max_locked_bytes=10_000), Moved()
+    lends.allocate([5000], moved)
+    with pytest.warns(RuntimeWarning, match=r"`host_budget_mb` allows 0.*pageable"):
+        (place,) = lends.allocate([20_000], moved)
+    lends.allocate([20_000], moved)
+    assert sizes == [5120]
+    assert place.numel() == 20_000
+    assert moved.host_bytes == lends.num_bytes
+
+
 def test_slots_of_one_call_are_adjacent_and_freed_together() -> None:
     lends, moved = HostArena(lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None), Moved()
     first, second = lends.allocate([300, 5000], moved)

@@ -62,7 +62,7 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "by layer": {"weights": WEIGHTS},
         "by module": {"weights": WEIGHTS | {"unit": "module", "head": "vocabulary"}},
         "once per step": {"weights": WEIGHTS | {"reduce": "step", "ahead": 2, "overlap": False}},
-        "by columns": {"weights": WEIGHTS | {"embedding": "hidden", "head": "vocabulary"}},
+        "by columns": {"weights": WEIGHTS | {"embedding": "hidden", "head": "vocabulary", "launch": "attention"}},
     },
     "activations": {
         "kept": {},

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +28,7 @@ from sley_core.protocols import WeightCommunicator
 from sley_isp.embedding_columns import ColumnEmbedding, TokenGather, check_embeddings
 from sley_isp.heads import GatheredHead, VocabularyHead, find_head
 from sley_isp.param_group import ParamGroup, PublishedShards, UnshardedGroup
+from sley_isp.plugin import ANYWHERE
 from sley_isp.prefetch import NO_CHANGE, Decision, PrefetchPolicy
 from sley_isp.reduce_scatter import MAX_IN_FLIGHT, GradientReducer, Reduction, WriteGradient
 from sley_isp.sharded_layer import ShardedLayer, can_gather_for_layer
@@ -90,11 +93,16 @@ class Communicator(WeightCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, layers: Sequence[Layer]) -> None:
-        """Checks the options `head`, `embedding` and `groups`. Raises PlanError if the model does not fit them."""
+        """Checks the options `head`, `embedding`, `launch` and `groups`. Raises PlanError if the model does not fit them."""
         if self.config.head == "vocabulary":
             self.head = find_head(layers)
         if self.config.embedding == "hidden":
             check_embeddings(layers)
+        launch = self.config.launch
+        if launch != ANYWHERE and not any(prefetch_points(layer, launch) for layer in layers):
+            modules = list(dict.fromkeys(name for layer in layers for name, _ in layer.module.named_modules() if name))
+            hint = suggestion(launch, modules, "use a module's name within its layer, or a pattern of such names")
+            raise PlanError("launch-point", f"`{launch}` matches no module of any layer", path=("weights", "launch"), hint=hint)
         names = [name for layer in layers for name, _ in layer.module.named_parameters(layer.name)]
         matching = {self.config.group_index(name) for name in names}
         for index, pattern in enumerate(group.match for group in self.config.groups):
@@ -136,6 +144,7 @@ class Communicator(WeightCommunicator):
     def _shard_layer(self, layer: Layer) -> None:
         """Assigns the sharded parameters of `layer` to groups, and patches the forwards of their modules."""
         config, parts = self.config, self._parts
+        points = prefetch_points(layer, config.launch)
         groups: dict[Hashable, ParamGroup] = {}
         others: dict[ParamGroup, dict[Param, None]] = {}
 
@@ -167,18 +176,22 @@ class Communicator(WeightCommunicator):
                     others.setdefault(add_to_group(buffer_key(param), [param]), {})[param] = None
             elif isinstance(module, nn.Embedding) and params and config.embedding == "hidden":
                 table = ParamGroup(layer.name, layer.name, config, parts.pool)  # never gathered
-                self._patch(module, ColumnEmbedding(self, table, module, params, parts).forward)
+                self._patch(module, ColumnEmbedding(self, table, module, params, parts, can_prefetch=False).forward)
             elif isinstance(module, nn.Linear | nn.Embedding) and params:
                 head = parts.head if parts.head is not None and parts.head.name == name else None
                 is_vocabulary = head is not None and config.head == "vocabulary"
                 is_unit = is_vocabulary or config.with_group(config.group_index(params["weight"].name)).unit == "module"
                 group = add_to_group(name if is_unit else keys.pop(), params.values())
-                sharded = ShardedModule(self, group, module, params, parts)
+                sharded = ShardedModule(self, group, module, params, parts, can_prefetch=not points)
                 head_class = VocabularyHead if is_vocabulary else GatheredHead
                 self._patch(module, sharded.forward if head is None else head_class(head, sharded).forward)
         self.groups += groups.values()
         if others:
-            self._undo.callback(ShardedLayer(self, layer, others, parts).patch.undo)
+            sharded_layer = ShardedLayer(self, layer, others, parts, can_prefetch=not points)
+            self._undo.callback(sharded_layer.patch.undo)
+        for point in points if groups else ():
+            hook = partial(self._prefetch_at_point, next(iter(groups.values())))
+            self._undo.callback(point.register_forward_pre_hook(hook).remove)
 
     def _patch(self, module: nn.Module, forward: Callable[[Tensor], Any]) -> None:
         self._patched.add(module)
@@ -243,11 +256,12 @@ class Communicator(WeightCommunicator):
         return self.action is not None and self.action.kind in BACKWARDS
 
     @contextmanager
-    def unshard(self, group: ParamGroup, *, num_holds: int = 0) -> Iterator[UnshardedGroup]:
+    def unshard(self, group: ParamGroup, *, num_holds: int = 0, can_prefetch: bool) -> Iterator[UnshardedGroup]:
         """Unshards `group` for a use in the block, which must call `wait` before it reads weights.
 
-        num_holds: +1 to hold the group after a recomputation until its backward, -1 to end the hold. During an action, the
-        prefetch policy decides when to reshard the group. Otherwise the group is resharded at the end of the block.
+        num_holds: +1 to hold the group after a recomputation until its backward, -1 to end the hold. can_prefetch: whether
+        prefetches may start. During an action, the prefetch policy decides when to reshard the group. Otherwise the group is
+        resharded at the end of the block.
         """
         if self.action is None:
             unsharded = self._all_gather(group)
@@ -261,7 +275,7 @@ class Communicator(WeightCommunicator):
         if current is not None and current.version != group.version:
             self._apply(Decision([group], []))
             self.prefetch.unsharded.remove(group)
-        decision = self.prefetch.use(group, num_holds=num_holds)
+        decision = self.prefetch.use(group, num_holds=num_holds, can_prefetch=can_prefetch)
         if decision is not NO_CHANGE:
             self.counters.totals["demand_gathers"] += decision.unshard[:1] == [group]
             self._apply(decision)
@@ -275,7 +289,8 @@ class Communicator(WeightCommunicator):
         with ExitStack() as stack:
             unsharded_groups = []
             for group in layer.params:
-                unsharded_groups.append(stack.enter_context(self.unshard(group, num_holds=1)))
+                unshard = self.unshard(group, num_holds=1, can_prefetch=layer.can_prefetch)
+                unsharded_groups.append(stack.enter_context(unshard))
                 stack.callback(self.prefetch.change_holds, group, -1)
             for unsharded in unsharded_groups:
                 unsharded.wait()
@@ -321,6 +336,12 @@ class Communicator(WeightCommunicator):
             unsharded.wait()
         return unsharded
 
+    def _prefetch_at_point(self, group: ParamGroup, *_: Any) -> None:
+        """Starts prefetches before a module that `launch` names, as a use of the layer would."""
+        if self.action is not None:
+            with self.unshard(group, can_prefetch=True):
+                pass
+
     def enqueue_reduction(self, reduction: Reduction) -> None:
         """Adds an exchange that has started to those of weight gradients."""
         self.reducer.enqueue(reduction)
@@ -337,3 +358,12 @@ class Communicator(WeightCommunicator):
         if self.action is None:
             self.reducer.flush(all_buckets=True)
             self.reducer.finish()
+
+
+def prefetch_points(layer: Layer, pattern: str) -> list[nn.Module]:
+    """Returns the modules with a forward whose names within `layer` match `pattern`, or none if `pattern` is ANYWHERE."""
+    return [
+        module
+        for name, module in layer.module.named_modules()
+        if pattern != ANYWHERE and name and fnmatchcase(name, pattern) and type(module).forward is not nn.Module.forward
+    ]

@@ -77,7 +77,7 @@ class GatheredHead(LogitsHead):
     @contextmanager
     def weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         sharded = self.sharded
-        with sharded.communicator.unshard(sharded.group) as unsharded:
+        with sharded.communicator.unshard(sharded.group, can_prefetch=sharded.can_prefetch) as unsharded:
             unsharded.wait()
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 

@@ -16,6 +16,9 @@ from sley_core.records import LossRecord, Problem, Record, SequenceAttentionReco
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
+ANYWHERE = "*"
+"""The `launch` pattern that matches every sharded module."""
+
 FP8_BYTES = 1 + 4 / 128
 """The bytes of an element in e4m3 numbers, with its part of the fp32 scale of a block."""
 
@@ -53,6 +56,12 @@ class CommunicatorConfig(Table):
 
     ahead: NonNegativeInt = 1
     """The number of layers or modules to prefetch."""
+
+    launch: str = ANYWHERE
+    """The module before which prefetches start, by its name within the layer or a pattern of names, such as `"attention"`,
+    `"attention.output"` or `"feed_forward"`. The default, also if no name matches, is every sharded module. A backward starts
+    prefetches at once.
+    """
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
     """The time when weight gradients are reduced: after every microbatch, or once per step.

@@ -60,6 +60,7 @@ class PrefetchPolicy:
         self._current: Group | None = None
         self._holds: Counter[Group] = Counter()
         self._is_out_of_order = False
+        self._has_prefetched = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
         """Sets the unit to which `group` belongs, and the number of units to prefetch if it is the last of them.
@@ -79,21 +80,23 @@ class PrefetchPolicy:
         self._pass = self._later_passes.popleft()
         self._reset_pass()
 
-    def use(self, group: Group, *, num_holds: int = 0) -> Decision:
-        """Returns the groups to reshard and unshard for a use of `group`: `group` itself first, then those to prefetch.
+    def use(self, group: Group, *, num_holds: int = 0, can_prefetch: bool = True) -> Decision:
+        """Returns the groups to reshard and unshard for a use of `group`, including prefetches of later groups.
 
-        num_holds: +1 in a recomputation, whose backward uses the group again, and -1 in that backward.
+        num_holds: +1 in a recomputation, whose backward uses the group again, and -1 in that backward. can_prefetch: whether
+        prefetches may start. The all-gather of `group` itself always starts first.
         """
         if num_holds:
             self.change_holds(group, num_holds)
         if group != self._current:
             order, index = self._orders.get(self._pass, ()), len(self._uses)
             self._current = group
+            self._has_prefetched = False
             self._uses.append(group)
             self._is_out_of_order = self._is_out_of_order or index >= len(order) or order[index] != group
-        elif group in self.unsharded:
+        elif group in self.unsharded and (self._has_prefetched or not can_prefetch):
             return NO_CHANGE
-        return self._decide(group)
+        return self._decide(group, can_prefetch)
 
     def change_holds(self, group: Group, difference: int) -> None:
         """Adds `difference` to the holds of `group`, which stays unsharded while it has one."""
@@ -106,18 +109,20 @@ class PrefetchPolicy:
         self._orders[self._pass] = tuple(self._uses)
         self._pass = None
         self._reset_pass()
-        return self._decide(None)
+        return self._decide(None, False)
 
-    def _decide(self, current: Group | None) -> Decision:
+    def _decide(self, current: Group | None, can_prefetch: bool) -> Decision:
         """Returns the decision for a use of `current`, or between passes if that is None, and updates `unsharded`."""
+        self._has_prefetched = self._has_prefetched or can_prefetch
         next_groups = list(self._next_groups(current))
         # Resharding comes first, so that the pool can lend the same buffers to the gathers.
         needed_groups = {current, *next_groups, *self._holds}
         reshard = [group for group in self.unsharded if group not in needed_groups]
         if reshard:
             self.unsharded = [group for group in self.unsharded if group in needed_groups]
-        used_groups = [] if current is None else [current, *next_groups]
-        unshard = [group for group in used_groups if group not in self.unsharded]
+        unshard = [current] if current is not None and current not in self.unsharded else []
+        if can_prefetch:
+            unshard += [group for group in next_groups if group not in self.unsharded]
         self.unsharded += unshard
         return Decision(reshard, unshard)
 
@@ -158,3 +163,4 @@ class PrefetchPolicy:
         self._current = None
         self._holds.clear()
         self._is_out_of_order = False
+        self._has_prefetched = False

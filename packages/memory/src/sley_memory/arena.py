@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ class HostArena:
     """Allocates page-locked host memory in slots, which are reused after their release.
 
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
-    are done; called before memory is freed. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a
-    new block first frees unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages.
-    num_lent_bytes, max_lent_bytes: bytes of used slots, now and at most. num_allocations: the number of allocated blocks.
+    are done; called before memory is freed. max_locked_bytes: the limit of page-locked memory; memory beyond it is pageable,
+    with one warning. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a new block first frees
+    unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages. num_lent_bytes, max_lent_bytes:
+    bytes of used slots, now and at most. num_allocations: the number of allocated blocks.
 
     A slot may be released while a copy from it is in flight: the next copy that writes to it is on the same stream.
     """
@@ -49,11 +51,14 @@ class HostArena:
         allocate_host: Callable[[int], HostMemory],
         wait_for_copies: Callable[[], None],
         *,
+        max_locked_bytes: float = inf,
         max_waste: float = inf,
         frees_unused: bool = True,
     ) -> None:
         self._allocate_host = allocate_host
         self._wait_for_copies = wait_for_copies
+        self._max_locked_bytes = max_locked_bytes
+        self._has_warned = False
         self._max_waste = max_waste
         self._frees_unused = frees_unused
         self.num_allocations = self.num_bytes = self.num_lent_bytes = self.max_lent_bytes = 0
@@ -116,11 +121,26 @@ class HostArena:
         if self._frees_unused:  # otherwise memory whose size changes at each offload would grow without limit
             self.trim()
         starts = list(accumulate((round_up(size, ALIGNMENT_BYTES) for size in sizes), initial=0))
-        block = _Block(self._allocate_host(starts[-1]), counters, len(sizes))
+        block = _Block(self._allocate_memory(starts[-1]), counters, len(sizes))
         self._blocks.append(block)
         self.num_allocations += 1
         self._count_bytes(block.memory.num_bytes, counters)
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
+
+    def _allocate_memory(self, num_bytes: int) -> HostMemory:
+        """Returns new memory, page-locked up to the limit. Warns the first time that the limit is reached."""
+        num_locked_bytes = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
+        if num_locked_bytes <= self._max_locked_bytes:
+            return self._allocate_host(num_bytes)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"an offload needs {num_locked_bytes / 2**20:.0f} MiB of page-locked memory, but `host_budget_mb` allows "
+                f"{self._max_locked_bytes / 2**20:.0f}; the rest is pageable, so its copies are slower",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return HostMemory(num_bytes, lock=False)
 
     def _count_bytes(self, difference: int, counters: Moved | None) -> None:
         self.num_bytes += difference

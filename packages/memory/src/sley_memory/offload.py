@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -147,7 +148,9 @@ class Manager(OffloadManager):
             optimizer = HostOptimizer(parts, self._streams, self.config.bucket_bytes, self._moved)
             self._movers = dict.fromkeys(self.parts, optimizer)
             return
-        arena = HostArena(device.host_memory, self._streams.wait)
+        budget_mb = self.config.host_budget_mb
+        max_locked_bytes = inf if budget_mb is None else budget_mb * 10**6
+        arena = HostArena(device.host_memory, self._streams.wait, max_locked_bytes=max_locked_bytes)
         self._layers = parts.layers
         for layer in parts.layers:
             # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations no rank has

@@ -34,6 +34,9 @@ class OffloadConfig(Table):
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
     """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
 
+    host_budget_mb: Annotated[float, Field(ge=0)] | None = None
+    """The limit of page-locked host memory in megabytes; memory beyond it is pageable, with a warning. No limit by default."""
+
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket in bytes."""
