@@ -93,17 +93,17 @@ WRITTEN = "rows_are_on_disk_after_write_and_close"
 # By type of part: its name, the failing test, a part of the message, and the test's arguments other than fixtures.
 BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
     "handler": [
-        ("World", REDUCTION, "step 0: the gradient of first.weight is not this rank's own gradient: ", 1),
-        ("Early", REDUCTION, "the gradient of .* is not the sum over the reduce group", 3),
-        ("Coarse", REDUCTION, "relative error .* after 1 steps; its record allows 0.0156", 1),
+        ("World", REDUCTION, r"differ by more than 1e-12, the worst first\n  first\.", 1),
+        ("Early", REDUCTION, "differ by more than 1e-12", 3),
+        ("Coarse", REDUCTION, "1 of 1 differ by more than 0.0156", 1),
         (
             "Chatty",
             "ranks_issue_same_collectives_once_per_step",
             "a step of one microbatch has .* collectives, a step of three",
         ),
-        ("Noisy", BITS, "a second run gives different bits: rank 0, step 0: the gradients of "),
-        ("Rounded", BITS, "step 0: replicas have different gradients of "),
-        ("Hoards", "failed_backward_leaves_no_state", "the bits differ after a failed step: rank 0, step 2"),
+        ("Noisy", BITS, "step 1: grad_norm is .*, not "),
+        ("Rounded", BITS, "differ\n  second"),
+        ("Hoards", "failed_backward_leaves_no_state", "step 3: grad_norm is .*, not "),
         ("Watches", REDUCTION, "a handler must not install autograd hooks", 1),
     ],
     "weights": [
@@ -119,7 +119,7 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
         ),
     ],
     "sequence": [
-        ("Local", SLICES, r"\(4, 4, False\): the context or gradients of a slice are off by "),
+        ("Local", SLICES, r"\(4, 4, False\): the relative error of the context or gradients of a slice is "),
         ("Patched", SLICES, "does not restore attention over whole sequences"),
         ("Unsummed", "runs_match_one_process", r"kv\.weight"),
         ("Silent", "model_without_attention_is_refused", "DID NOT RAISE"),
@@ -137,7 +137,7 @@ BUGS_IN_RUNS: dict[str, list[tuple[Any, ...]]] = {
         ("Careless", ROUND_TRIP, "is resized while copy .* may be in flight: `hold_device` is missing"),
         ("Skips", ROUND_TRIP, "tensors have different bits: weights"),
         ("Half", ROUND_TRIP, "weights are offloaded, but .* bytes of them are still on the device"),
-        ("Open", "use_of_offloaded_part_is_refused", "a step while weights are offloaded is not refused"),
+        ("Open", "use_of_offloaded_part_is_refused", "DID NOT RAISE"),
         ("Twice", "manager_reports_its_moves", "weights: a second offload copies .* bytes"),
         ("Stays", "run_closes_while_memory_is_offloaded", "after the run these weights have no memory: "),
         ("Silent", "manager_reports_its_moves", "weights had .* bytes, but 0 are reported as given back"),
@@ -155,7 +155,7 @@ BUGS: dict[str, list[tuple[Any, ...]]] = {
         ("First", "rows_with_different_names", r"missing: \[\(2, 'held_out_loss'\), \(2, 'tokens'\), \(3, 'held_out/web text"),
         ("Integers", "rows_with_different_names", r"\(1, 'loss'\) is 2, not 2.5"),
         ("Late", WRITTEN, r"a run that is killed after `write` would leave \[\]"),
-        ("Deaf", "repeated_steps_are_written_once", r"these steps and names are written more than once: \[\(2, 'loss'\)\]"),
+        ("Deaf", "repeated_steps_are_written_once", "loss of step 2 is written more than once"),
         ("Once", WRITTEN, "a second close raises AttributeError"),
         ("Mute", "full_disk_is_an_error", "of 512 rows are written, but neither write nor close raises an error"),
         ("Strict", "non_finite_numbers_hide_no_others", r"\(1, 'lr'\) is None, next to a number that is not finite"),
@@ -177,8 +177,7 @@ BUGS: dict[str, list[tuple[Any, ...]]] = {
         ("Fresh", "index_returns_same_sample", "sample 29 differs when it is read again"),
         ("Counted", "index_returns_same_sample", "sample 0 differs on another rank"),
         ("Counted", "ranks_split_each_batch", "batch 0: the tensors of two ranks differ from those of one process"),
-        ("Threaded", "index_returns_same_sample", "differs on another rank or in another thread"),
-        ("Reuses", "samples_do_not_share_memory", "sample 0 changes while others are read"),
+        ("Reuses", "samples_do_not_share_memory", "sample 0 changes while other samples are read"),
         ("Wider", "samples_match_info", "the field `tokens` has 5 positions, but 4 are declared"),
         ("Leaks", "held_out_samples_are_not_trained_on", "the held-out sample 0 is also a training sample"),
         ("Restarts", "restart_resumes_position", "a run that resumes after batch 4 has a different batch 4"),
@@ -231,21 +230,6 @@ def test_certifying_contract_exists(module: str, contract: str, attribute: str) 
 class TestJsonl(JsonLinesContract):
     writer: ClassVar[dict[str, Any]] = {"use": "core.jsonl"}
     file = "metrics.jsonl"
-
-
-class TestCrossEntropy(LossContract):
-    loss: ClassVar[dict[str, Any]] = {"use": "core.cross_entropy", "label_smoothing": 0.1}
-
-    def batch(self) -> tuple[Tensor, dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(5)
-        labels = torch.randint(7, (4, 5), generator=generator)
-        return torch.randn(4, 5, 7, generator=generator, dtype=torch.float64), {
-            "labels": labels.masked_fill(labels == 0, -100),
-            "tokens": torch.randint(7, (4, 5), generator=generator),
-        }
-
-    def weightless_batch(self) -> dict[str, Tensor]:
-        return {"labels": torch.full((4, 5), -100), "tokens": torch.ones(4, 5, dtype=torch.int64)}
 
 
 class TestText(DatasetContract):

@@ -70,11 +70,6 @@ def read_on_host_during_copy(bench: Bench) -> None:
     bench.host.sum()
 
 
-def read_as_numpy_during_copy(bench: Bench) -> None:
-    bench.offload()
-    bench.host.numpy()
-
-
 def copy_without_follow(bench: Bench) -> None:
     bench.weights.add_(1)
     bench.first.copy(bench.host, bench.weights)
@@ -105,7 +100,6 @@ RACES: dict[Callable[[Bench], None], str] = {
     free_during_copy: r"the storage of 16 bytes is resized while copy 1 of stream 1, from .*`hold_device` is missing",
     lose_reference_during_copy: r"memory was freed while copy 1 of stream 1, from .*`hold_device` is missing",
     read_on_host_during_copy: r"aten.sum.default reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
-    read_as_numpy_during_copy: r"Tensor.numpy reads float32 \[4\] while copy 1 of stream 1, into .*`wait` is missing",
     copy_without_follow: r"stream 1 copies from float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
     copy_into_tensor_in_use: r"stream 1 copies into float32 \[4\], which the device read .*: `wait_for_device` is missing",
     copy_into_new_memory: r"stream 1 copies into float32 \[4\], which the device wrote .*: `wait_for_device` is missing",
@@ -152,16 +146,13 @@ def late_bench() -> Bench:
 
 def test_early_read_returns_nan(late_bench: Bench) -> None:
     with late_bench.device.watching():
+        grow(late_bench.weights, free(late_bench.weights))
+        assert late_bench.weights.isnan().all(), "new memory"
+        late_bench.weights.copy_(torch.arange(4.0))
         late_bench.reload()
         assert math.isnan(late_bench.weights.sum())
         late_bench.first.record().hold_device()
         assert late_bench.weights.sum() == 6
-
-
-def test_new_memory_is_nan(late_bench: Bench) -> None:
-    with late_bench.device.watching():
-        grow(late_bench.weights, free(late_bench.weights))
-        assert late_bench.weights.isnan().all()
 
 
 def test_late_copy_reads_changed_source(late_bench: Bench) -> None:
@@ -191,7 +182,7 @@ def test_all_permitted_orders_of_streams_occur(is_after: bool, orders: set[str])
                 stream.copy(target, source)
                 event = stream.record()
             for _ in range(8):
-                device.copies.tick()
+                device.copies.execute_some()
                 with torch.utils._python_dispatch._disable_current_modes():  # reads without the rules
                     actual.add("".join(str(int(target.item() == 1)) for target in targets))
     assert actual == orders
@@ -267,16 +258,11 @@ ACCESSES: dict[str, Callable[[Tensor], object]] = {
     "aten.mm": lambda freed: torch.ones(2, 4) @ freed,
     "aten.linalg_vector_norm": lambda freed: torch.linalg.vector_norm(freed),
     "aten._foreach_norm": lambda freed: torch._foreach_norm([torch.ones(2), freed], 2),
-    "aten.cat": lambda freed: torch.cat([torch.ones(1, 4), freed]),
     "aten.copy_.default reads": lambda freed: torch.zeros(4, 4).copy_(freed),
     "aten.copy_.default writes": lambda freed: freed.copy_(torch.ones(4, 4)),
-    "aten.zero_": lambda freed: freed.zero_(),
     "aten.addmm.out writes": lambda freed: torch.addmm(torch.ones(4), torch.ones(4, 4), torch.ones(4, 4), out=freed),
-    "aten._to_copy": lambda freed: freed.double(),
-    "aten.equal": lambda freed: torch.equal(freed, torch.ones(4, 4)),
     "aten.select.int": lambda freed: freed[0, 0].item(),
     "Tensor.numpy": lambda freed: freed.numpy(),
-    "Tensor.tolist": lambda freed: freed.tolist(),
 }
 
 
@@ -331,22 +317,6 @@ def test_backward_is_watched() -> None:
         with pytest.raises(AssertionError, match=r"aten.t.default reads float32 \[4, 1\]"):
             loss.backward()
     assert threads == [threading.get_ident()]
-
-
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-def test_optimizers_are_watched(options: dict[str, bool]) -> None:
-    for label in ("weight", "gradient", "state"):
-        weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))]
-        optimizer = torch.optim.AdamW(weights, **options)
-        for weight in weights:
-            weight.grad = torch.ones_like(weight)
-        with storage_guard():
-            optimizer.step()
-            last = weights[1]
-            assert last.grad is not None
-            free({"weight": last.data, "gradient": last.grad, "state": optimizer.state[last]["exp_avg"]}[label])
-            with pytest.raises(AssertionError, match=r"\[2\], which needs 8 bytes of a storage of 0"):
-                optimizer.step()
 
 
 def test_freed_tensors_can_be_printed() -> None:

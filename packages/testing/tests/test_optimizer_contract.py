@@ -22,7 +22,7 @@ def contract_of(factory: str, *, only_matrices: bool = False, **table: Any) -> t
 
 
 UNUSUAL_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("AssignsData", "KeepsGradients", "Averages", "LooksAtDims", "ManyKinds", "Within")},
+    **{name: {} for name in ("AssignsData", "KeepsGradients", "Averages", "ManyKinds")},
     **{f"Draws_{source}": {"options": {"source": source}} for source in ("own", "torch", "random")},
     **{f"Counts_{place}": {"options": {"place": place}} for place in ("state", "attribute", "option", "tensor")},
 }
@@ -39,7 +39,7 @@ def test_probe_accepts_torch_optimizers(name: str) -> None:
     contract_of(name, only_matrices=name == "Muon")().test_optimizer_probe_passes()
 
 
-@pytest.mark.parametrize("name", ["AssignsData", "KeepsGradients", "LooksAtDims", "ManyKinds", "Within", "Counts"])
+@pytest.mark.parametrize("name", ["AssignsData", "KeepsGradients", "ManyKinds", "Counts"])
 def test_unusual_optimizers_match_plain_loop(name: str) -> None:
     contract = contract_of(name, scope="elementwise")()
     contract.test_optimizer_probe_passes()

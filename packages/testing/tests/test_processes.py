@@ -52,22 +52,6 @@ def test_program_has_its_environment_and_torch(program, tmp_path):
     assert "VALUE" not in os.environ
 
 
-def test_error_is_printed_like_by_the_interpreter(program):
-    started = program("raise ValueError('no good')")
-    assert started.stderr.read().endswith("ValueError: no good\n")
-    assert started.wait(10) == 1
-
-
-def test_running_program_can_be_killed(program):
-    started = program("import time\nprint('here', flush=True)\ntime.sleep(600)")
-    assert started.stdout.readline() == "here\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        started.wait(0.01)
-    assert started.poll() is None
-    os.kill(started.pid, signal.SIGKILL)
-    assert started.wait(10) == -signal.SIGKILL
-
-
 KILLS_ITSELF = """
 import multiprocessing, os
 from pathlib import Path

@@ -40,16 +40,15 @@ BATCH, LENGTH, WIDTH = 2, 8, 3
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
 """The document bounds of each row. One document of each row lies in both halves."""
 
-DIVISIBLE: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
-ODD: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
+DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
+INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
 
 
 @dataclass
 class CaseResult:
-    """Holds one rank's results for one case.
-
-    errors: the errors of the context and of the gradients of q, k and v, relative to the largest element. refusal: the error
-    code if the case was refused, else "". is_restored: whether `detach` restored parameter names and full attention.
+    """Holds one rank's results for one case. errors: the errors of the context and of the gradients of q, k and v, relative to
+    the largest element. calls: the collectives. refusal: the error code if the case was refused, else "". is_restored: whether
+    `detach` restored parameter names and full attention.
     """
 
     errors: list[float] = field(default_factory=list)
@@ -58,7 +57,8 @@ class CaseResult:
     is_restored: bool = False
 
 
-def _slice_group(world: World) -> Group:
+def _make_group(world: World) -> Group:
+    """Returns the group `sp` of all ranks."""
     return world.groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
 
 
@@ -74,7 +74,7 @@ def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
     """Runs each case on this rank: the attention on a slice, with two inputs, then full attention after `detach`."""
     results = []
     with World.join("cpu") as world:
-        group = _slice_group(world)
+        group = _make_group(world)
         for case in cases:
             attention = _build_attention(sequence, group)
             result, layer = CaseResult(), Layer("layer", _AttentionLayer())
@@ -111,24 +111,21 @@ class SequenceAttentionContract:
         Numbers of heads that two ranks cannot split evenly may be refused, on all ranks, since none may wait for a peer that
         has refused.
         """
-        cases = DIVISIBLE + ODD
+        cases = DIVISIBLE_CASES + INDIVISIBLE_CASES
         for case, results in zip(cases, zip(*ranks(2, 120)(run_cases, self.sequence, cases), strict=True), strict=True):
             label, codes = f"(heads, kv_heads, packed) = {case}", [result.refusal for result in results]
             assert len(set(codes)) == 1, f"{label}: only some ranks refuse the case, {codes}, so the others would hang"
-            assert not codes[0] or case in ODD, f"{label} is refused by `{codes[0]}`"
+            assert not codes[0] or case in INDIVISIBLE_CASES, f"{label} is refused by `{codes[0]}`"
             error = max((error for result in results for error in result.errors), default=0.0)
-            assert codes[0] or error <= 1e-10, (
-                f"{label}: the context or gradients of a slice are off by {error:.3g} of the largest element"
-            )
-            assert all(result.is_restored for result in results), (
-                f"{label}: `detach` does not restore attention over whole sequences"
-            )
+            assert error <= 1e-10, f"{label}: the relative error of the context or gradients of a slice is {error:.3g}"
+            is_restored = all(result.is_restored for result in results)
+            assert is_restored, f"{label}: `detach` does not restore attention over whole sequences"
             assert_same_sequence([result.calls for result in results])
 
     def test_model_without_attention_is_refused(self) -> None:
         """Expects a PlanError. Without it, positions would silently miss the other slices."""
         with World.fake(0, 2) as world, pytest.raises(PlanError):
-            _build_attention(self.sequence, _slice_group(world)).attach([Layer("layer", nn.Linear(2, 2))])
+            _build_attention(self.sequence, _make_group(world)).attach([Layer("layer", nn.Linear(2, 2))])
 
     def test_runs_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
         """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Ranks must stay bit-identical."""
@@ -175,29 +172,22 @@ def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[st
 
 def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
     """Returns the relative errors of this rank's context, with and without autograd, and of its gradients."""
-    *full_inputs, bounds = _draw_inputs(case, seed)
-    output_gradient = torch.randn(
-        full_inputs[0].shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64
-    )
+    *inputs, bounds = _draw_inputs(case, seed)
+    (output_gradient, *_) = _draw_inputs(case, seed + 100)  # the context has the shape of q
 
-    def local_slice(value: Tensor | None) -> Tensor:
-        assert value is not None, "no gradient"
-        return value.chunk(group.size, dim=1)[group.coord]
+    def local_slice(tensor: Tensor) -> Tensor:
+        return tensor.chunk(group.size, dim=1)[group.coord].detach()
 
-    local_inputs = [local_slice(local_input).clone().requires_grad_() for local_input in full_inputs]
+    local_inputs = [local_slice(tensor).clone().requires_grad_() for tensor in inputs]
     with torch.no_grad():
         no_grad_context = attention(*local_inputs, **bounds)
     context = attention(*local_inputs, **bounds)
-    context.backward(local_slice(output_gradient))
-    full_inputs = [local_input.requires_grad_() for local_input in full_inputs]
-    expected = Attention()(*full_inputs, **bounds)
-    expected.backward(output_gradient)
-    pairs = [(no_grad_context, local_slice(expected)), (context, local_slice(expected))]
-    pairs += [
-        (local_input.grad, local_slice(full_input.grad))
-        for local_input, full_input in zip(local_inputs, full_inputs, strict=True)
-    ]
-    return [float((actual - reference).detach().abs().max() / reference.detach().abs().max()) for actual, reference in pairs]
+    actual = [no_grad_context, context, *torch.autograd.grad(context, local_inputs, local_slice(output_gradient))]
+    full_inputs = [tensor.requires_grad_() for tensor in inputs]
+    full_context = Attention()(*full_inputs, **bounds)
+    expected = [full_context, full_context, *torch.autograd.grad(full_context, full_inputs, output_gradient)]
+    pairs = [(value.detach(), local_slice(reference)) for value, reference in zip(actual, expected, strict=True)]
+    return [float((value - reference).abs().max() / reference.abs().max()) for value, reference in pairs]
 
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:

@@ -60,25 +60,27 @@ def certify(distribution: str) -> Iterator[Verdict]:
     Takes seconds for each contract; starts processes. Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
-    checked: list[tuple[str, records.Record]] = []
-    has_failed = False
+    loaded: list[tuple[str, records.Record]] = []
+    failures = []
     for name in [name for name in loader.names() if any(source.dist == distribution for source in loader.sources(name))]:
         record_name = ""
         try:
             plugin = loader.load(name)
             for record_name, record in plugin.records.items():  # noqa: B007  # the name is for the error
                 plugin.load_builder(record)
-                checked.append((name, record))
+                loaded.append((name, record))
         except SleyError as error:
-            has_failed = True
-            yield Verdict(name, record_name, "failed", f"does not load: {error}")
-    for name, record in checked if not has_failed else ():
-        if reason := _skip_reason(record):
-            yield Verdict(name, record.name, "skipped", reason)
-        else:
-            report = _run_contract(type(record), {"use": f"{name}.{record.name}"})
-            reason = "\n".join(report.failures or report.unchecked_tests)
-            yield Verdict(name, record.name, "failed" if report.failures else "passed", reason)
+            failures.append(Verdict(name, record_name, "failed", f"does not load: {error}"))
+    yield from failures or (_check_record(name, record) for name, record in loaded)
+
+
+def _check_record(plugin: str, record: records.Record) -> Verdict:
+    """Runs the contract of a record, or skips it."""
+    if reason := _skip_reason(record):
+        return Verdict(plugin, record.name, "skipped", reason)
+    report = _run_contract(type(record), {"use": f"{plugin}.{record.name}"})
+    reason = "\n".join(report.failures or report.unchecked_tests)
+    return Verdict(plugin, record.name, "failed" if report.failures else "passed", reason)
 
 
 def _skip_reason(record: records.Record) -> str:
@@ -122,7 +124,8 @@ class _ReportCollector:
             name = report.nodeid.rpartition("::")[2]
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash is not None else str(report.longrepr)
-            line = f"{name}: {message.strip().splitlines()[0] if message.strip() else 'failed'}"
+            first_line, _, _ = message.strip().partition("\n")
+            line = f"{name}: {first_line}"
             if message.startswith("NotImplementedError"):  # raised by a contract that needs a method of its subclass
                 self.unchecked_tests.append(f"not checked, {line}")
             else:
@@ -134,12 +137,12 @@ class _ReportCollector:
 
 
 def main(distribution: str) -> int:
-    """Prints the verdicts on a distribution's contracts. Returns 0 if at least one record passed and none failed, else 1."""
-    verdicts = []
+    """Prints the verdicts on a distribution's contracts. Returns 1 if there are none or one of them is "failed", else 0."""
+    statuses = []
     for verdict in certify(distribution):
-        verdicts.append(verdict)
+        statuses.append(verdict.status)
         print(verdict, flush=True)
-    return int(not verdicts or any(verdict.status == "failed" for verdict in verdicts))
+    return int(not statuses or "failed" in statuses)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 from unittest import mock
 
@@ -33,13 +35,13 @@ from sley_core.engine.shards import StandIn, UnregisteredParameter
 from sley_core.model.layers import Layer, Model
 from sley_core.topology import DEFAULT_CHANNEL, GroupEntry
 from sley_testing.drawn_copies import fill_with_nan
-from sley_testing.happens_before import tensors_of
+from sley_testing.happens_before import iterate_tensors
 from sley_trainer import assemble
 from sley_trainer.assemble import build_meta_model
 
-_POINT_TO_POINT = ("send", "recv", "recv_any")
-_UNEVEN = ("all_to_all", "all_to_all_single")
-_ROOTED = {"send": "to", "recv": "from"}
+_POINT_TO_POINT_OPS = ("send", "recv", "recv_any")
+_UNEVEN_OPS = ("all_to_all", "all_to_all_single")
+_ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,16 @@ class Collective:
 
     def __str__(self) -> str:
         size = f" of {self.numel} {self.dtype}" if self.dtype else ""
-        return f"{self.op}{size}" + ("" if self.peer is None else f" {_ROOTED.get(self.op, 'with root')} {self.peer}")
+        return f"{self.op}{size}" + (
+            "" if self.peer is None else f" {_ROOT_PREPOSITIONS.get(self.op, 'with root')} {self.peer}"
+        )
 
     @property
     def agreed_properties(self) -> tuple[object, ...]:
         """The properties that must be equal on all members, or on both ends of a send."""
-        if self.op in _POINT_TO_POINT:
+        if self.op in _POINT_TO_POINT_OPS:
             return self.group, self.numel, self.dtype
-        return self.group, self.op, None if self.op in _UNEVEN else self.numel, self.dtype, self.peer
+        return self.group, self.op, None if self.op in _UNEVEN_OPS else self.numel, self.dtype, self.peer
 
 
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
@@ -85,16 +89,16 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
     """
     by_rank = dict(sequences) if isinstance(sequences, Mapping) else dict(enumerate(sequences))
     for (group, _), members in _calls_by_communicator(by_rank).items():
-        for calls in members.values():
-            unordered = next((call for call in calls if call.op == "recv_any"), None)
-            assert unordered is None, f"a receive from any source has no order to prove: {group}{_format_site(unordered)}"
-        group_calls = {rank: [c for c in calls if c.op not in _POINT_TO_POINT] for rank, calls in members.items()}
+        for call in (call for calls in members.values() for call in calls):
+            is_ordered = call.op != "recv_any"
+            assert is_ordered, f"a receive from any source has no order to prove: {group}{_format_site(call)}"
+        group_calls = {rank: [c for c in calls if c.op not in _POINT_TO_POINT_OPS] for rank, calls in members.items()}
         _assert_equal_calls(f"the order on {group} is not the same on all ranks", group_calls)
         # The sends and receives of each pair of source and target, if both ranks were recorded.
         pairs: dict[tuple[int, int], dict[int, list[Collective]]] = {}
         for rank, calls in members.items():
             for call in calls:
-                if call.op in _POINT_TO_POINT and call.peer is not None and call.peer in members:
+                if call.op in _POINT_TO_POINT_OPS and call.peer is not None and call.peer in members:
                     ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
                     pairs.setdefault(ends, {ends[0]: [], ends[1]: []})[rank].append(call)
         for pair in pairs.values():
@@ -137,7 +141,7 @@ def _format_site(call: Collective) -> str:
     return "".join(f"\n      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(call.site))
 
 
-_NAMES = {
+_TORCH_NAMES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
     "allgather": "all_gather",
@@ -214,14 +218,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> Collective:
     """Builds the record of a collective from the arguments of torch's operation."""
     base_name = name.partition("::")[2].strip("_")
-    op = _NAMES.get(base_name, base_name)
+    op = _TORCH_NAMES.get(base_name, base_name)
     ranks = tuple(dist.get_process_group_ranks(group))
     peers = [arguments[key] for key in ("root_rank", "src", "dst") if key in arguments]
     # The tensor that has the same size on all ranks: the input, or the output of a scatter.
     prefix = "output" if op == "scatter" else "input"
     default = next(iter(arguments.values()))
     measured = next((value for key, value in arguments.items() if key.startswith(prefix)), default)
-    tensors = [] if "barrier" in op else list(tensors_of(measured))
+    tensors = [] if "barrier" in op else list(iterate_tensors(measured))
     is_named = group.group_desc not in ("", "undefined")
     communicator = group.group_desc if is_named else f"group {group.group_name}"
     return Collective(
@@ -243,9 +247,7 @@ def _caller_label(communicator: str) -> str:
     Groups of the same members share a communicator, which has the label of the first group. Only `run_guarded`, which starts
     every exchange, knows the labels of the other groups.
     """
-    frame = sys._getframe().f_back
-    while frame and frame.f_code is not run_guarded.__code__:
-        frame = frame.f_back
+    frame = next((frame for frame, _ in walk_stack(None) if frame.f_code is run_guarded.__code__), None)
     if frame is None:
         return communicator
     members: Members = frame.f_locals["turn"].members
@@ -256,13 +258,9 @@ def _caller_label(communicator: str) -> str:
 
 def _user_frames() -> tuple[str, ...]:
     """Returns the innermost lines of code outside torch and the recorder."""
-    lines: list[str] = []
-    frame = sys._getframe().f_back
-    while frame and len(lines) < _NUM_SITES:
-        if not frame.f_code.co_filename.startswith(_HIDDEN_FOLDERS):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(lines)
+    codes = ((frame.f_code, line) for frame, line in walk_stack(None))
+    user_codes = ((code, line) for code, line in codes if not code.co_filename.startswith(_HIDDEN_FOLDERS))
+    return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in islice(user_codes, _NUM_SITES))
 
 
 Traces = dict[str, dict[str, Any]]
@@ -324,27 +322,24 @@ def _describe_attribute(value: Any) -> Any:
 
 
 def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
-    """Asserts that the traces of `layers` equal `expected`. The message names the attributes that differ."""
+    """Asserts that the traces of `layers` equal `expected`. The message names the differing attributes of a module."""
     actual = traces(layers)
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    differing = {
-        f"{name}: {key}": (expected[name].get(key, "nothing"), actual[name].get(key, "nothing"))
-        for name in expected
-        for key in expected[name].keys() | actual[name].keys()
-        if expected[name].get(key, "nothing") != actual[name].get(key, "nothing")
-    }
-    lines = [f"{name} was {old_value}, is {new_value}" for name, (old_value, new_value) in sorted(differing.items())]
-    assert not lines, "\n".join(lines)
+    for name, old in expected.items():
+        new = actual[name]
+        keys = [key for key in {**old, **new} if old.get(key, "nothing") != new.get(key, "nothing")]
+        lines = [f"{name}: {key} was {old.get(key, 'nothing')}, is {new.get(key, 'nothing')}" for key in keys]
+        assert not lines, "\n".join(lines)
 
 
-YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+YAMA_FILE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def can_read_peers() -> bool:
     """Returns whether sley-cma can read the memory of peers: on x86-64 Linux as root or without Yama restrictions."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
-    return os.geteuid() == 0 or not YAMA.exists() or YAMA.read_text("ascii").strip() == "0"
+    return os.geteuid() == 0 or not YAMA_FILE.exists() or YAMA_FILE.read_text("ascii").strip() == "0"
 
 
 @contextmanager

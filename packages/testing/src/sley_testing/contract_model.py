@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.attention import Attention
-from sley_testing.contract import SQUARES, Samples, Uneven, contract_plan
+from sley_testing.contract import SQUARES, Samples, UnevenBlock, contract_plan
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 8
 """VOCABULARY is not divisible by 2, nor WIDTH by 4, so that weight shards are padded."""
@@ -52,8 +52,8 @@ class Embed(nn.Module):
         return self.table(tokens) + self.positions(positions)
 
 
-class Block(Uneven):
-    """Combines attention with two query heads per key head, dropout, `Uneven`, and two linears."""
+class Block(UnevenBlock):
+    """Combines attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)

@@ -57,8 +57,8 @@ class DatasetContract:
 
     def test_samples_match_info(self, folder: Path) -> None:
         """Compares fields, dtypes, dims, token ids and length of a batch with `info`."""
-        dataset = self._open(folder)
-        samples = self._samples(dataset)
+        dataset = self._open_dataset(folder)
+        samples = list(self._copy_samples(dataset).values())
         assert samples, "the dataset has no samples"
         batch = collate_function(dataset)(samples)
         fields = dataset.info.fields
@@ -69,91 +69,83 @@ class DatasetContract:
 
     def test_index_returns_same_sample(self, folder: Path) -> None:
         """Reads samples in another order, in a second dataset, and in another thread."""
-        dataset, second_dataset = self._open(folder), self._open(folder)
-        lengths = [] if is_stream(dataset) else [len(cast(Dataset, opened)) for opened in (dataset, second_dataset)]
-        assert len(set(lengths)) <= 1, f"two datasets of the same table have different lengths: {lengths}"
+        dataset, second_dataset = self._open_dataset(folder), self._open_dataset(folder)
         first_read = self._copy_samples(dataset)
         if not is_stream(dataset):
             indexed = cast(Dataset, dataset)
-            for index in reversed(self._indices(indexed)):
+            lengths = len(indexed), len(cast(Dataset, self._open_dataset(folder)))
+            assert lengths[0] == lengths[1], f"a dataset has length {lengths[0]} after it is read, but a new one {lengths[1]}"
+            for index in reversed(first_read):
                 assert _are_equal_samples(indexed[index], first_read[index]), f"sample {index} differs when it is read again"
-            new_length = len(indexed)
-            assert new_length == lengths[0], f"the length changes when samples are read, from {lengths[0]} to {new_length}"
         thread_reads: list[dict[int, Sample]] = []
         thread = threading.Thread(target=lambda: thread_reads.append(self._copy_samples(second_dataset)))
         thread.start()
         thread.join()
         assert thread_reads, "samples can only be read in the main thread"
         for index, sample in first_read.items():
-            assert _are_equal_samples(thread_reads[0][index], sample), (
-                f"sample {index} differs on another rank or in another thread"
-            )
+            is_equal = _are_equal_samples(thread_reads[0][index], sample)
+            assert is_equal, f"sample {index} differs on another rank or in another thread"
 
     def test_samples_do_not_share_memory(self, folder: Path) -> None:
         """Reads all samples of a batch before comparing them."""
-        dataset = self._open(folder)
-        samples = dict(self._indexed_samples(dataset))
-        copies = self._copy_samples(self._open(folder))
+        dataset = self._open_dataset(folder)
+        samples = dict(self._read_samples(dataset))
+        copies = self._copy_samples(self._open_dataset(folder))
         for index, sample in samples.items():
-            assert _are_equal_samples(sample, copies[index]), f"sample {index} changes while others are read"
+            assert _are_equal_samples(sample, copies[index]), f"sample {index} changes while other samples are read"
 
     def test_default_generator_is_unchanged(self, folder: Path) -> None:
         """Protects the generator that a concurrent forward draws from."""
         initial_state = torch.default_generator.get_state()
-        self._samples(self._open(folder))
+        self._copy_samples(self._open_dataset(folder))
         is_unchanged = torch.equal(initial_state, torch.default_generator.get_state())
         assert is_unchanged, "reading samples draws from or seeds torch's default generator: use a separate generator"
 
     def test_ranks_split_each_batch(self, folder: Path) -> None:
         """Expects that the rows of two ranks form the batches of one process, even across the end of an epoch."""
-        all_batches = list(islice(self._feed(folder, range(BATCH)), NUM_BATCHES))
-        halves = [list(islice(self._feed(folder, rows), NUM_BATCHES)) for rows in (range(2), range(2, BATCH))]
-        has_rows = not hasattr(self._open(folder), "collate")  # a collate function may pad to the longest row
-        for number, (all_rows, first, second) in enumerate(zip(all_batches, *halves, strict=True)):
-            assert first.numbers + second.numbers == all_rows.numbers, (
-                f"batch {number}: two ranks have different samples than one process"
-            )
-            if has_rows:
-                fields = self._open(folder).info.fields
-                joined = {name: torch.cat([first.batch[name], second.batch[name]], fields[name].batch_dim) for name in fields}
-                assert _are_equal_samples(joined, all_rows.batch), (
-                    f"batch {number}: the tensors of two ranks differ from those of one process"
-                )
+        dataset = self._open_dataset(folder)
+        fields = {} if hasattr(dataset, "collate") else dataset.info.fields  # a collate function may pad to the longest row
+        feeds = (self._read_batches(folder, rows) for rows in (range(BATCH), range(2), range(2, BATCH)))
+        for number, (full, first, second) in enumerate(islice(zip(*feeds, strict=True), NUM_BATCHES)):
+            has_same_samples = first.numbers + second.numbers == full.numbers
+            assert has_same_samples, f"batch {number}: two ranks have different samples than one process"
+            for name, field in fields.items():
+                joined = torch.cat([first.batch[name], second.batch[name]], field.batch_dim)
+                is_equal = torch.equal(joined, full.batch[name])
+                assert is_equal, f"batch {number}: the tensors of two ranks differ from those of one process: {name}"
 
     def test_restart_resumes_position(self, folder: Path) -> None:
         """Reopens the dataset and continues at the position that a checkpoint stores."""
-        uninterrupted = list(islice(self._feed(folder, range(BATCH)), NUM_BATCHES))
+        uninterrupted = list(islice(self._read_batches(folder, range(BATCH)), NUM_BATCHES))
         for num_done in (1, NUM_BATCHES - 2):
             state = decode_value(json.loads(json.dumps(encode_value(uninterrupted[num_done - 1].state))))
             notes: list[str] = []
-            resumed = list(islice(self._feed(folder, range(BATCH), state, notes), NUM_BATCHES - num_done))
+            resumed = list(islice(self._read_batches(folder, range(BATCH), state, notes), NUM_BATCHES - num_done))
             assert not notes, f"a run that resumes after batch {num_done} has a different batch {num_done}: {notes[0]}"
             for number, (expected, actual) in enumerate(zip(uninterrupted[num_done:], resumed, strict=True), start=num_done):
-                assert _are_equal_samples(actual.batch, expected.batch), (
-                    f"a run that resumes after batch {num_done} has a different batch {number}"
-                )
+                is_equal = _are_equal_samples(actual.batch, expected.batch)
+                assert is_equal, f"a run that resumes after batch {num_done} has a different batch {number}"
 
     def test_held_out_samples_are_not_trained_on(self, folder: Path) -> None:
         """Expects that no sample is used both for training and for evaluation."""
         if not self.holds_out:
             pytest.skip("the dataset has no held-out samples (`holds_out`)")
-        training_samples = self._samples(self._open(folder))
-        for index, sample in enumerate(self._samples(self._open(folder, "held_out"))):
-            assert not any(_are_equal_samples(sample, training_sample) for training_sample in training_samples), (
-                f"the held-out sample {index} is also a training sample"
-            )
+        training_samples = self._copy_samples(self._open_dataset(folder)).values()
+        for index, sample in self._copy_samples(self._open_dataset(folder, "held_out")).items():
+            is_trained = any(_are_equal_samples(sample, training_sample) for training_sample in training_samples)
+            assert not is_trained, f"the held-out sample {index} is also a training sample"
 
-    def _open(self, folder: Path, split: Split = "train") -> AnyDataset:
+    def _open_dataset(self, folder: Path, split: Split = "train") -> AnyDataset:
         """Opens the dataset as a run does."""
         return open_dataset(plan_from_dict(small_plan(data=self.data), folder).data, DataContext(SEED, split))
 
-    def _feed(
+    def _read_batches(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
     ) -> Iterator[_FedBatch]:
         """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to start from. notes: a
         list that receives the feed's notes, such as a dataset state that cannot be restored.
         """
-        with Feed(self._open(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
+        with Feed(self._open_dataset(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
             if state is not None:
                 feed.restore(state)
             while True:
@@ -162,26 +154,18 @@ class DatasetContract:
                     notes[:] = feed.notes
                 yield _FedBatch(batch, feed.samples, feed.state())
 
-    def _indices(self, dataset: Dataset) -> list[int]:
-        """Returns evenly spaced indices of samples, including the first and the last."""
-        return sorted({*range(0, len(dataset), max(1, len(dataset) // self.num_samples)), len(dataset) - 1} - {-1})
-
-    def _indexed_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
-        """Yields indices and samples: the first samples of a stream, else those of `_indices`."""
+    def _read_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
+        """Yields indices and samples: the first samples of a stream, else evenly spaced ones with the first and the last."""
         if is_stream(dataset):
             yield from enumerate(islice(cast(Any, dataset), self.num_samples))
-        else:
-            indexed = cast(Dataset, dataset)
-            yield from ((index, indexed[index]) for index in self._indices(indexed))
+            return
+        indexed, size = cast(Dataset, dataset), len(cast(Dataset, dataset))
+        for index in sorted({*range(0, size, max(1, size // self.num_samples)), size - 1} - {-1}):
+            yield index, indexed[index]
 
     def _copy_samples(self, dataset: AnyDataset) -> dict[int, Sample]:
         """Returns copies of samples by index, each made before the next sample is read."""
-        return {
-            number: {name: value.clone() for name, value in sample.items()} for number, sample in self._indexed_samples(dataset)
-        }
-
-    def _samples(self, dataset: AnyDataset) -> list[Sample]:
-        return list(self._copy_samples(dataset).values())
+        return {index: {name: value.clone() for name, value in sample.items()} for index, sample in self._read_samples(dataset)}
 
 
 class _FedBatch(NamedTuple):
@@ -196,14 +180,11 @@ def _check_field(name: str, value: Tensor, field: Field, num_samples: int, seque
     """Asserts that a field of a batch matches its declaration."""
     dtype = str(value.dtype).removeprefix("torch.")
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
-    assert field.batch_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no batch_dim {field.batch_dim}"
-    size = value.shape[field.batch_dim]
-    assert size == num_samples, f"the field `{name}` has size {size} along its batch_dim, but there are {num_samples} samples"
-    if field.sequence_dim is None:
-        return
-    assert field.sequence_dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no sequence_dim {field.sequence_dim}"
-    length = value.shape[field.sequence_dim]
-    assert sequence in (None, length), f"the field `{name}` has {length} positions, but {sequence} are declared"
+    for dim, declared, label in ((field.batch_dim, num_samples, "samples"), (field.sequence_dim, sequence, "positions")):
+        if dim is not None:
+            assert dim < value.ndim, f"the field `{name}` {tuple(value.shape)} has no dim {dim}, which is that of {label}"
+            size = value.shape[dim]
+            assert declared in (None, size), f"the field `{name}` has {size} {label}, but {declared} are declared"
 
 
 def _are_equal_samples(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:

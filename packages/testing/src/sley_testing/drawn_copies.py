@@ -34,9 +34,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory
-from sley_testing.happens_before import DEVICE, Access, Clock, Ledger, MemoryWatch, describe_tensor, extent, merge, storage_of
+from sley_testing.happens_before import (
+    DEVICE,
+    Access,
+    Clock,
+    Ledger,
+    MemoryWatch,
+    byte_range,
+    describe_tensor,
+    get_storage,
+    merge_clocks,
+)
 
-RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
+COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
 """Probabilities of another copy at each call. With 0 copies happen as late as possible, with 1 immediately."""
 
 
@@ -86,9 +96,9 @@ class DrawnCopies:
     def __init__(self, seed: int, *, is_strict: bool) -> None:
         self.ledger = Ledger()
         self.is_strict = is_strict
-        self.is_broken = False
+        self.has_broken_rule = False
         self._random = random.Random(seed)
-        self.rate = self._random.choice(RATES)
+        self.rate = self._random.choice(COPY_RATES)
         self._pending: dict[int, list[_Copy]] = {}
         self._num_done: Clock = {}
 
@@ -101,19 +111,19 @@ class DrawnCopies:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches operations, and at the end completes all copies and checks memory."""
-        with _Watch(self).watching():
+        with _CopyWatch(self).watching():
             yield
         while self._step():
             pass
-        self.check(self.ledger.check_freed_memory)
+        self.apply_rule(self.ledger.check_freed_memory)
 
-    def check(self, rule: Callable[..., Any], *args: Any) -> None:
+    def apply_rule(self, rule: Callable[..., Any], *args: Any) -> None:
         """Applies a rule of the ledger. Only the first broken rule raises, since the cleanup of a failed run is unordered."""
         try:
             rule(*args)
         except AssertionError:
-            if self.is_strict and not self.is_broken:
-                self.is_broken = True
+            if self.is_strict and not self.has_broken_rule:
+                self.has_broken_rule = True
                 raise
 
     def add_copy(self, stream: int, target: Tensor, source: Tensor) -> None:
@@ -123,7 +133,7 @@ class DrawnCopies:
         self.handle_call()
         torch.autograd.graph.increment_version(target)  # at the call, as `copy_` on a real stream does
         try:
-            self.check(self.ledger.record_copy, stream, target, source)
+            self.apply_rule(self.ledger.record_copy, stream, target, source)
         finally:
             target_span, source_span = Span(target), Span(source)
             clock = self.ledger.streams[stream]
@@ -133,15 +143,15 @@ class DrawnCopies:
                 fill_with_nan(target_memory)
             self._pending[stream].append(_Copy(target_span, source_span, dependencies))
 
-    def tick(self) -> None:
+    def execute_some(self) -> None:
         """Executes a random number of copies."""
         while self._random.random() < self.rate and self._step():
             pass
 
     def handle_call(self) -> None:
-        """Handles a call of a stream or an event: checks for memory that was released too early, then calls `tick`."""
-        self.check(self.ledger.check_freed_memory)
-        self.tick()
+        """Handles a call of a stream or an event: checks for memory that was released too early, then calls `execute_some`."""
+        self.apply_rule(self.ledger.check_freed_memory)
+        self.execute_some()
 
     def poll(self, clock: Clock) -> bool:
         """Returns whether the host sees that the copies in `clock` are complete. Repeated calls eventually return True. The
@@ -198,12 +208,12 @@ class DrawnStream(CopyStream):
 
     def wait_for_device(self) -> None:
         self._copies.handle_call()
-        merge(self._clock, self._copies.ledger.device)
+        merge_clocks(self._clock, self._copies.ledger.device)
 
     def wait_for(self, event: CopyEvent) -> None:
         self._copies.handle_call()
         if isinstance(event, DrawnEvent):
-            merge(self._clock, event.clock)
+            merge_clocks(self._clock, event.clock)
         else:
             event.wait()
 
@@ -233,30 +243,30 @@ class DrawnEvent(CopyEvent):
         self._merge_clock()
 
     def _merge_clock(self) -> None:
-        merge(self._copies.ledger.host, self.clock)
-        merge(self._copies.ledger.device, self.clock)
+        merge_clocks(self._copies.ledger.host, self.clock)
+        merge_clocks(self._copies.ledger.device, self.clock)
 
     def hold_device(self) -> None:
         self._copies.wait_for(self.clock)
-        merge(self._copies.ledger.device, self.clock)
+        merge_clocks(self._copies.ledger.device, self.clock)
 
 
-class _Watch(MemoryWatch):  # type: ignore[no-untyped-call]
+class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
         self._copies = copies
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        self._copies.tick()
+        self._copies.execute_some()
         assert_allocated(name, accesses)
-        self._copies.check(self._copies.ledger.record_operation, name, accesses)
+        self._copies.apply_rule(self._copies.ledger.record_operation, name, accesses)
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._copies.check(self._copies.ledger.record_operation, name, [Access(tensor, writes=True) for tensor in tensors])
+        self._copies.apply_rule(self._copies.ledger.record_operation, name, [Access(tensor, writes=True) for tensor in tensors])
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None]:
         self._copies.handle_call()
-        self._copies.check(self._copies.ledger.record_resize, storage)
+        self._copies.apply_rule(self._copies.ledger.record_resize, storage)
         old_num_bytes = storage.nbytes()
 
         def poison_new() -> None:
@@ -274,18 +284,18 @@ class Span:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._dtype = tensor.dtype
         self._geometry = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        self._extent = extent(tensor)
+        self._byte_range = byte_range(tensor)
 
     def tensor(self) -> Tensor | None:
         """Returns the tensor without autograd, or None if its memory is freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None or storage.nbytes() < self._extent[1]:
+        if storage is None or storage.nbytes() < self._byte_range[1]:
             return None
         with _disable_current_modes():
             return tensor_from_storage(storage, self._dtype, *self._geometry)
 
     def overlaps(self, span: Span) -> bool:
-        (first, last), (start, end) = self._extent, span._extent
+        (first, last), (start, end) = self._byte_range, span._byte_range
         return self._storage.cdata == span._storage.cdata and first < end and start < last
 
 
@@ -311,7 +321,7 @@ def storage_guard() -> AbstractContextManager[None]:
     """Returns a context manager in which an operation of this thread or its backward raises AssertionError if a tensor needs
     more bytes than its storage has. It costs about 0.1 ms per operation.
     """
-    return _Guard().watching()
+    return _StorageGuard().watching()
 
 
 def assert_allocated(name: str, accesses: Sequence[Access]) -> None:
@@ -339,11 +349,11 @@ def safe_to_print() -> AbstractContextManager[object]:
 
 def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
     """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
-    storage = storage_of(tensor)
-    return (0, 0) if storage is None else (extent(tensor)[1], storage.nbytes())
+    storage = get_storage(tensor)
+    return (0, 0) if storage is None else (byte_range(tensor)[1], storage.nbytes())
 
 
-class _Guard(MemoryWatch):  # type: ignore[no-untyped-call]
+class _StorageGuard(MemoryWatch):  # type: ignore[no-untyped-call]
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         assert_allocated(name, accesses)
 

@@ -37,7 +37,7 @@ DEVICE = 0
 _SWEEP_EVERY = 4096
 
 
-def merge(clock: Clock, event_clock: Clock) -> None:
+def merge_clocks(clock: Clock, event_clock: Clock) -> None:
     """Raises each entry of `clock` to that of `event_clock` if it is lower."""
     for worker, number in event_clock.items():
         clock[worker] = max(clock.get(worker, 0), number)
@@ -73,7 +73,7 @@ class CopyEnd:
 
 
 @dataclass
-class _Memory:
+class _StorageAccesses:
     """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: the
     numbers of the last read and the last write by the device, by byte range.
     """
@@ -91,8 +91,8 @@ class Ledger:
         self.host: Clock = {}
         self.device: Clock = {DEVICE: 0}
         self.streams: defaultdict[int, Clock] = defaultdict(dict)
-        self._memory: dict[int, _Memory] = {}  # by the address of the storage's object, which the weak reference keeps
-        self._memory_with_copies: dict[int, _Memory] = {}
+        self._memory: dict[int, _StorageAccesses] = {}  # by the address of the storage's object, which the weak reference keeps
+        self._memory_with_copies: dict[int, _StorageAccesses] = {}
 
     def mark_host_memory(self, data: Tensor) -> None:
         """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
@@ -104,13 +104,13 @@ class Ledger:
             self.check_freed_memory()
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
                 del self._memory[key]
-        storages = ((storage_of(access.tensor), access) for access in accesses)
+        storages = ((get_storage(access.tensor), access) for access in accesses)
         touched = [(self._memory_of(storage), access) for storage, access in storages if storage is not None]
         is_host = bool(touched) and all(memory.is_host for memory, _ in touched)
         if not is_host:
             self.device[DEVICE] += 1
         for memory, access in touched:
-            span = extent(access.tensor)
+            span = byte_range(access.tensor)
             if memory.copies:
                 text = f"{name} {'writes' if access.writes else 'reads'} {describe_tensor(access.tensor)}"
                 clock, wait = (self.host, "`wait`") if is_host else (self.device, "`hold_device`")
@@ -131,7 +131,7 @@ class Ledger:
     def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
         """Records a copy, even if it raises, and returns its number on the stream, from 1."""
         clock = self.streams[stream]
-        merge(clock, self.host)
+        merge_clocks(clock, self.host)
         number = clock.get(stream, 0) + 1
         ends = [(target, True, f"into {describe_tensor(target)}"), (source, False, f"from {describe_tensor(source)}")]
         try:
@@ -140,7 +140,10 @@ class Ledger:
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                new, memory = CopyEnd(stream, number, *extent(tensor), writes, text), self._memory_of(tensor.untyped_storage())
+                new, memory = (
+                    CopyEnd(stream, number, *byte_range(tensor), writes, text),
+                    self._memory_of(tensor.untyped_storage()),
+                )
                 memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
                 self._memory_with_copies[storage_id(tensor)] = memory
         return number
@@ -161,7 +164,7 @@ class Ledger:
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
         """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
         memory = self._memory_of(tensor.untyped_storage())
-        first, last = extent(tensor)
+        first, last = byte_range(tensor)
         for (start, end), (last_read, last_write) in memory.device.items():
             number = max(last_read, last_write) if writes else last_write
             assert not (start < last and first < end) or number <= clock.get(DEVICE, 0), (
@@ -171,7 +174,9 @@ class Ledger:
         ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
         self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`wait_for`")
 
-    def _check_copies(self, memory: _Memory, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
+    def _check_copies(
+        self, memory: _StorageAccesses, clock: Clock, access: tuple[int, int, bool], text: str, wait: str
+    ) -> None:
         """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
         first, last, writes = access
         for copy in memory.copies:
@@ -180,18 +185,18 @@ class Ledger:
                 f"{text} while {copy} may be in flight: {wait} is missing"
             )
 
-    def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
+    def _memory_of(self, storage: torch.UntypedStorage) -> _StorageAccesses:
         """Returns the accesses to `storage`, which are empty at its first use."""
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            memory = self._memory[storage._cdata] = _StorageAccesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return memory
 
 
 _SHAPE_ONLY = {"resize_", "resize_as_", "set_", "is_same_size", "is_pinned", "record_stream", "_unsafe_view"}
 """Operations that only change or read shapes. Views are recognized by their schema."""
 
-_READ_BY_HOST = ("numpy", "tolist", "__dlpack__")
+_HOST_READS = ("numpy", "tolist", "__dlpack__")
 """Tensor methods that read or export values without a torch operation."""
 
 
@@ -203,14 +208,14 @@ class Access:
     writes: bool
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Returns the storage of `tensor`, or None for meta and sparse tensors and wrapper subclasses."""
     if type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__ or tensor.is_meta or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()
 
 
-def extent(tensor: Tensor) -> tuple[int, int]:
+def byte_range(tensor: Tensor) -> tuple[int, int]:
     """Returns the first byte of `tensor` in its storage and the byte after the last; (0, 0) if it is empty."""
     if tensor.numel() == 0:
         return 0, 0
@@ -253,7 +258,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             self._thread = threading.get_ident()
             stack.enter_context(self)
-            for name in _READ_BY_HOST:
+            for name in _HOST_READS:
                 stack.enter_context(mock.patch.object(Tensor, name, self._check_read(name)))
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._watch_resize()))
             yield
@@ -265,16 +270,16 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view and func._can_decompose():  # in inference mode: for example a reshape, which may be a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
-        names, written = _arguments(func)
+        names, written = _describe_arguments(func)
         arguments = () if written is None else (*zip(names, args, strict=False), *kwargs.items())
-        accesses = [Access(tensor, name in (written or ())) for name, value in arguments for tensor in tensors_of(value)]
+        accesses = [Access(tensor, name in (written or ())) for name, value in arguments for tensor in iterate_tensors(value)]
         self.before_operation(str(func), accesses)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
             if func.is_view:  # torch refuses some views of freed memory, but does not name the tensor
                 self.before_operation(
-                    str(func), [Access(tensor, writes=False) for tensor in tensors_of([*args, *kwargs.values()])]
+                    str(func), [Access(tensor, writes=False) for tensor in iterate_tensors([*args, *kwargs.values()])]
                 )
             raise
         returns = func._schema.returns
@@ -283,7 +288,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor
             for returned, value in zip(returns, values, strict=False)
             if returned.alias_info is None
-            for tensor in tensors_of(value)
+            for tensor in iterate_tensors(value)
         ]
         if new_tensors:
             self.after_allocation(str(func), new_tensors)
@@ -316,7 +321,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
+def _describe_arguments(func: Any) -> tuple[list[str], set[str] | None]:
     """Returns the names of an operation's arguments and of its written arguments. The latter is None if it accesses no
     memory.
     """
@@ -330,10 +335,10 @@ def _arguments(func: Any) -> tuple[list[str], set[str] | None]:
     return names, written
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_of(item)
+            yield from iterate_tensors(item)

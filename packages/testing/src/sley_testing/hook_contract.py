@@ -24,7 +24,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import assert_same_sequence, assert_untouched, record_built_models
 from sley_testing.plans import changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_same_run, counts_of, fail_once, record
+from sley_testing.runs import Recorded, assert_same_run, fail_once, read_counts, record
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
@@ -64,7 +64,7 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Obs
             tensors = (tensor for tensor in gc.get_objects() if type(tensor) is Tensor)
             graphs = ((tensor.shape, tensor.grad_fn) for tensor in tensors)
             observation.graphs.append([f"{tuple(shape)} of {graph.name()}" for shape, graph in graphs if graph is not None])
-            observation.counts += [counts_of(hook) for hook in run.stepper.executor.hooks]
+            observation.counts += [read_counts(hook) for hook in run.stepper.executor.hooks]
         if fails and number == FAILING_STEP:
             fail_once(run)
 

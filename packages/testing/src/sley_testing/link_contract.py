@@ -54,8 +54,8 @@ WAIT_S = 10.0  # the time limit of a collective in these walks
 
 
 def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]]) -> None:
-    """Executes walks on this rank; every second walk is followed by its forwards only. walks: the microbatch lengths of each
-    walk. Raises AssertionError if a received tensor is wrong, or changes in a later walk.
+    """Executes walks on this rank, and after every second walk its forwards only. route: the stage of each position. walks: the
+    microbatch lengths of each walk. Raises AssertionError if a received tensor is wrong, or changes in a later walk.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
@@ -65,7 +65,7 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]])
             walker.walk(lists, lengths)
             if number % 2:
                 walker.walk([forward_only(actions) for actions in lists], lengths, training=False)
-            walker.check_stored_tensors()
+            walker.check_kept_tensors()
 
 
 def mismatch_error_codes(link: Table) -> list[str]:
@@ -86,15 +86,15 @@ def abort_seconds(link: Table, timeout_s: float) -> float:
     """Begins and aborts two walks on the first stage only; returns the elapsed seconds. timeout_s: the time limit of a
     collective.
     """
-    placement = Placement((0, 1, 1, 0))
+    placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
     with open_link(link, timeout_s) as (stage_link, stage):
         start = time.monotonic()
         for _ in range(2 if stage == 0 else 0):
-            stage_link.begin([("tokens", (2, 3))] * 2, [1])
+            stage_link.begin([key] * 2, [1])
             for step in steps:
                 if isinstance(step, Transfer) and step.op == "post":
-                    stage_link.post_receive(step, ("tokens", (2, 3)))
+                    stage_link.post_receive(step, key)
             stage_link.abort("the contract's failing step")
         return time.monotonic() - start
 
@@ -143,25 +143,23 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
 
 
 class Walker:
-    """Executes one stage's walks over `link`. Keeps all received tensors and writes to some of them, for
-    `check_stored_tensors`.
-    """
+    """Executes the walks of one stage over `link`. Keeps all received tensors, and writes to some of them."""
 
     def __init__(self, link: StageLink, placement: Placement, stage: int) -> None:
         self.placement = placement
         self.stage = stage
         self._crossing = Crossing(placement, stage, link)
-        self._number = 0
+        self._walk_number = 0
         self._lengths: Sequence[int] = ()
         self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
-        self._stored_tensors: list[tuple[Any, Tensor]] = []
+        self._kept_tensors: list[tuple[Any, Tensor]] = []  # with their expected values
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
         """Executes this stage's list. lengths: the length of each microbatch, which sets the shapes of its messages. Raises
         AssertionError if a received message differs from the sent one.
         """
-        self._number += 1
+        self._walk_number += 1
         self._lengths = lengths
         steps = lower(lists, self.placement, len(lengths), training=training)[self.stage]
         self._crossing.begin([("tokens", (2, length)) for length in lengths])
@@ -179,9 +177,9 @@ class Walker:
         self._crossing.end()
         self._sent.clear()
 
-    def check_stored_tensors(self) -> None:
+    def check_kept_tensors(self) -> None:
         """Raises AssertionError if a kept tensor has changed."""
-        for value, expected in self._stored_tensors:
+        for value, expected in self._kept_tensors:
             actual = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
@@ -206,35 +204,33 @@ class Walker:
         """Receives the message of the chunk at position `origin`, checks its content, and returns its description."""
         description, tensors = self._crossing.receive(flow, action.chunk, action.micro)
         is_sent = self.placement.holder(origin).stage != self.stage
-        label = f"stage {self.stage}, walk {self._number}, {flow} of {action}"
+        label = f"stage {self.stage}, walk {self._walk_number}, {flow} of {action}"
         if flow == "forward":
-            expected_description, expected = self._output(origin, action.micro)
-            expected_description = expected_description.with_overlaps(expected) if is_sent else expected_description
-            assert description == expected_description, (
-                f"{label}: received {description.leaves}, not {expected_description.leaves}"
-            )
+            sent_description, sent = self._output(origin, action.micro)
+            sent_description = sent_description.with_overlaps(sent) if is_sent else sent_description
+            assert description == sent_description, f"{label}: received {description.leaves}, not {sent_description.leaves}"
         else:
-            expected_description = self._output(origin - 1, action.micro)[0].gradients
-            expected = self._gradients(origin, action.micro, expected_description)
-        assert len(tensors) == len(expected), f"{label}: received {len(tensors)} tensors, not {len(expected)}"
-        for index, (actual, sent_tensor) in enumerate(zip(tensors, expected, strict=True)):
-            assert torch.equal(actual, sent_tensor), f"{label}: tensor {index} was received as {actual}, not {sent_tensor}"
+            sent = self._gradients(origin, action.micro, self._output(origin - 1, action.micro)[0].gradients)
+        assert len(tensors) == len(sent), f"{label}: received {len(tensors)} tensors, not {len(sent)}"
+        for index, (actual, expected) in enumerate(zip(tensors, sent, strict=True)):
+            assert torch.equal(actual, expected), f"{label}: tensor {index} was received as {actual}, not {expected}"
         if is_sent:
-            self._store(tensors, expected, action.micro)
+            self._keep(tensors, sent, action.micro)
         return description
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
+        """Sends a message. `walk` overwrites its tensors afterwards."""
         self._sent[flow, action.chunk, action.micro] = tensors
         self._crossing.send(flow, action.chunk, action.micro, (description, tensors))
 
-    def _store(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
+    def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
         """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd microbatches."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)
             expected = [torch.full_like(expected[0], 7), *expected[1:]]
-        assert versions == [tensor._version for tensor in tensors[1:]], "a write to one tensor changes the version of another"
-        self._stored_tensors += [
+        assert versions == [tensor._version for tensor in tensors[1:]], "a write to a tensor changes the version of another"
+        self._kept_tensors += [
             ((tensor, tensor.view_as(tensor), tensor.numpy())[(index + micro_batch) % 3], value.clone())
             for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True))
         ]
@@ -243,23 +239,21 @@ class Walker:
         """Returns the output of the chunk at `position`: tensors of several dtypes, including an empty tensor, a repeated
         tensor and two that overlap.
         """
-        random_generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
-        hidden = torch.randn(length + 2, 3, generator=random_generator)
-        counts = torch.randint(0, 99, (2,), generator=random_generator)
-        scalar = torch.randn((), generator=random_generator, dtype=torch.float64)
+        generator, length = self._generator(position, micro_batch, 0), self._lengths[micro_batch]
+        hidden = torch.randn(length + 2, 3, generator=generator)
+        counts = torch.randint(0, 99, (2,), generator=generator)
+        scalar = torch.randn((), generator=generator, dtype=torch.float64)
         tensors = [hidden, counts, scalar, torch.empty(0, length), hidden[1:3], counts]
-        requires_grad = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
-        leaves = [
-            Leaf(tensor.dtype, tuple(tensor.shape), has_gradient)
-            for tensor, has_gradient in zip(tensors, requires_grad, strict=True)
-        ]
+        has_gradient = [micro_batch % 3 != 2, False, micro_batch % 2 == 0, False, False, False]
+        leaves = [Leaf(tensor.dtype, tuple(tensor.shape), has) for tensor, has in zip(tensors, has_gradient, strict=True)]
         leaves[5] = Leaf(counts.dtype, (2,), has_gradient=False, same_as=1)
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
-        """Returns the input gradients of the chunk at `position`."""
-        random_generator = self._generator(position, micro_batch, 1)
-        return [torch.randn(leaf.shape, generator=random_generator, dtype=leaf.dtype) for leaf in description.leaves]
+        """Returns the input gradients of the chunk at `position`. description: describes them."""
+        generator = self._generator(position, micro_batch, 1)
+        return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 
     def _generator(self, position: int, micro_batch: int, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(((self._number * 64 + position) * 64 + micro_batch) * 2 + stream)
+        """Returns a generator whose seed depends on the walk and the arguments."""
+        return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + micro_batch) * 2 + stream)

@@ -27,7 +27,7 @@ from sley_testing.plans import small_plan
 
 Batch = dict[str, Tensor]
 
-EXACT = 1e-10  # the relative tolerance of fp64 sums
+EXACT_TOLERANCE = 1e-10  # the relative tolerance of fp64 sums
 
 
 class LossContract:
@@ -51,10 +51,10 @@ class LossContract:
         loss, (_, batch) = self._loss(), self.batch()
         total = loss.weight(batch)
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
-        assert total > 0, f"the weight of a batch must be positive, but is {total}"
+        assert total > 0, f"the weight of a batch is {total}, not positive"
         for size in self._sizes():
             weights = [loss.weight(part) for part in _split_batch(batch, size)]
-            assert sum(weights) == pytest.approx(total, rel=EXACT), (
+            assert sum(weights) == pytest.approx(total, rel=EXACT_TOLERANCE), (
                 f"the weight of a batch is {total:g}, but its microbatches of {size} weigh {sum(weights):g}: "
                 "the weight must count the terms of the loss"
             )
@@ -69,11 +69,11 @@ class LossContract:
                 for part in zip(torch.split(output, size), _split_batch(batch, size), strict=True)
             ]
             total = sum(loss for loss, _ in results)
-            assert total == pytest.approx(expected, rel=EXACT, abs=EXACT), (
+            assert total == pytest.approx(expected, rel=EXACT_TOLERANCE, abs=EXACT_TOLERANCE), (
                 f"the loss of a batch is {expected:.9g}, but its microbatches of {size} sum to {total:.9g}: a mean is not a sum"
             )
-            error = _error(torch.cat([part_gradient for _, part_gradient in results]), gradient)
-            assert error <= EXACT, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
+            error = _relative_error(torch.cat([part_gradient for _, part_gradient in results]), gradient)
+            assert error <= EXACT_TOLERANCE, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
         """Runs `gradcheck` in fp64."""
@@ -100,17 +100,17 @@ class LossContract:
         )
         assert leaf.grad is not None, f"a {dtype} output gets no gradient"
         assert leaf.grad.dtype == dtype, f"the gradient of a {dtype} output is {leaf.grad.dtype}"
-        error = _error(leaf.grad.double(), gradient)
+        error = _relative_error(leaf.grad.double(), gradient)
         assert error <= tolerance, f"the relative error of the gradient of a {dtype} output is {error:.3g}"
 
     def test_call_keeps_no_state(self) -> None:
         """Expects that a call keeps no output, graph or state, and does not write to its inputs."""
         loss, (output, batch) = self._loss(), self.batch()
-        copies = output.clone(), {name: value.clone() for name, value in batch.items()}
+        inputs = {"the model's output": output, **{f"the field {name}": value for name, value in batch.items()}}
+        copies = {name: value.clone() for name, value in inputs.items()}
         first = loss.weight(batch), float(loss.loss(output, batch))
-        assert torch.equal(output, copies[0]), "the loss writes to the model's output"
-        changed = [name for name, value in batch.items() if not torch.equal(value, copies[1][name])]
-        assert not changed, f"the loss writes to the batch: {changed}"
+        changed = [name for name, value in inputs.items() if not torch.equal(value, copies[name])]
+        assert not changed, f"the loss writes to {', '.join(changed)}"
         live_output = output.detach().requires_grad_() * 1
         total = loss.loss(live_output, batch)
         total.backward()  # type: ignore[no-untyped-call]
@@ -156,8 +156,8 @@ class LossContract:
     def _sizes(self) -> tuple[int, int]:
         """Returns the microbatch sizes to test."""
         samples = len(self.batch()[0])
-        assert samples >= 4, f"`batch` must have an even number of samples, at least four, but has {samples}"
-        assert samples % 2 == 0, f"`batch` must have an even number of samples, at least four, but has {samples}"
+        is_valid = samples >= 4 and samples % 2 == 0
+        assert is_valid, f"`batch` must have an even number of samples, at least four, but has {samples}"
         return 1, samples // 2
 
     def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
@@ -173,10 +173,10 @@ class LossContract:
 
 def _split_batch(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
     """Returns the microbatches of `size` samples."""
-    samples = len(next(iter(batch.values())))
-    return [{name: value[start : start + size] for name, value in batch.items()} for start in range(0, samples, size)]
+    parts = zip(*(torch.split(value, size) for value in batch.values()), strict=True)
+    return [dict(zip(batch, values, strict=True)) for values in parts]
 
 
-def _error(actual: Tensor, expected: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """Returns the norm of the difference relative to the norm of `expected`."""
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))

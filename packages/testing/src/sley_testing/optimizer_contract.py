@@ -4,7 +4,7 @@
         optimizer = {"factory": "lion:Lion", "lr": 1e-3, "scope": "elementwise"}
 
 A run gives an optimizer master weights instead of weights, parts instead of full parameters, a few parameters at a time, and a
-new process after a restart. First, two small parameters are updated, as at the start of every run. Then a small model is
+new process after a restart. TanhLinear, two small parameters are updated, as at the start of every run. Then a small model is
 trained and compared with a plain loop that uses the same optimizer and the same gradients.
 """
 
@@ -32,7 +32,7 @@ from sley_core.optim.shared import set_training_mode
 from sley_core.plan.load import plan_from_dict
 from sley_core.saved_weights import checkpoint_files, plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.contract import SQUARES, WIDTH, First, contract_plan
+from sley_testing.contract import SQUARES, WIDTH, TanhLinear, contract_plan
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
@@ -43,12 +43,12 @@ from sley_trainer.run import Run
 
 NUM_STEPS = 7
 SAVED_AT = 3
-EXACT = 1e-9  # the relative tolerance of fp64 weights
+EXACT_TOLERANCE = 1e-9  # the relative tolerance of fp64 weights
 
 
 def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
     """Returns the layers of the contract's model. biases: whether layers have biases."""
-    return [(name, First(WIDTH, WIDTH, bias=biases)) for name in ("first", "second")]
+    return [(name, TanhLinear(WIDTH, WIDTH, bias=biases)) for name in ("first", "second")]
 
 
 @dataclass
@@ -141,7 +141,7 @@ class OptimizerContract:
     def test_optimizer_probe_passes(self) -> None:
         """Runs the check of every run: full and partial, joint and separate steps, a resume, and other learning rates."""
         for dtype in (torch.float32, torch.float64):
-            _, faults = self._probe(dtype)
+            _, faults = self._run_probe(dtype)
             messages = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)
             assert not faults, f"the optimizer {messages}"
 
@@ -151,7 +151,7 @@ class OptimizerContract:
         tables = self._plan(precision={"compute": compute})
         observation = train(tables)
         expected = train_plainly(tables, observation)
-        assert_close_gradients(expected, observation.final_parameters, EXACT if compute == "fp64" else 1e-5)
+        assert_close_gradients(expected, observation.final_parameters, EXACT_TOLERANCE if compute == "fp64" else 1e-5)
         for name, parameter in observation.final_parameters.items():
             assert not torch.equal(parameter, observation.initial_parameters[name]), (
                 f"{name} has not changed since before the first step"
@@ -167,8 +167,8 @@ class OptimizerContract:
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
         observation = train(tables, steps_separately=True)
-        if not self._probe(torch.float64)[0].draws:
-            assert_close_gradients(train_plainly(tables, observation), observation.final_parameters, EXACT)
+        if not self._run_probe(torch.float64)[0].draws:
+            assert_close_gradients(train_plainly(tables, observation), observation.final_parameters, EXACT_TOLERANCE)
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
@@ -187,19 +187,19 @@ class OptimizerContract:
         if handler == "dp.sharded":
             if find_spec("sley_dp") is None or not self._can_step_separately():
                 pytest.skip("needs sley-dp, and an optimizer that can update one parameter at a time")
-            if self._probe(torch.float64)[0].draws:
+            if self._run_probe(torch.float64)[0].draws:
                 pytest.skip("the optimizer draws other random numbers for parts")
         expected = record(tables, NUM_STEPS).weights
         two_rank_plan = self._plan(parallel={"dp": 2}, gradient_handlers=[{"use": handler}])
         replicas = ranks(2)(record, two_rank_plan, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
         assert_equal_replicas(replicas)
-        assert_close_gradients(expected, replicas[0].weights, EXACT)
-        assert_close_gradients(expected, resume(tables, tmp_path / "saved").weights, EXACT)
+        assert_close_gradients(expected, replicas[0].weights, EXACT_TOLERANCE)
+        assert_close_gradients(expected, resume(tables, tmp_path / "saved").weights, EXACT_TOLERANCE)
 
     def test_eval_weights_are_evaluated_and_saved(self, tmp_path: Path) -> None:
         """Checks the `eval()` weights of schedule-free optimizers in evaluations, weight files and exports."""
         tables = self._plan(precision={"compute": "bf16"})
-        if not self._probe(torch.float32)[0].has_modes:
+        if not self._run_probe(torch.float32)[0].has_modes:
             pytest.skip("the optimizer has no modes")
         observation = train(tables, save=tmp_path / "saved")
         with running(tables) as run:
@@ -243,7 +243,7 @@ class OptimizerContract:
         optimizer = plan_from_dict(self._plan()).optimizer
         return scope_of(optimizer.record, optimizer.config) not in ("global", "unknown")
 
-    def _probe(self, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _run_probe(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """Returns the traits and the faults of the optimizer."""
         ndims = (2,) if self.only_matrices else (2, 1)
         return try_optimizer(plan_from_dict(self._plan()), ndims, dtype, torch.device("cpu"))
@@ -262,7 +262,7 @@ class OptimizerContract:
         )
 
 
-NUM_LATE = 10  # steps after the plan's last one, which a custom program may take
+NUM_EXTRA_STEPS = 10  # steps after the plan's last one, which a custom program may take
 
 
 class LRScheduleContract:
@@ -273,7 +273,7 @@ class LRScheduleContract:
 
     def test_every_step_has_finite_rate(self) -> None:
         """Expects finite, non-negative factors, even after the plan's last step, and at least one above 0."""
-        rates = self._rates(self.num_steps)
+        rates = self._compute_factors(self.num_steps)
         for step, rate in enumerate(rates):
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
             assert is_number, f"the factor of step {step} is a {type(rate).__name__}, not a number"
@@ -283,10 +283,10 @@ class LRScheduleContract:
 
     def test_rate_depends_only_on_step(self) -> None:
         """Calls the schedule in reverse order, and a new schedule, as after a restart."""
-        rates = self._rates(self.num_steps)
-        reverse_schedule = self._factor(self.num_steps)
+        rates = self._compute_factors(self.num_steps)
+        reverse_schedule = self._build_schedule(self.num_steps)
         for step in reversed(range(self.num_steps)):
-            factors = reverse_schedule(step), self._factor(self.num_steps)(step) if step % 10 == 0 else rates[step]
+            factors = reverse_schedule(step), self._build_schedule(self.num_steps)(step) if step % 10 == 0 else rates[step]
             assert factors == (rates[step], rates[step]), (
                 f"the factor of step {step} is {rates[step]} if steps are called in order, but {factors} in reverse "
                 "order and in a new schedule: a resumed run would have different rates"
@@ -296,18 +296,18 @@ class LRScheduleContract:
     def test_short_run_has_rates_or_is_refused(self, num_steps: int) -> None:
         """Expects finite rates or a SleyError."""
         try:
-            rates = self._rates(num_steps)
+            rates = self._compute_factors(num_steps)
         except SleyError:
             return
         except Exception as error:
             raise AssertionError(f"with run.steps = {num_steps}: {type(error).__name__}: {error}") from error
         assert all(math.isfinite(rate) for rate in rates), f"with run.steps = {num_steps} the factors are {rates}"
 
-    def _factor(self, num_steps: int) -> Any:
+    def _build_schedule(self, num_steps: int) -> Any:
         """Returns a new schedule for a run of `num_steps` steps."""
         return plan_from_dict(small_plan(learning_rate=self.learning_rate)).learning_rate.build(num_steps)
 
-    def _rates(self, num_steps: int) -> list[float]:
-        """Returns the factors of all steps of a run and of NUM_LATE later steps, in order."""
-        factor = self._factor(num_steps)
-        return [factor(step) for step in range(num_steps + NUM_LATE)]
+    def _compute_factors(self, num_steps: int) -> list[float]:
+        """Returns the factors of all steps of a run and of NUM_EXTRA_STEPS later steps, in order."""
+        factor = self._build_schedule(num_steps)
+        return [factor(step) for step in range(num_steps + NUM_EXTRA_STEPS)]

@@ -31,7 +31,7 @@ def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor
     differ.
     """
     _assert_same_layout(reference, actual)
-    return {name: _error(value, actual[name], floor) for name, value in reference.items()}
+    return {name: _relative_error(value, actual[name], floor) for name, value in reference.items()}
 
 
 def assert_close_gradients(
@@ -57,8 +57,8 @@ def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tenso
             values = [tensor.detach().cpu() for tensor in (reference[name], actual[name])]
             text = f"{values[0].dtype} against {values[1].dtype}"
             if values[0].dtype == values[1].dtype:
-                unequal = values[0] != values[1]
-                text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {_error(values[0], values[1], 0.0):.3g}"
+                unequal, error = values[0] != values[1], _relative_error(values[0], values[1], 0.0)
+                text = f"{int(unequal.sum())} of {unequal.numel()} elements, error {error:.3g}"
             lines.append(f"  {name}: {text}")
         raise AssertionError("\n".join([f"{len(differing_names)} of {len(reference)} differ", *lines]))
 
@@ -72,7 +72,7 @@ def _assert_same_layout(reference: Mapping[str, Tensor], actual: Mapping[str, Te
     assert not wrong, f"not the same shapes: {wrong}"
 
 
-def _error(reference: Tensor, actual: Tensor, floor: float) -> float:
+def _relative_error(reference: Tensor, actual: Tensor, floor: float) -> float:
     """Returns the norm of the difference relative to the reference's norm, at least `floor`; inf if it is not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()

@@ -28,10 +28,10 @@ Batch: TypeAlias = Mapping[str, Tensor]
 NamedParameters: TypeAlias = "list[tuple[str, nn.Parameter]]"
 MakeOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 
-NEGLIGIBLE = 1e-6
+GRADIENT_NOISE_SHARE = 1e-6
 """A gradient below this share of the model's largest is rounding noise; its error is relative to that share."""
 
-SMALL = 1e-3
+MIN_WEIGHT_NORM = 1e-3
 """A weight norm below this counts as this: weights that start at zero contain only AdamW's steps on rounding errors."""
 
 
@@ -78,7 +78,7 @@ class PlainLoop:
         self.layers = [(layer.name, layer.module) for layer in as_model(layers).build()]
         self.loss = loss
         self.parameters = dict(named_parameters(self.layers))
-        self.stepped = {name: _stepped_parameter(parameter) for name, parameter in self.parameters.items()}
+        self.stepped = {name: _make_stepped_parameter(parameter) for name, parameter in self.parameters.items()}
         self.optimizer = optimizer(list(self.stepped.items()))
         self.clip_norm = math.inf if clip_norm is None else clip_norm
         self.clip_kind = clip_kind
@@ -128,7 +128,7 @@ class PlainLoop:
         """Returns the last layer's output."""
         args: tuple[Any, ...] = ()
         for _, module in self.layers:
-            args = (module(*args, **_fields(module, batch, len(args))),)
+            args = (module(*args, **_select_fields(module, batch, len(args))),)
         return args[0]
 
     def _accumulate(self, loss: Tensor) -> None:
@@ -142,7 +142,7 @@ class PlainLoop:
                 parameter.grad = None
 
 
-def _stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
+def _make_stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Returns the parameter that the optimizer updates: `parameter`, or its fp32 copy if it is trained in a narrower dtype."""
     wide_dtype = torch.promote_types(parameter.dtype, torch.float32)
     if wide_dtype == parameter.dtype or not parameter.requires_grad:
@@ -178,14 +178,16 @@ def assert_step(
     """
     for key, value in (("loss", expected.loss), ("grad_norm", expected.grad_norm)):
         assert math.isclose(row[key], value, rel_tol=relative, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"
-    floor = NEGLIGIBLE * max((float(gradient.double().norm()) for gradient in expected.gradients.values()), default=0.0)
+    floor = GRADIENT_NOISE_SHARE * max(
+        (float(gradient.double().norm()) for gradient in expected.gradients.values()), default=0.0
+    )
     local_gradients = {name: expected.gradients[name] for name in gradients if name in expected.gradients}
     assert_close_gradients(local_gradients, gradients, relative, floor=floor)
     parameters = {name: value for name, value in weights.items() if name in expected.weights}
-    assert_close_gradients({name: expected.weights[name] for name in parameters}, parameters, relative, floor=SMALL)
+    assert_close_gradients({name: expected.weights[name] for name in parameters}, parameters, relative, floor=MIN_WEIGHT_NORM)
 
 
-def _fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:
+def _select_fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:
     """Returns the batch fields that a layer's forward names. num_skipped: the number of leading parameters that are not
     fields.
     """

@@ -25,7 +25,7 @@ from sley_core.plan.loader import Loader
 
 Tables = dict[str, Any]
 
-_SMALL: Tables = {
+_SMALL_PLAN: Tables = {
     "run": {"name": "small", "steps": 3, "device": "cpu", "seed": 7},
     "model": {"use": "models.llama", "num_layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24},
     "data": {"use": "data.text", "files": ["text/*.txt"], "sequence": 24, "separator": "\n\n", "held_out": 0.1},
@@ -39,7 +39,7 @@ def small_plan(**changes: Any) -> Tables:
     """Returns the tables of a one-process CPU plan, with `changes` as in `changed`. A two-layer Llama takes three fp64 steps
     on the documents of `texts`. One tenth of the documents is held out, for plans with `evaluation`.
     """
-    return changed(_SMALL, **changes)
+    return changed(_SMALL_PLAN, **changes)
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
@@ -72,9 +72,11 @@ def write_texts(folder: Path) -> None:
         (folder / "text" / f"{name}.txt").write_text("\n\n".join(documents), "utf-8")
 
 
-_ROWS = Field("int64", sequence_dim=1)
+_TOKEN_FIELD = Field("int64", sequence_dim=1)
 TOKENS = DataInfo(
-    {"tokens": _ROWS, "labels": _ROWS, "positions": _ROWS, "cu_seqlens": Field("int32")}, vocab_size=97, sequence=24
+    {"tokens": _TOKEN_FIELD, "labels": _TOKEN_FIELD, "positions": _TOKEN_FIELD, "cu_seqlens": Field("int32")},
+    vocab_size=97,
+    sequence=24,
 )
 """The data info of packed tokens with 97 ids and sequences of 24."""
 

@@ -22,20 +22,20 @@ import torch
 import sley_core
 
 
-def modules() -> Iterator[str]:
+def module_names() -> Iterator[str]:
     """Yields the names of modules that ranks probably need: pytest, torch, core, and all installed packages that require
     core.
     """
     yield from ("pytest", "torch.distributed", "torch._dynamo", "torch.profiler._cupti_monitor", "packaging.requirements")
-    yield from _submodules(sley_core)
+    yield from _submodule_names(sley_core)
     for dist in distributions():
         if any(re.match(r"sley-core\b", requirement) for requirement in dist.requires or ()):
             for name in sorted({point.module.partition(".")[0] for point in dist.entry_points}):
                 with contextlib.suppress(Exception):
-                    yield from _submodules(import_module(name))
+                    yield from _submodule_names(import_module(name))
 
 
-def _submodules(package: ModuleType) -> Iterator[str]:
+def _submodule_names(package: ModuleType) -> Iterator[str]:
     # A package that does not import is not walked.
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
         if not module.name.endswith("__main__"):
@@ -65,7 +65,7 @@ def assemble_once() -> None:
 
 
 gc.disable()  # imports free nothing, and garbage collection would take a quarter of their time
-for _name in modules():
+for _name in module_names():
     with contextlib.suppress(Exception):
         import_module(_name)
 torch.set_num_threads(1)

@@ -40,8 +40,8 @@ _PYTHON_SERVERS = ("from multiprocessing.forkserver import", "from multiprocessi
 MARK = "SLEY_TEST_PROGRAM"
 """The variable that names a forked program, since /proc shows the environment of its fork server."""
 
-_PR_SET_NAME = 15
-_NAME_LENGTH = 15
+_NAME_LENGTH = 15  # the longest name of a process in Linux
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # options of prctl(2)
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,19 @@ class Process:
 
 def descendants(pid: int | None = None) -> list[Process]:
     """Returns all descendants of `pid` (default: this process), except fork servers and resource trackers of Python."""
-    root, everything = os.getpid() if pid is None else pid, list(_processes())
+    root, processes = os.getpid() if pid is None else pid, list(_processes())
+    root_commands = [process.command for process in processes if process.pid == root]
+    generation = [process for process in processes if process.parent == root]
     # Forked processes show the command line of their fork server. Only the servers themselves are excluded.
-    root_commands = [process.command for process in everything if process.pid == root]
-    servers = {
-        process.pid
-        for process in everything
-        if process.command not in root_commands and any(server in process.command for server in _PYTHON_SERVERS)
-    }
-    result: list[Process] = []
-    parents = [root]
-    while parents:
-        children = [process for process in everything if process.parent in parents]
-        result += [process for process in children if not (parents == [root] and process.pid in servers)]
-        parents = [process.pid for process in children]
+    result = [
+        process
+        for process in generation
+        if process.command in root_commands or not any(server in process.command for server in _PYTHON_SERVERS)
+    ]
+    while generation:
+        parents = [process.pid for process in generation]
+        generation = [process for process in processes if process.parent in parents]
+        result += generation
     return result
 
 
@@ -114,9 +113,6 @@ def _processes() -> Iterator[Process]:
                     yield Process(int(folder.name), int(parent), command.strip())
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 class ForkedProgram:
     """Represents a running `python -m module`, with the methods of `subprocess.Popen` that tests need. stdout, stderr: text
     streams, which the caller reads to the end and closes. returncode: None while the program runs, -n after signal n.
@@ -124,28 +120,26 @@ class ForkedProgram:
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
         context = preloaded_server()
-        ends = [context.Pipe(duplex=False) for _ in range(2)]
-        outputs = [output for _, output in ends]
-        self._process = context.Process(
-            target=_run_forked_program, args=(module, list(arguments), str(cwd), dict(env), *outputs)
-        )
+        inputs, outputs = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        program = (module, list(arguments), str(cwd), dict(env), *outputs)
+        self._process = context.Process(target=_run_forked_program, args=program)
         self._process.start()
-        for output in outputs:
-            output.close()
         self.stdout, self.stderr = (
-            os.fdopen(os.dup(stream.fileno()), "r", encoding="utf-8", errors="replace") for stream, _ in ends
+            os.fdopen(os.dup(stream.fileno()), "r", encoding="utf-8", errors="replace") for stream in inputs
         )
-        for stream, _ in ends:
-            stream.close()
+        for end in (*inputs, *outputs):
+            end.close()
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int:
+        """The number of the process."""
         assert self._process.pid is not None, "the process has not started"
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
+        """The exit code, or None while the program runs."""
         return self.poll()
 
     def poll(self) -> int | None:
@@ -190,7 +184,6 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 def fork_children(path: Sequence[str]) -> None:
     """Makes `subprocess` fork this process to start a Python module. path: `sys.path` of a fresh process."""
-
     initial_modules = frozenset(sys.modules)
 
     def execute(self: Any, *args: Any) -> None:
@@ -215,14 +208,14 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the command has `-P` (no current folder in the path), the module, and its arguments; else None."""
-    if not isinstance(command, list | tuple) or list(command[:1]) != [sys.executable]:
+    """Returns whether the command has the option `-P` (no current folder in the path), the module, and its arguments. Returns
+    None if the command is not `python -m module`, possibly with `-P` and `-u`.
+    """
+    if not isinstance(command, list | tuple) or "-m" not in command or command[0] != sys.executable:
         return None
-    arguments = [str(argument) for argument in command[1:]]
-    is_safe_path = arguments[:1] == ["-P"]
-    arguments = arguments[1:] if is_safe_path else arguments
-    arguments = arguments[1:] if arguments[:1] == ["-u"] else arguments
-    return (is_safe_path, arguments[1], arguments[2:]) if len(arguments) > 1 and arguments[0] == "-m" else None
+    index = list(command).index("-m")
+    options, (module, *arguments) = list(command[1:index]), map(str, command[index + 1 :])
+    return ("-P" in options, module, arguments) if set(options) <= {"-P", "-u"} else None
 
 
 def _run_child(
@@ -232,8 +225,8 @@ def _run_child(
     ready_file: int,
     initial_modules: Set[str],
 ) -> NoReturn:
-    """Applies the `options` of `subprocess` and runs the module in the new process. ready_file: the pipe end to close when the
-    session exists. initial_modules: the modules of a fresh process.
+    """Applies the `options` of `subprocess` and runs the module in the new process. path: `sys.path` of a fresh process.
+    ready_file: the pipe end to close when the session exists. initial_modules: the names of the modules of a fresh process.
     """
     code = 255
     try:
@@ -287,9 +280,8 @@ def run_module(
 
 
 def _reset_process(initial_modules: Set[str]) -> None:
-    """Undoes changes that the forking program may have made to its process, except within modules.
-
-    initial_modules: the names of the modules that a fresh process has imported.
+    """Undoes changes that the forking program may have made to its process, except within modules. initial_modules: the names
+    of the modules of a fresh process.
     """
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()

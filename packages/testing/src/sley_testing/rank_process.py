@@ -68,7 +68,7 @@ def rank_main(connection: Connection, job: Job) -> None:
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     with _apply_settings(job):
-        outcome = _run(job)
+        outcome = _run_job(job)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
@@ -77,7 +77,7 @@ def rank_main(connection: Connection, job: Job) -> None:
                 connection.recv_bytes()
 
 
-def _run(job: Job) -> Outcome:
+def _run_job(job: Job) -> Outcome:
     """Runs a job's call and returns its outcome, even if the call raises."""
     try:
         function, args, kwargs = pickle.loads(job.call)

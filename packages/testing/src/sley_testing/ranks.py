@@ -61,7 +61,7 @@ class Ranks:
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         __tracebackhide__ = True
-        return [pickle.loads(value) for value in self._values(_pickle_call((function, args, kwargs)))]
+        return [pickle.loads(value) for value in self._call_ranks(_pickle_call((function, args, kwargs)))]
 
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call.
@@ -74,10 +74,10 @@ class Ranks:
         environ = tuple(sorted((name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"))
         key = (self.size, self.init, call, tuple(sys.path), str(Path.cwd()), environ)
         if key not in _cached_results:
-            _cached_results[key] = self._values(call)
+            _cached_results[key] = self._call_ranks(call)
         return [pickle.loads(value) for value in _cached_results[key]]
 
-    def _values(self, call: bytes) -> list[bytes]:
+    def _call_ranks(self, call: bytes) -> list[bytes]:
         """Returns the pickled result of `call` on each rank."""
         __tracebackhide__ = True
         with tempfile.TemporaryDirectory(prefix="sley-ranks-") as folder, _World(folder) as world:
@@ -158,11 +158,11 @@ class _World:
         deadline = time.monotonic() + timeout_s
         failed = False
         while len(outcomes) < len(self.connections):
-            waiting = [c for rank, c in enumerate(self.connections) if rank not in outcomes]
+            waiting = [connection for rank, connection in enumerate(self.connections) if rank not in outcomes]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not failed:
-                    raise self._timed_out(set(outcomes), timeout_s)
+                    raise self._make_timeout_error(set(outcomes), timeout_s)
                 break
             for connection in ready:
                 rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns connections of its argument
@@ -173,7 +173,7 @@ class _World:
         for rank, process in enumerate(self.processes):
             if rank not in outcomes:
                 kill(process)
-                outcomes[rank] = Outcome(rank, f"still at work {GRACE_S:g} s after that, killed", ended_s=float("inf"))
+                outcomes[rank] = Outcome(rank, f"still running {GRACE_S:g} s later, killed", ended_s=float("inf"))
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
@@ -184,16 +184,12 @@ class _World:
             return outcome
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(_EXIT_S)
-            # A rank that dies silently causes the errors of its peers, so it comes first.
+            # A rank that dies silently causes the errors of its peers, so it comes first: `ended_s` is 0.
             code = self.processes[rank].exitcode
-            summary = "closed its connection without a result"
-            if code is not None:
-                summary = f"left with exit code {code} before it returned"
-            if code is not None and code < 0:
-                summary = f"died of {signal.Signals(-code).name}"
-            return Outcome(rank, summary, trace=self._stacks(rank))
+            summary = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+            return Outcome(rank, summary, trace=self._read_stacks(rank))
 
-    def _stacks(self, rank: int) -> str:
+    def _read_stacks(self, rank: int) -> str:
         """Returns the Python stacks that faulthandler wrote in `rank`, without the kit's own frames."""
         stacks: list[str] = []
         for thread in _read_text(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
@@ -203,20 +199,19 @@ class _World:
                 stacks += frames[: kit_frames[0] if kit_frames else None]
         return "\n".join(stacks)
 
-    def _timed_out(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
+    def _make_timeout_error(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
         """Kills the unfinished ranks and returns an error with their stacks."""
-        hung = [(rank, process) for rank, process in enumerate(self.processes) if rank not in finished]
-        for _, process in hung:
+        unfinished = [rank for rank in range(len(self.processes)) if rank not in finished]
+        for rank in unfinished:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid or 0, signal.SIGABRT)
+                os.kill(self.processes[rank].pid or 0, signal.SIGABRT)
         deadline = time.monotonic() + _EXIT_S
-        for _, process in hung:
-            process.join(max(0.0, deadline - time.monotonic()))
-            kill(process)
-        lines = [f"{len(hung)} of {len(self.processes)} ranks did not finish within {timeout_s:g} s"]
+        for rank in unfinished:
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+            kill(self.processes[rank])
+        lines = [f"{len(unfinished)} of {len(self.processes)} ranks did not finish within {timeout_s:g} s"]
         lines += [f"rank {rank} had finished" for rank in sorted(finished)]
-        for rank, _ in hung:
-            lines.append(f"stacks of rank {rank}:\n{self._stacks(rank) or '  none were written'}")
+        lines += [f"stacks of rank {rank}:\n{self._read_stacks(rank) or '  none were written'}" for rank in unfinished]
         return RankTimeoutError("\n".join(lines))
 
 

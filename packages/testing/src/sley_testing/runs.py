@@ -32,7 +32,7 @@ from sley_core.plugin import CrossEntropyConfig
 from sley_core.protocols import Counts
 from sley_testing.collectives import Collective, collectives
 from sley_testing.parity import assert_close_gradients, assert_same_bits
-from sley_testing.plain import PlainLoop, assert_step
+from sley_testing.plain import NamedParameters, PlainLoop, assert_step
 from sley_trainer.assemble import assemble
 from sley_trainer.loop import Row
 from sley_trainer.run import Run
@@ -96,9 +96,8 @@ def record(
     before each step. batches: global batches that replace the plan's data; this rank uses its rows. records_calls: whether to
     record collectives, which takes time.
     """
-    plan = plan_from_dict(tables, folder)
     recorded = Recorded()
-    with World.join(plan.run.device) as world, assemble(plan, world) as run:
+    with running(tables, folder) as run:
         if prepare is not None:
             prepare(run)
         if load is not None:
@@ -113,7 +112,7 @@ def record(
             if isinstance(local_batch, Mapping):  # this rank's rows, or those of its microbatches
                 local_batch = {name: value[run.rows] for name, value in local_batch.items()}
             elif local_batch is not None:
-                size = plan.batch.micro_size
+                size = run.plan.batch.micro_size
                 local_batch = local_batch[run.rows.start // size : run.rows.stop // size]
             recorder: AbstractContextManager[list[Collective]] = collectives() if records_calls else nullcontext([])
             with recorder as calls:
@@ -151,18 +150,15 @@ def gradients(run: Run) -> Tensors:
     gathered: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
         if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
-            group = run.groups[buffer.shard.axis]
-            full_buffer = torch.empty_like(buffer.data)
-            group.all_gather(
-                full_buffer, buffer.local_part, label="parts of gradients", channel=next(iter(group.channels))
-            ).wait()
+            group, full_buffer = run.groups[buffer.shard.axis], torch.empty_like(buffer.data)
+            channel = next(iter(group.channels))
+            group.all_gather(full_buffer, buffer.local_part, label="parts of gradients", channel=channel).wait()
             for param, start, view in zip(buffer.params, buffer.offsets, buffer.views, strict=True):
                 gathered[param] = full_buffer[start : start + view.numel()].view(view.shape)
+    for param in set(run.store.params) - gathered.keys():
+        gathered[param] = run.store.gradient(param)
     # The order of the registry is the same on all ranks of `wp`.
-    present = set(run.store.params)
-    gathered = {
-        param: gathered[param] if param in gathered else run.store.gradient(param) for param in run.registry if param in present
-    }
+    gathered = {param: gathered[param] for param in run.registry if param in gathered}
     return {param.name: gradient.cpu() for param, gradient in gather_full_tensors(gathered, run.groups).items()}
 
 
@@ -233,10 +229,9 @@ def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], pre
         _assert_close_rows(reference.rows, layout.rows, precision, rank)
         assert_close_gradients(_select(reference.weights, layout.weights), layout.weights, weight_tolerance)
         if reference.held_out is not None:
-            assert layout.held_out is not None
-            assert math.isclose(layout.held_out, reference.held_out, rel_tol=weight_tolerance), (
-                f"rank {rank}: held-out {layout.held_out}, not {reference.held_out}"
-            )
+            label = f"rank {rank}: held-out loss {layout.held_out}, not {reference.held_out}"
+            assert layout.held_out is not None, label
+            assert math.isclose(layout.held_out, reference.held_out, rel_tol=weight_tolerance), label
     assert {name for layout in layouts for name in layout.gradients[0]} == set(reference.gradients[0])
 
 
@@ -283,18 +278,15 @@ def assert_by_hand(
     start = recorded.first if first is None else first
     for _, module in named:
         module.to(next(iter(start.values())).dtype)
-    loop = PlainLoop(
-        named,
-        CrossEntropy(CrossEntropyConfig()),
-        optimizer=lambda parameters: make_optimizer([parameter for _, parameter in parameters if parameter.requires_grad]),
-    )
+
+    def make_loop_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
+        return make_optimizer([parameter for _, parameter in parameters if parameter.requires_grad])
+
+    loop = PlainLoop(named, CrossEntropy(CrossEntropyConfig()), optimizer=make_loop_optimizer)
     loop.load(start)
     for batch, row, gradients in zip(batches, recorded.rows, recorded.gradients, strict=True):
-        size = len(next(iter(batch.values())))
-        micro_batches = [
-            {name: value[offset : offset + micro_size] for name, value in batch.items()}
-            for offset in range(0, size, micro_size)
-        ]
+        parts = zip(*(torch.split(value, micro_size) for value in batch.values()), strict=True)
+        micro_batches = [dict(zip(batch, values, strict=True)) for values in parts]
         assert_step(loop.step(micro_batches), row, gradients, {}, tolerance)
     weights = loop.weights
     assert_close_gradients({name: weights[name] for name in recorded.weights}, recorded.weights, tolerance)
@@ -328,7 +320,7 @@ def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> No
     run.feed.restore(feed_state)
 
 
-def counts_of(part: object) -> dict[str, float]:
+def read_counts(part: object) -> dict[str, float]:
     """Returns the counts of a part, or {}; asserts that counts are finite and do not change between calls."""
     if not isinstance(part, Counts):
         return {}

@@ -203,17 +203,13 @@ def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Com
     else:
         sizes = "its norm is" if first.name else "it is"
         yield f"  relative error {first.error:.3g}: {sizes} {first.actual:.6g}, that of one process {first.expected:.6g}"
-    similar = [
-        (rank.rank, comparison.name)
-        for rank, comparison in all_differences
+    same_step = {
+        comparison.name: None
+        for _, comparison in all_differences
         if (comparison.step, comparison.quantity) == (first.step, first.quantity)
-    ]
-    names = list(dict.fromkeys(name for _, name in similar))
-    if len(names) > 1:
-        yield f"  so do {len(names) - 1} more: {', '.join(names[1:_MAX_NAMES])}{', ...' * (len(names) > _MAX_NAMES)}"
-    rank_numbers = sorted({rank_number for rank_number, name in similar if name == first.name})
-    if len(rank_numbers) > 1:
-        yield f"  on each of the ranks {', '.join(map(str, rank_numbers))}"
+    }
+    if names := [*same_step][1:]:
+        yield f"  so do {len(names)} more: {', '.join(names[: _MAX_NAMES - 1])}{', ...' * (len(names) >= _MAX_NAMES)}"
     is_later_loss = first.quantity == "loss" and first.step > 1
     yield f"  {'see the earlier differences' if is_later_loss else _LIKELY_CAUSES[first.quantity]}"
 
@@ -246,9 +242,9 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
 def save_reference(run: Run, num_steps: int, folder: Path) -> None:
     """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
-    for step, row in _steps(run, num_steps):
+    for step, row in _take_steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
-        unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
+        unclipped = _undo_clipping(gradients(run), row, run.plan.optimizer.config.clip_norm)
         save_file(unclipped, tensor_file(folder, step, "gradients"))
         save_file(full_weights(run), tensor_file(folder, step, "weights"))
 
@@ -281,13 +277,13 @@ class StepComparer:
         findings = RankFindings(run.world.rank, run.groups["pp"].coord)
         if run.num_steps_done == 0:
             findings.comparisons += self._compare_tensors("first value", 0, full_weights(run), "weights")
-        for step, row in _steps(run, num_steps):
+        for step, row in _take_steps(run, num_steps):
             reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
             findings.comparisons += _compare_numbers(step, row, reference)
             if row.get("skipped") and reference.get("skipped"):
                 findings.skipped.append(step)  # gradients that are not finite have nothing to compare
             else:
-                unclipped = _unclipped(gradients(run), row, run.plan.optimizer.config.clip_norm)
+                unclipped = _undo_clipping(gradients(run), row, run.plan.optimizer.config.clip_norm)
                 self._record_noise(step, unclipped)
                 findings.comparisons += self._compare_tensors("gradient", step, unclipped, "gradients")
             findings.comparisons += self._compare_tensors("weight", step, full_weights(run), "weights")
@@ -355,7 +351,7 @@ def dropout_modules(run: Run) -> list[str]:
     return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
 
 
-def _steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
+def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
     """Yields the number and row of each step, and ends early if all ranks agree to stop."""
     for number in range(1, num_steps + 1):
         yield number, run.step()
@@ -392,7 +388,7 @@ def full_weights(run: Run) -> dict[str, Tensor]:
     return _make_contiguous({name: all_weights[name] for name in run.registry.names})
 
 
-def _unclipped(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
+def _undo_clipping(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
     """Returns the gradients before clipping, which would hide a wrong scale."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return _make_contiguous({name: gradient / factor for name, gradient in gradients.items()})

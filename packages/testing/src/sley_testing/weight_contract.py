@@ -37,8 +37,8 @@ from sley_testing.runs import (
     assert_equal_replicas,
     assert_parity,
     assert_same_run,
-    counts_of,
     fail_once,
+    read_counts,
     record,
     record_reference,
     weights,
@@ -50,8 +50,8 @@ Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
-SAMPLES = 2  # per microbatch
-SIZE = 4 * SAMPLES  # the global batch of two ranks with two microbatches each
+MICRO_SIZE = 2  # per microbatch
+GLOBAL_SIZE = 4 * MICRO_SIZE  # the global batch of two ranks with two microbatches each
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Inspection:
     gather_errors: list[str] = field(default_factory=list)
 
 
-def inspect(plan: Table) -> Inspection:
+def inspect_run(plan: Table) -> Inspection:
     """Takes NUM_STEPS steps and an evaluation on this rank, and inspects the run between them and after it."""
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
@@ -80,7 +80,7 @@ def inspect(plan: Table) -> Inspection:
             for _ in range(NUM_STEPS):
                 run.step()
                 with collectives() as calls:
-                    inspection.counts.append(counts_of(run.stepper.executor.weights))
+                    inspection.counts.append(read_counts(run.stepper.executor.weights))
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
             run.evaluate()
             inspection.read_errors = _read_errors(run)
@@ -139,13 +139,13 @@ class WeightCommunicatorContract:
     ) -> None:
         """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
         self._skip_rounded_weights()
-        size = num_micro_batches * SAMPLES * world
+        size = num_micro_batches * MICRO_SIZE * world
         _assert_parity(record_reference(tables(None, 1, size), NUM_STEPS), self._record(ranks, world, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that no gathered weight is reused after a write."""
         self._skip_rounded_weights()
-        baseline = record(tables(None, 1, SIZE), NUM_STEPS, before_step=change_weights)
+        baseline = record(tables(None, 1, GLOBAL_SIZE), NUM_STEPS, before_step=change_weights)
         _assert_parity(baseline, self._record(ranks, before_step=change_weights))
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
@@ -163,7 +163,7 @@ class WeightCommunicatorContract:
         must be finite. Gathered weights must equal the shards, within the record's tolerance. Reading a sharded weight must
         return the full weight or raise an error with its name. Calling a sharded layer after the run must raise RunError.
         """
-        inspections = ranks(2, 120)(inspect, tables(self.weights, 2, SIZE))
+        inspections = ranks(2, 120)(inspect_run, tables(self.weights, 2, GLOBAL_SIZE))
         assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
         assert_same_sequence([inspection.calls for inspection in inspections])
         for inspection in inspections:
@@ -173,11 +173,16 @@ class WeightCommunicatorContract:
             assert not errors, "\n".join(errors)
 
     def _skip_rounded_weights(self) -> None:
-        if _tolerance(plan_from_dict(tables(self.weights, 2, SIZE))):
+        if _tolerance(plan_from_dict(tables(self.weights, 2, GLOBAL_SIZE))):
             pytest.skip("the record declares rounded weights")
 
     def _record(
-        self, ranks: Callable[..., Ranks], world: int = 2, wp: int = 2, size: int = SIZE, before_step: Change | None = None
+        self,
+        ranks: Callable[..., Ranks],
+        world: int = 2,
+        wp: int = 2,
+        size: int = GLOBAL_SIZE,
+        before_step: Change | None = None,
     ) -> list[Recorded]:
         launch = ranks(world, 120)
         call = launch.once if before_step is None else launch
@@ -273,7 +278,7 @@ def tables(weights: dict[str, Any] | None, wp: int, global_size: int) -> dict[st
     for one process.
     """
     plan = model_plan(
-        batch={"global_size": global_size, "micro_size": SAMPLES},
+        batch={"global_size": global_size, "micro_size": MICRO_SIZE},
         optimizer={"use": "core.adamw", "lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.5},
         activations={"use": "core.recompute", "fraction": 0.5},
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from sley_trainer.assemble import assemble
 Point = tuple[int, str, float | None]
 """The step, name and value of a number. The value is None if it is not finite and the format has no such numbers."""
 
-MOST_BYTES = 4096  # the maximum file size on the full disk, less than the size of the written rows
+MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, less than the size of the written rows
 
 
 class MetricsWriterContract:
@@ -71,8 +70,7 @@ class MetricsWriterContract:
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write(tmp_path, rows)
         values = {(step, name): value for step, name, value in self.read(tmp_path)}
-        for key in ((1, "lr"), (3, "loss")):
-            expected = 0.5 if key[1] == "lr" else 1.0
+        for key, expected in {(1, "lr"): 0.5, (3, "loss"): 1.0}.items():
             assert values.get(key) == expected, f"{key} is {values.get(key)}, next to a number that is not finite"
         nan_value = values.get((1, "loss"))
         assert nan_value is None or not math.isfinite(nan_value), f"a loss of NaN is written as {nan_value}"
@@ -88,17 +86,16 @@ class MetricsWriterContract:
         """Calls `rewind`, as a resumed run does, in the same and in a new writer."""
         if not self.can_resume:
             pytest.skip("the writer cannot resume (`can_resume`)")
-        for index, reopens in enumerate((False, True)):
-            folder = tmp_path / str(index)
+        for reopens in (False, True):
+            folder = tmp_path / str(reopens)
             folder.mkdir()
             writer = self._writer(folder)
-            assert isinstance(writer, RewindableWriter), "the writer has no `rewind`: repeated steps would be written twice"
             for step in (1, 2, 3):
                 writer.write({"step": step, "loss": 1.0 / step})
             if reopens:
                 writer.close()
                 writer = self._writer(folder)
-                assert isinstance(writer, RewindableWriter)
+            assert isinstance(writer, RewindableWriter), "the writer has no `rewind`: repeated steps would be written twice"
             writer.rewind(1)
             writer.write({"step": 2, "loss": 7.0})
             writer.close()
@@ -108,23 +105,23 @@ class MetricsWriterContract:
         """Reads the folder directly after `write`, as after a kill, and after two closes, of which the second does nothing."""
         writer = self._writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
-        points = self._points(tmp_path) if self.writes_at_once else [(1, "loss", 1.0)]
+        points = self._read_points(tmp_path) if self.writes_at_once else [(1, "loss", 1.0)]
         writer.close()
         assert points == [(1, "loss", 1.0)], f"a run that is killed after `write` would leave {points} (`writes_at_once`)"
-        points = self._points(tmp_path)
         try:
             writer.close()
         except Exception as error:
             raise AssertionError(f"a second close raises {type(error).__name__}: {error}") from error
-        assert points == self._points(tmp_path) == [(1, "loss", 1.0)], f"after two closes the folder has {points}"
+        points = self._read_points(tmp_path)
+        assert points == [(1, "loss", 1.0)], f"after two closes the folder has {points}"
 
     def test_full_disk_is_an_error(self, tmp_path: Path) -> None:
         """Expects an error of `write` or `close`, so that rows are not lost silently."""
         if not self.writes_files:
             pytest.skip("the writer does not write into its folder (`writes_files`)")
-        writer, num_rows = self._writer(tmp_path), MOST_BYTES // 8
+        writer, num_rows = self._writer(tmp_path), MAX_FILE_BYTES // 8
         is_refused = False
-        with _limit_file_size(MOST_BYTES):
+        with _limit_file_size(MAX_FILE_BYTES):
             try:
                 for step in range(1, num_rows + 1):
                     writer.write({"step": step, "loss": 1.0 / step})
@@ -133,10 +130,9 @@ class MetricsWriterContract:
                 is_refused = True
         with suppress(Exception):
             writer.close()
-        assert is_refused, (
-            f"the disk is full after {MOST_BYTES} bytes, and {len(self._points(tmp_path))} of {num_rows} rows are written, "
-            "but neither write nor close raises an error"
-        )
+        num_written = len(self._read_points(tmp_path))
+        label = f"the disk is full after {MAX_FILE_BYTES} bytes, and {num_written} of {num_rows} rows are written"
+        assert is_refused, f"{label}, but neither write nor close raises an error"
 
     def _writer(self, folder: Path) -> MetricsWriter:
         """Returns the writer as rank 0 of a run builds it."""
@@ -150,16 +146,16 @@ class MetricsWriterContract:
             writer.write(row)
         writer.close()
 
-    def _points(self, folder: Path) -> list[Point]:
+    def _read_points(self, folder: Path) -> list[Point]:
         return sorted((step, name, value) for step, name, value in self.read(folder) if name != "step")
 
     def _assert_rows(self, folder: Path, rows: Iterable[Mapping[str, float | int]]) -> None:
         """Asserts that the folder has exactly the numbers of `rows`, each once."""
-        points = self._points(folder)
-        duplicates = [key for key, count in Counter((step, name) for step, name, _ in points).items() if count > 1]
-        assert not duplicates, f"these steps and names are written more than once: {duplicates[:3]}"
         expected = {(int(row["step"]), name): value for row in rows for name, value in row.items() if name != "step"}
-        values = {(step, name): value for step, name, value in points}
+        values: dict[tuple[int, str], float | None] = {}
+        for step, name, value in self._read_points(folder):
+            assert (step, name) not in values, f"{name} of step {step} is written more than once"
+            values[step, name] = value
         missing, extra = expected.keys() - values.keys(), values.keys() - expected.keys()
         assert not missing, f"{len(missing)} numbers are missing: {sorted(missing)[:3]}"
         assert not extra, f"these numbers are in no row: {sorted(extra)[:3]}"

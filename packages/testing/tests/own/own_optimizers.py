@@ -38,13 +38,6 @@ class KeepsGradients(Plain):
         self.state[parameter]["before"] = gradient
 
 
-class LooksAtDims(Plain):
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if parameter.ndim > 1:
-            parameter.mul_(1 - 0.1 * group["lr"])
-        super().update(parameter, gradient, group)
-
-
 class Counts(Plain):
     """Divides by the step number, stored in an attribute, an option, a tensor option or a state, as `place` names."""
 
@@ -95,18 +88,6 @@ class Draws(Plain):
         else:
             noise = torch.rand(gradient.shape, dtype=gradient.dtype, generator=self.own[0] if self.own else None)
         parameter.sub_(gradient * (1 + 0.5 * noise), alpha=group["lr"])
-
-
-class Within(Plain):
-    """Steps an inner optimizer that shares its groups and states."""
-
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr, weight_decay)
-        self.inner = Counts(self.param_groups, lr, weight_decay)
-        self.inner.param_groups, self.inner.state = self.param_groups, self.state
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
 
 
 class Averages(Plain):

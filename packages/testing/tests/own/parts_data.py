@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import count
 
@@ -100,19 +99,6 @@ class Reuses(Naive):
         sample = super().__getitem__(index)
         self.x.copy_(sample["x"])
         return {**sample, "x": self.x}
-
-
-class Threaded(Naive):
-    """Works only in the thread that created it."""
-
-    def __init__(self, context: DataContext) -> None:
-        super().__init__(context)
-        self.local = threading.local()
-        self.local.is_open = True
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        return sample if getattr(self.local, "is_open", False) else {**sample, "x": torch.zeros(3)}
 
 
 class Wider(Naive):

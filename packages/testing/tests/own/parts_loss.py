@@ -40,26 +40,11 @@ class Narrow(Naive):
         return ((output - batch["y"].to(output.dtype)).square() * batch["mask"].to(output.dtype)).sum()
 
 
-class Doubled(torch.autograd.Function):
-    """Computes a sum with twice its gradient."""
-
-    @staticmethod
-    def forward(ctx, terms: Tensor) -> Tensor:
-        ctx.save_for_backward(terms)
-        return terms.sum()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (terms,) = ctx.saved_tensors
-        return 2 * gradient * torch.ones_like(terms)
-
-
 class Twice(Naive):
-    """Has a wrong factor in its backward."""
+    """Returns the correct value with twice its gradient."""
 
     def loss(self, output: Tensor, batch) -> Tensor:
-        wide = output if output.dtype == torch.float64 else output.float()
-        return Doubled.apply((wide - batch["y"]).square() * batch["mask"])
+        return super().loss(2 * output - output.detach(), batch)
 
 
 class Keeps(Naive):
