@@ -29,10 +29,10 @@ from sley_core.protocols import SequenceCommunicator
 from sley_core.topology import Topology
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import model_plan
+from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, assert_same_run, record
 
-Table = dict[str, Any]
 Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
 
 NUM_STEPS = 2
@@ -62,7 +62,7 @@ def _make_group(world: World) -> Group:
     return world.groups(Topology.from_sizes(world.size, sp=world.size), 60)["sp"]
 
 
-def _build_attention(sequence: Table, group: Group) -> SequenceCommunicator:
+def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
     """Returns a new attention over `group`."""
     component = plan_from_dict(tables(sequence)).sequence
     assert component is not None, sequence
@@ -70,7 +70,7 @@ def _build_attention(sequence: Table, group: Group) -> SequenceCommunicator:
     return attention
 
 
-def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
+def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
     """Runs each case on this rank: the attention on a slice, with two inputs, then full attention after `detach`."""
     results = []
     with World.join("cpu") as world:
@@ -95,7 +95,7 @@ def run_cases(sequence: Table, cases: Sequence[Case]) -> list[CaseResult]:
     return results
 
 
-def train_twice(plan: Table) -> tuple[float | None, Recorded, Recorded]:
+def train_twice(plan: Tables) -> tuple[float | None, Recorded, Recorded]:
     """Returns the initial held-out loss and the records of two equal runs on this rank."""
     return record(plan, 0).held_out, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
 
@@ -103,7 +103,7 @@ def train_twice(plan: Table) -> tuple[float | None, Recorded, Recorded]:
 class SequenceAttentionContract:
     """Tests a sequence attention: inherit and set `sequence` to its table."""
 
-    sequence: ClassVar[Table]
+    sequence: ClassVar[Tables]
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
         """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`.

@@ -28,7 +28,7 @@ STEPS = 2
 
 
 class CheckpointerContract:
-    """Tests a checkpointer: inherit, set `checkpoint` to the table `[checkpoint]`, and pytest does the rest."""
+    """Tests a checkpointer: inherit, and set `checkpoint` to the table `[checkpoint]`."""
 
     checkpoint: ClassVar[dict[str, Any]]
 

@@ -81,14 +81,13 @@ class Collective:
         return self.group, self.op, None if self.op in _UNEVEN_OPS else self.numel, self.dtype, self.peer
 
 
-def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int, Sequence[Collective]]) -> None:
+def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
     """Asserts that all members of each group issued the same collectives in the same order, and that sends match receives.
 
-    sequences: the recorded calls by rank. Ranks that are missing in a mapping are not compared.
-    Raises AssertionError for the first call that differs, with the calls of the ranks and their lines of code.
+    sequences: the recorded calls of each rank, from rank 0. Later ranks are not compared. Raises AssertionError for the first
+    call that differs, with the calls of the ranks and their lines of code.
     """
-    by_rank = dict(sequences) if isinstance(sequences, Mapping) else dict(enumerate(sequences))
-    for (group, _), members in _calls_by_communicator(by_rank).items():
+    for (group, _), members in _calls_by_communicator(sequences).items():
         for call in (call for calls in members.values() for call in calls):
             is_ordered = call.op != "recv_any"
             assert is_ordered, f"a receive from any source has no order to prove: {group}{_format_site(call)}"
@@ -106,16 +105,14 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]] | Mapping[int
 
 
 def _calls_by_communicator(
-    by_rank: Mapping[int, Sequence[Collective]],
+    sequences: Sequence[Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Returns the calls of each member by communicator, in order of first use."""
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    for rank, calls in by_rank.items():
+    """Returns the calls of each recorded member by communicator, in order of first use."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = {}
+    for rank, calls in enumerate(sequences):
         for call in calls:
-            members = groups[call.communicator or call.group, call.ranks]
-            if not members:
-                members.update({member: [] for member in call.ranks if member in by_rank})
-            members[rank].append(call)
+            members: dict[int, list[Collective]] = {member: [] for member in call.ranks if member < len(sequences)}
+            groups.setdefault((call.communicator or call.group, call.ranks), members)[rank].append(call)
     return groups
 
 
@@ -184,6 +181,8 @@ def collectives() -> Iterator[list[Collective]]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Appends each collective that torch dispatches in the block to `calls`."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []

@@ -109,6 +109,8 @@ class Data(Samples):
 
 
 class TanhLinear(nn.Linear):
+    """Computes tanh of a linear. Its input gets the dtype of its weight."""
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).tanh()
 
@@ -168,7 +170,7 @@ def observe(
 
 
 class GradientHandlerContract:
-    """Tests a gradient handler: inherit, set `handler` to its table, and pytest does the rest."""
+    """Tests a gradient handler: inherit, and set `handler` to its table."""
 
     handler: ClassVar[Handler]
 
@@ -251,9 +253,11 @@ class GradientHandlerContract:
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _splits_reduce_groups(self) -> bool:
+        """Returns whether the handler supports the reduce group of one rank: not if it leaves shards."""
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:
+        """Returns the record of the tested handler and its options."""
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config

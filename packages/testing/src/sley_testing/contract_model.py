@@ -43,6 +43,8 @@ class Data(Samples):
 
 
 class Embed(nn.Module):
+    """Sums the embeddings of tokens and positions, both int64 [b, s]."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
@@ -77,6 +79,8 @@ class Block(UnevenBlock):
 
 
 class Head(nn.Module):
+    """Computes logits [b, s, VOCABULARY] by a norm and a linear."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)

@@ -38,7 +38,7 @@ SEED = 7
 
 
 class DatasetContract:
-    """Tests a dataset: inherit, set `data` to the table `[data]`, and pytest does the rest. num_samples: the maximum number of
+    """Tests a dataset: inherit, and set `data` to the table `[data]`. num_samples: the maximum number of
     samples to check. holds_out: whether the dataset has held-out samples.
     """
 

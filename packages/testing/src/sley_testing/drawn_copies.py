@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,10 +59,11 @@ class DrawnDevice(Device):
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     order: int = 0
     is_strict: bool = True
-    copies: DrawnCopies = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "copies", DrawnCopies(self.order, is_strict=self.is_strict))
+    @cached_property
+    def copies(self) -> DrawnCopies:
+        """The copies of all streams of this device."""
+        return DrawnCopies(self.order, is_strict=self.is_strict)
 
     def copy_stream(self) -> DrawnStream:
         """Returns a new stream of this device."""
@@ -252,6 +253,8 @@ class DrawnEvent(CopyEvent):
 
 
 class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
+    """Executes copies at random before operations, and applies the rules of the ledger to operations."""
+
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
         self._copies = copies
@@ -354,6 +357,8 @@ def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 class _StorageGuard(MemoryWatch):  # type: ignore[no-untyped-call]
+    """Refuses operations on freed memory."""
+
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         assert_allocated(name, accesses)
 

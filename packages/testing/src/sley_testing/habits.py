@@ -19,6 +19,8 @@ from sley_core.model.layers import Model
 
 
 class Block(nn.Module):
+    """Holds two linears, one with a bias. Subclasses implement `forward`."""
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.one = nn.Linear(hidden, hidden)
@@ -138,6 +140,8 @@ class NoGradient(torch.autograd.Function):
 
 
 class Silent(Block):
+    """Uses `NoGradient`."""
+
     def forward(self, hidden: Tensor) -> Any:
         return NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
@@ -263,6 +267,8 @@ def init(module: nn.Module, name: str) -> None:
 
 
 class Embed(nn.Embedding):
+    """Names its input `tokens`, as the first layer of a model must."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)
 
@@ -276,4 +282,5 @@ def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Mo
 
 
 def model(data: DataInfo, habit: str) -> Model:
+    """Returns the model of `layers`, initialized by `init`."""
     return Model(layers(data, habit), init)

@@ -35,6 +35,7 @@ Clock = dict[int, int]
 
 DEVICE = 0
 _SWEEP_EVERY = 4096
+_MAX = 1 << 62  # more than any number of bytes or operations
 
 
 def merge_clocks(clock: Clock, event_clock: Clock) -> None:
@@ -73,7 +74,7 @@ class CopyEnd:
 
 
 @dataclass
-class _StorageAccesses:
+class _Accesses:
     """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: the
     numbers of the last read and the last write by the device, by byte range.
     """
@@ -91,8 +92,8 @@ class Ledger:
         self.host: Clock = {}
         self.device: Clock = {DEVICE: 0}
         self.streams: defaultdict[int, Clock] = defaultdict(dict)
-        self._memory: dict[int, _StorageAccesses] = {}  # by the address of the storage's object, which the weak reference keeps
-        self._memory_with_copies: dict[int, _StorageAccesses] = {}
+        self._memory: dict[int, _Accesses] = {}  # by the address of the storage's object, which the weak reference keeps
+        self._memory_with_copies: dict[int, _Accesses] = {}
 
     def mark_host_memory(self, data: Tensor) -> None:
         """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
@@ -122,10 +123,9 @@ class Ledger:
         """Records that the device frees or replaces the memory of `storage`."""
         memory = self._memory_of(storage)
         self.device[DEVICE] += 1
-        all_bytes = (0, max([storage.nbytes(), *(copy.last for copy in memory.copies)]))
         text = f"the storage of {storage.nbytes()} bytes is resized"
-        self._check_copies(memory, self.device, (*all_bytes, True), text, "`hold_device`")
-        memory.device = {(0, 1 << 62): [0, self.device[DEVICE]]}
+        self._check_copies(memory, self.device, (0, _MAX, True), text, "`hold_device`")
+        memory.device = {(0, _MAX): [0, self.device[DEVICE]]}
         memory.copies.clear()
 
     def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
@@ -140,10 +140,8 @@ class Ledger:
         finally:
             clock[stream] = number
             for tensor, writes, text in ends:
-                new, memory = (
-                    CopyEnd(stream, number, *byte_range(tensor), writes, text),
-                    self._memory_of(tensor.untyped_storage()),
-                )
+                memory = self._memory_of(tensor.untyped_storage())
+                new = CopyEnd(stream, number, *byte_range(tensor), writes, text)
                 memory.copies = [old for old in memory.copies if not (new.covers(old) or old.is_known(self.host))] + [new]
                 self._memory_with_copies[storage_id(tensor)] = memory
         return number
@@ -171,12 +169,10 @@ class Ledger:
                 f"stream {stream} copies {text}, which the device {'wrote' if number == last_write else 'read'} after "
                 "the stream last followed it: `wait_for_device` is missing"
             )
-        ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: 1 << 62}
+        ordered = {worker: number for worker, number in clock.items() if worker != stream} | {stream: _MAX}
         self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`wait_for`")
 
-    def _check_copies(
-        self, memory: _StorageAccesses, clock: Clock, access: tuple[int, int, bool], text: str, wait: str
-    ) -> None:
+    def _check_copies(self, memory: _Accesses, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
         """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
         first, last, writes = access
         for copy in memory.copies:
@@ -185,11 +181,11 @@ class Ledger:
                 f"{text} while {copy} may be in flight: {wait} is missing"
             )
 
-    def _memory_of(self, storage: torch.UntypedStorage) -> _StorageAccesses:
+    def _memory_of(self, storage: torch.UntypedStorage) -> _Accesses:
         """Returns the accesses to `storage`, which are empty at its first use."""
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            memory = self._memory[storage._cdata] = _StorageAccesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            memory = self._memory[storage._cdata] = _Accesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         return memory
 
 

@@ -10,7 +10,7 @@ compared with the same run without the hook.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,13 +22,11 @@ from sley_core.comm.world import World
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import assert_same_sequence, assert_untouched, record_built_models
-from sley_testing.plans import changed, small_plan
+from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import Recorded, assert_same_run, fail_once, read_counts, record
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
-
-Table = dict[str, Any]
 
 NUM_STEPS = 3
 FAILING_STEP = 1  # the index of the step before which a failing step is added
@@ -52,7 +50,7 @@ class Observation:
     counts: list[dict[str, float]] = field(default_factory=list)
 
 
-def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Observation:
+def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Observation:
     """Takes the contract's steps on this rank. fails: whether to add a step before step FAILING_STEP that raises in its first
     backward. Raises AssertionError if the run changes a module or parameter of its layers permanently.
     """
@@ -76,9 +74,8 @@ def observe(hooks: Sequence[Table], folder: Path, *, fails: bool = False) -> Obs
     return observation
 
 
-def call_errors(hooks: Sequence[Table], folder: Path) -> list[str]:
-    """Calls each method of the hook with the tensors that actions may have, or None. Returns a line for each error."""
-    errors = []
+def call_errors(hooks: Sequence[Tables], folder: Path) -> Iterator[str]:
+    """Calls each method of the hook with the tensors that actions may have, or None. Yields a line for each error."""
     with assemble(plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")) as run:
         run.step()
         (hook,) = run.stepper.executor.hooks
@@ -97,16 +94,13 @@ def call_errors(hooks: Sequence[Table], folder: Path) -> list[str]:
                 method(context, value)
             except Exception as error:
                 label = "None" if value is None else f"a {type(value).__name__}"
-                errors.append(
-                    f"{method.__name__} in phase {context.phase}, called with {label}: {type(error).__name__}: {error}"
-                )
-    return errors
+                yield f"{method.__name__} in phase {context.phase}, called with {label}: {type(error).__name__}: {error}"
 
 
 class SchedulerHookContract:
-    """Tests a scheduler hook: inherit, set `hook` to a table of `[[scheduler_hooks]]`, and pytest does the rest."""
+    """Tests a scheduler hook: inherit, and set `hook` to a table of `[[scheduler_hooks]]`."""
 
-    hook: ClassVar[Table]
+    hook: ClassVar[Tables]
 
     def test_hook_changes_nothing(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Compares losses, norms, held-out losses, gradients and weights with a run without the hook.
@@ -132,5 +126,5 @@ class SchedulerHookContract:
 
     def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
         """Covers the first stage and the phase `weights`, which have no tensors, and containers between stages."""
-        errors = call_errors([self.hook], texts)
-        assert not errors, "\n".join(errors)
+        errors = "\n".join(call_errors([self.hook], texts))
+        assert not errors, errors

@@ -33,12 +33,11 @@ from sley_core.protocols import StageLink
 from sley_core.records import StageLinkRecord
 from sley_core.topology import Topology
 from sley_testing.contract import tables
+from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import random_action_lists
 from sley_trainer.assemble import make_parts
 from sley_trainer.execute import Crossing
-
-Table = dict[str, Any]
 
 WAVE = (0, 1, 1, 0, 0, 1, 1, 0)
 ROUTES = {"two stages": (0, 1), "a wave": WAVE, "three stages in random order": (2, 0, 1, 1, 0, 2)}
@@ -53,7 +52,7 @@ MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
 WAIT_S = 10.0  # the time limit of a collective in these walks
 
 
-def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]]) -> None:
+def observe(link: Tables, route: tuple[int, ...], walks: Sequence[Sequence[int]]) -> None:
     """Executes walks on this rank, and after every second walk its forwards only. route: the stage of each position. walks: the
     microbatch lengths of each walk. Raises AssertionError if a received tensor is wrong, or changes in a later walk.
     """
@@ -68,7 +67,7 @@ def observe(link: Table, route: tuple[int, ...], walks: Sequence[Sequence[int]])
             walker.check_kept_tensors()
 
 
-def mismatch_error_codes(link: Table) -> list[str]:
+def mismatch_error_codes(link: Tables) -> list[str]:
     """Executes a walk with different lengths on each stage for each of MISMATCHES; returns the codes of the errors, or ""."""
     placement, codes = Placement((0, 1)), []
     for lengths_by_stage in MISMATCHES:
@@ -82,7 +81,7 @@ def mismatch_error_codes(link: Table) -> list[str]:
     return codes
 
 
-def abort_seconds(link: Table, timeout_s: float) -> float:
+def abort_seconds(link: Tables, timeout_s: float) -> float:
     """Begins and aborts two walks on the first stage only; returns the elapsed seconds. timeout_s: the time limit of a
     collective.
     """
@@ -100,11 +99,11 @@ def abort_seconds(link: Table, timeout_s: float) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link: inherit, set `link` to its table, and pytest does the rest. num_walks: walks per placement.
+    """Tests a stage link: inherit, and set `link` to its table. num_walks: walks per placement.
     abort_timeout_s: the time limit of a collective in the test of aborts.
     """
 
-    link: ClassVar[Table]
+    link: ClassVar[Tables]
     num_walks: ClassVar[int] = 4
     abort_timeout_s: ClassVar[float] = 10.0
 

@@ -38,7 +38,7 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager: inherit, set `offload` to a table of `[[offload]]`, and pytest does the rest. orders: the
+    """Tests an offload manager: inherit, and set `offload` to a table of `[[offload]]`. orders: the
     number of random copy orders.
     """
 

@@ -129,17 +129,16 @@ def _background_failures_are_warnings() -> Iterator[None]:
     """Reports thread exceptions and unraisable exceptions as pytest warnings at the end of the block."""
     failures: list[Warning] = []
 
-    def format_failure(failure: Any) -> str:
-        return "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+    def add_failure(category: type[Warning], source: str, failure: Any) -> None:
+        lines = traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        failures.append(category(f"{source}\n{''.join(lines)}"))
 
-    def report_thread_failure(failure: threading.ExceptHookArgs) -> None:
-        failures.append(pytest.PytestUnhandledThreadExceptionWarning(f"in {failure.thread}\n{format_failure(failure)}"))
-
-    def report_unraisable(failure: sys.UnraisableHookArgs) -> None:
-        source = f"{failure.err_msg or 'in'} {failure.object!r}"
-        failures.append(pytest.PytestUnraisableExceptionWarning(f"{source}\n{format_failure(failure)}"))
-
-    threading.excepthook, sys.unraisablehook = report_thread_failure, report_unraisable
+    threading.excepthook = lambda failure: add_failure(
+        pytest.PytestUnhandledThreadExceptionWarning, f"in {failure.thread}", failure
+    )
+    sys.unraisablehook = lambda failure: add_failure(
+        pytest.PytestUnraisableExceptionWarning, f"{failure.err_msg or 'in'} {failure.object!r}", failure
+    )
     yield
     for warning in failures:
         warnings.warn(warning, stacklevel=2)

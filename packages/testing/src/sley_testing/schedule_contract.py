@@ -25,25 +25,23 @@ from sley_core.actions.lower import lower
 from sley_core.actions.simulate import Costs, simulate
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Component
-from sley_testing.plans import small_plan
+from sley_testing.plans import Tables, small_plan
 from sley_testing.ranks import Ranks
 from sley_testing.runs import assert_parity_of_parts, record, record_reference
-
-Table = dict[str, Any]
 
 NUM_STEPS = 2
 NUM_MICRO_BATCHES = 5  # of the runs on two stages
 
 
 class ScheduleContract:
-    """Tests a pipeline schedule: inherit, set `pipeline` to its table, write `max_micro_batches`, and pytest does the rest.
+    """Tests a pipeline schedule: inherit, set `pipeline` to its table, and write `max_micro_batches`.
 
     tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
     the supported numbers of stages and microbatches. num_draws: the number of random sizes to test.
     """
 
-    pipeline: ClassVar[Table]
-    tables: ClassVar[Table] = {}
+    pipeline: ClassVar[Tables]
+    tables: ClassVar[Tables] = {}
     stages: ClassVar[Sequence[int]] = range(1, 9)
     micros: ClassVar[Sequence[int]] = range(1, 25)
     num_draws: ClassVar[int] = 24
@@ -135,8 +133,8 @@ class TieContract:
     schedule does not name. The schedule must have one chunk per stage, so that the tied embedding and head are on two stages.
     """
 
-    pipeline: ClassVar[Table]
-    tables: ClassVar[Table] = {}
+    pipeline: ClassVar[Tables]
+    tables: ClassVar[Tables] = {}
 
     def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
         """Trains without clipping, which would hide a common factor of all gradients."""
@@ -144,13 +142,13 @@ class TieContract:
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
 
-def _decoder_plan(num_layers: int, num_micro_batches: int, **changes: Any) -> Table:
+def _decoder_plan(num_layers: int, num_micro_batches: int, **changes: Any) -> Tables:
     """Returns the one-process plan of a small decoder with a held-out loss."""
     batch = {"global_size": 2 * num_micro_batches, "micro_size": 2}
     return small_plan(model__num_layers=num_layers, batch=batch, evaluation={"every": 9, "steps": 2}, **changes)
 
 
-def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Table, extra_tables: Table) -> None:
+def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extra_tables: Tables) -> None:
     """Asserts that two stages with the additional `extra_tables` match one process."""
     records = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **extra_tables}, NUM_STEPS, folder=folder)
     assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")

@@ -250,7 +250,7 @@ def save_reference(run: Run, num_steps: int, folder: Path) -> None:
 
 
 def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes the same steps on this rank, compares each with `folder`, and writes the findings there."""
+    """Takes the same steps on this rank, compares each with the reference in `folder`, and writes the findings there."""
     findings = StepComparer(run, folder).compare(num_steps)
     (folder / f"rank-{run.world.rank}").write_bytes(pickle.dumps(findings))
 

@@ -14,7 +14,7 @@ record declares rounded weights (`tolerance_for`), their error is tested, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from sley_core.records import WeightCommunicatorRecord
 from sley_testing.collectives import Collective, assert_same_sequence, collectives
 from sley_testing.contract_model import LENGTH, WIDTH, model_plan
 from sley_testing.parity import assert_close_gradients
+from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import (
     Recorded,
@@ -46,7 +47,6 @@ from sley_testing.runs import (
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-Table = dict[str, Any]
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
@@ -56,22 +56,17 @@ GLOBAL_SIZE = 4 * MICRO_SIZE  # the global batch of two ranks with two microbatc
 
 @dataclass
 class Inspection:
-    """Holds one rank's results beside those of `record`. calls: all collectives.
-
-    counts: the communicator's counts after each step. is_sharded: whether a parameter of the model is sharded. read_errors:
-    errors of reads between steps. call_errors: errors of layer calls after the run. gather_errors: gathered weights that differ
-    from the shards by more than the record's tolerance.
+    """Holds one rank's results. calls: all collectives. counts: the communicator's counts after each step. is_sharded: whether
+    a parameter of the model is sharded. errors: errors of reads and gathers after the last step, and of calls after the run.
     """
 
     calls: list[Collective] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
     is_sharded: bool = False
-    read_errors: list[str] = field(default_factory=list)
-    call_errors: list[str] = field(default_factory=list)
-    gather_errors: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
-def inspect_run(plan: Table) -> Inspection:
+def inspect_run(plan: Tables) -> Inspection:
     """Takes NUM_STEPS steps and an evaluation on this rank, and inspects the run between them and after it."""
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
@@ -83,9 +78,8 @@ def inspect_run(plan: Table) -> Inspection:
                     inspection.counts.append(read_counts(run.stepper.executor.weights))
                 assert not calls, f"`counts` must not communicate, but calls {calls[0]}"
             run.evaluate()
-            inspection.read_errors = _read_errors(run)
-            inspection.gather_errors = _gather_errors(run)
-        inspection.call_errors = _closed_call_errors(run)
+            inspection.errors += _weight_errors(run)
+        inspection.errors += _closed_call_errors(run)
     return inspection
 
 
@@ -131,7 +125,7 @@ def fail_steps(run: Run, number: int) -> None:
 class WeightCommunicatorContract:
     """Tests a weight communicator: inherit and set `weights` to its table."""
 
-    weights: ClassVar[Table]
+    weights: ClassVar[Tables]
 
     @pytest.mark.parametrize(("world", "wp", "num_micro_batches"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
     def test_layouts_match_unsharded_weights(
@@ -169,10 +163,10 @@ class WeightCommunicatorContract:
         for inspection in inspections:
             names = {tuple(counts) for counts in inspection.counts[1:]}
             assert len(names) == 1, "the names of the counts differ between steps"
-            errors = inspection.read_errors + inspection.call_errors + inspection.gather_errors
-            assert not errors, "\n".join(errors)
+            assert not inspection.errors, "\n".join(inspection.errors)
 
     def _skip_rounded_weights(self) -> None:
+        """Skips the test if the record declares rounded weights, which no run with one process has."""
         if _tolerance(plan_from_dict(tables(self.weights, 2, GLOBAL_SIZE))):
             pytest.skip("the record declares rounded weights")
 
@@ -203,25 +197,8 @@ def _assert_parity(baseline: Recorded, recorded: Sequence[Recorded]) -> None:
             assert_close_gradients(expected_step, step, 1e-8, floor=1e-8)
 
 
-def _read_errors(run: Run) -> list[str]:
-    """Returns a line for each sharded parameter whose read is neither the full weight nor refused by name."""
-    errors = []
-    shards = {param: param.parameter for param in run.registry if param.shard is not None}
-    for param, full_weight in gather_full_tensors(shards, run.groups).items():
-        assert run.store.gradient(param).shape == param.parameter.shape if param in run.store else True, param
-        for holder in param.holders:
-            try:
-                value = getattr(holder.module, holder.attribute).detach().clone()
-            except RunError as error:
-                if param.name not in str(error):
-                    errors.append(f"the refusal of {param.name} does not name it: {error}")
-                continue
-            if value.shape != full_weight.shape or not torch.equal(value, full_weight):
-                errors.append(f"{param.name} reads as {list(value.shape)}, which is not the full weight")
-    return errors
-
-
 def _tolerance(plan: Plan) -> float:
+    """Returns the tolerance of weights that the communicator's record declares."""
     assert plan.weights is not None
     assert isinstance(plan.weights.record, WeightCommunicatorRecord)
     tolerance = plan.weights.record.tolerance_for(plan.weights.config)
@@ -230,13 +207,23 @@ def _tolerance(plan: Plan) -> float:
 
 
 @torch.no_grad()
-def _gather_errors(run: Run) -> list[str]:
-    """Returns a line for each plain linear and embedding whose result shows a weight beyond the tolerance, relative to the
-    element, or to 2^-14 of the largest element for smaller ones.
+def _weight_errors(run: Run) -> Iterator[str]:
+    """Yields a line for each sharded parameter whose read is neither the full weight nor refused by name, and for each plain
+    linear and embedding whose result shows a weight beyond the tolerance, relative to the element, or to 2^-14 of the largest
+    element for smaller ones.
     """
-    errors, tolerance = [], _tolerance(run.plan)
+    tolerance = _tolerance(run.plan)
     shards = {param: param.parameter for param in run.registry if param.shard is not None}
     for param, full_weight in gather_full_tensors(shards, run.groups).items():
+        assert param not in run.store or run.store.gradient(param).shape == param.parameter.shape, param
+        for holder in param.holders:
+            try:
+                value = getattr(holder.module, holder.attribute).detach().clone()
+                if value.shape != full_weight.shape or not torch.equal(value, full_weight):
+                    yield f"{param.name} reads as {list(value.shape)}, which is not the full weight"
+            except RunError as error:
+                if param.name not in str(error):
+                    yield f"the refusal of {param.name} does not name it: {error}"
         module = param.holders[0].module
         if type(module) is nn.Embedding:
             weight = module(torch.arange(len(full_weight)))
@@ -245,16 +232,14 @@ def _gather_errors(run: Run) -> list[str]:
             weight = (module(inputs) - module(torch.zeros_like(inputs))).t()  # without the bias
         else:
             continue
-        largest = full_weight.abs().max()
+        largest, difference = full_weight.abs().max(), (weight - full_weight).abs()
         limit = tolerance * (full_weight.abs() + 2**-14 * largest) + 1e-12 * largest
-        if not bool(((weight - full_weight).abs() <= limit).all()):
-            errors.append(f"{param.name} is gathered with an error of {float((weight - full_weight).abs().max())}")
-    return errors
+        if not bool((difference <= limit).all()):
+            yield f"{param.name} is gathered with an error of {float(difference.max())}"
 
 
-def _closed_call_errors(run: Run) -> list[str]:
-    """Returns a line for each sharded layer that does not raise RunError, or communicates, when called after the run."""
-    errors = []
+def _closed_call_errors(run: Run) -> Iterator[str]:
+    """Yields a line for each sharded layer that does not raise RunError, or communicates, when called after the run."""
     sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
     tokens, hidden = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, WIDTH, dtype=torch.float64)
     inputs = {"embed": (tokens, tokens), "head": (hidden,)}
@@ -264,13 +249,12 @@ def _closed_call_errors(run: Run) -> list[str]:
             with collectives() as calls:
                 try:
                     layer.module(*inputs.get(layer.name, (hidden, bounds)))
-                    errors.append(f"{layer.name} returns a result after the run, although its weights are sharded")
+                    yield f"{layer.name} returns a result after the run, although its weights are sharded"
                 except RunError:
                     pass
                 except Exception as error:  # caused by a shard
-                    errors.append(f"{layer.name} raises no RunError after the run, but {type(error).__name__}: {error}")
-            errors += [f"{layer.name} communicates after the run: {call}" for call in calls]
-    return errors
+                    yield f"{layer.name} raises no RunError after the run, but {type(error).__name__}: {error}"
+            yield from (f"{layer.name} communicates after the run: {call}" for call in calls)
 
 
 def tables(weights: dict[str, Any] | None, wp: int, global_size: int) -> dict[str, Any]:

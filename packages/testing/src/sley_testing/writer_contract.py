@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, less than the s
 
 
 class MetricsWriterContract:
-    """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, write `read`, and pytest does the rest.
+    """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, and write `read`.
 
     writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether a resumed
     run drops the rows of steps after its checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
