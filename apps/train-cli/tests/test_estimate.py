@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from sley_core.errors import UsageError
-from sley_estimate.commands.estimate import UNCOMPILED, parse_size
+from sley_estimate.commands.estimate import UNCOMPILED_NOTE, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
 from train_cli.main import main
@@ -32,7 +32,7 @@ def test_stages_have_their_parts_and_are_compared_with_the_memory(cli: Cli, plan
     assert result.out.startswith("stage 0 (ranks 0 to 1): ")
     assert "    optimizer states " in result.out
     assert "on stage 0, which fits in 1.0 GiB " in result.out
-    assert UNCOMPILED in result.out
+    assert UNCOMPILED_NOTE in result.out
     assert sorted(plan.parent.iterdir()) == files
     result = cli("estimate", plan, "--memory", "20000B")
     assert (result.code, "exceeds 20 KiB by " in result.out) == (1, True)

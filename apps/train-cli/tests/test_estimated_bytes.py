@@ -261,7 +261,7 @@ def test_stages_do_equal_work_only_with_equal_layers_groups_and_policies(texts: 
 def record_ranks(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
     plan = plan_from_dict(tables, folder)
     size = plan.world_size()
-    return list(record_stages(plan, size, build_first_draft(plan, size), cores)[1].ranks)
+    return record_stages(plan, size, build_first_draft(plan, size), cores)[1]
 
 
 def estimate_in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:

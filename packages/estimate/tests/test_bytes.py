@@ -88,13 +88,13 @@ def allocations() -> list[tuple[int, int, int | None]]:
 
 
 def test_cached_results_equal_those_of_torch():
-    replay, calls = FakeTensors._replay, count()
+    replay, calls = FakeTensors._replay_result, count()
 
     def replay_and_count(tensors, *args):
         next(calls)
         return replay(tensors, *args)
 
-    with patch.object(FakeTensors, "_replay", replay_and_count):
+    with patch.object(FakeTensors, "_replay_result", replay_and_count):
         cached = allocations()
     assert next(calls) > 50
     with patch.object(fake_tensors, "_call_key", lambda *_: None):

@@ -15,13 +15,12 @@ from sley_estimate.calibrate.links import LARGE_BYTES, SMALL_BYTES, fit_link, me
 from sley_estimate.layers.prices import price_layers
 from sley_estimate.machine import LinksTable, load_machine, machine_from_dict, machine_text
 from sley_estimate.step.links import collective_cost, message_cost
-from sley_estimate.testing import short_calibration
+from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.drawn_copies import DrawnDevice
 from sley_testing.plans import small_plan
 from sley_trainer.assemble import build_meta_model
 
 SMALL = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
-BARE = {"name": "x", "kind": "cpu", "memory_bandwidth": 1e9, "launch_s": 0.0, "matmul": {}}
 SIZES = (1e6, 1e7, 1e8, 1e9)
 
 
@@ -53,7 +52,7 @@ def links_of(timeout_s):
 def test_links_are_equal_on_all_ranks(ranks) -> None:
     first, second = ranks(2)(links_of, 30.0)
     assert first == second
-    link = machine_from_dict({"format": 1, "device": BARE, "links": first}).links.same_host
+    link = machine_from_dict(small_machine(links=first)).links.same_host
     assert all(getattr(link, kind).bandwidth > 1e6 for kind in ("sum", "gather", "reduce", "swap", "send"))
 
 
@@ -63,7 +62,7 @@ def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
         tables = measure_layers(plan, world.device)
     assert [table["name"] for table in tables] == ["embed", "blocks.0", "head"]
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
-    machine = machine_from_dict({"format": 1, "device": BARE, "layers": tables})
+    machine = machine_from_dict(small_machine(layers=tables))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = build_meta_model(plan, dataset.info)
     priced = price_layers(plan, model, dataset, machine)

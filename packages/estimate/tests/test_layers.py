@@ -22,7 +22,7 @@ from sley_core.plan.plan import Plan
 from sley_core.protocols import SplitLogits
 from sley_estimate.layers.operators import LayerWork, Operator
 from sley_estimate.layers.prices import COPY, LayerSeconds, PricedLayer, add_copies, operators_s, price_layers, scale_work
-from sley_estimate.layers.trace import layer_keys, layer_works, module_signature, trace_layer
+from sley_estimate.layers.trace import layer_keys, module_signature, trace_layer, trace_layers
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Layouts, list_choices
 from sley_estimate.search.roofline import Roofline
@@ -128,7 +128,7 @@ def test_dicts_and_split_logits_are_counted() -> None:
     model.layers[0].fields = ("x",)
     labels = torch.empty(BATCH, 8, dtype=torch.int64, device="meta")
     fields = {"x": torch.empty(BATCH, 8, WIDTH, device="meta"), "labels": labels}
-    works = layer_works(plan_from_dict(small_plan()), model, fields, ["0", "1"])
+    works = trace_layers(plan_from_dict(small_plan()), model, fields, ["0", "1"])
     assert [work.output_bytes for work in works] == [BATCH * 8 * WIDTH * 8] * 2
 
 
@@ -230,10 +230,8 @@ def test_unusable_optimizer_is_reported() -> None:
     data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     optimizer = {"factory": "torch.optim:LBFGS", "lr": 1.0}
     plan = plan_from_dict(small_plan(data=data, optimizer=optimizer, precision={"compute": "fp32"}))
-    matmul = {"fp32": {"flops_per_s": 1e12}}
-    table = {"name": "it", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-3, "matmul": matmul}
     with pytest.raises(PlanError, match="LBFGS"):
-        estimate_plan(plan, 1, machine_from_dict({"format": 1, "device": table}))
+        estimate_plan(plan, 1, machine_from_dict(small_machine(device__kind="cpu")))
 
 
 WEIGHT = 1000
@@ -316,7 +314,7 @@ def test_recomputation_is_scaled_like_the_forward() -> None:
     keep, recompute = LayerWork(forward, (), backward, 0, 0), LayerWork(forward, forward, 2 * backward, 0, 0)
     counted = LayerSeconds.from_operators(keep, device)
     measured = LayerSeconds(3 * counted.forward, counted.backward, 0.5 * counted.backward, 0.25 * counted.backward)
-    scaled = LayerSeconds.scaled(recompute, keep, measured, device)
+    scaled = LayerSeconds.from_variant(recompute, keep, measured, device)
     assert scaled.forward == pytest.approx(3 * counted.forward)
     assert scaled.backward == pytest.approx(3 * counted.forward + 2 * counted.backward)
     assert scaled.input_gradient == pytest.approx(3 * counted.forward + counted.backward)

@@ -66,10 +66,6 @@ def plan_with(plugins=None, **changes):
     return plan_from_dict(small_plan(data=DATA, **changes), loader=loader_of(plugins or {}))
 
 
-def plan_of(**changes: Any) -> Plan:
-    return plan_from_dict(small_plan(**{"data": DATA, "batch": {"global_size": 8, "micro_size": 1}, **changes}))
-
-
 def test_choices_come_from_hints():
     choices = list_choices(plan_with({"out": Outsider()}))
     assert [str(choice) for choice in choices.policies] == ["core.keep", "core.recompute", "out.deep", "out.deep (depth = 3)"]
@@ -86,8 +82,8 @@ def test_choice_of_plan_comes_first_without_hint():
 
 def test_plugin_that_fails_to_load_is_skipped():
     choices = list_choices(plan_with({"bad": Broken()}))
-    assert len(choices.skipped) == 1
-    assert choices.skipped[0].startswith("bad: ")
+    assert len(choices.skip_reasons) == 1
+    assert choices.skip_reasons[0].startswith("bad: ")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +100,8 @@ def test_plugin_with_invalid_hints_is_skipped(hints, message):
             return hints
 
     choices = list_choices(plan_with({"out": Wrong()}))
-    assert len(choices.skipped) == 1
-    assert message in choices.skipped[0]
+    assert len(choices.skip_reasons) == 1
+    assert message in choices.skip_reasons[0]
     assert "out.deep" not in map(str, choices.policies)
 
 
@@ -147,8 +143,10 @@ def test_layouts_are_valid_plans_with_other_tables_unchanged():
 MACHINE = machine_from_dict(small_machine())
 
 
-def space_of(plan: Plan, world: int = 2) -> Layouts:
-    return Layouts(plan, world, list_choices(plan), ["sp", "wp", "micro_size"])
+def layouts_of_two_ranks() -> Layouts:
+    """Returns the layouts of a plan of 8 samples per step."""
+    plan = plan_from_dict(small_plan(data=DATA, batch={"global_size": 8, "micro_size": 1}))
+    return Layouts(plan, 2, list_choices(plan), ["sp", "wp", "micro_size"])
 
 
 def test_more_layouts_are_verified_until_enough_fit() -> None:
@@ -162,15 +160,10 @@ def test_more_layouts_are_verified_until_enough_fit() -> None:
 
     progress: list[tuple[int, int]] = []
     with patch.object(finding, "NUM_EXACT", 3), patch.object(finding, "estimate_plan", estimate):
-        result = search_layouts(
-            space_of(plan_of()),
-            MACHINE,
-            memory=1 << 40,
-            top=1,
-            report_progress=lambda done, total: progress.append((done, total)),
-        )
-    assert result.dropped == 4
-    assert len(result.fastest) == 1
+        space, report_progress = layouts_of_two_ranks(), lambda done, total: progress.append((done, total))
+        result = search_layouts(space, MACHINE, memory=1 << 40, top=1, report_progress=report_progress)
+    assert result.num_dropped == 4
+    assert len(result.fastest_layouts) == 1
     assert result.num_exact == len(verified_plans) == 6
     assert progress[:4] == [(1, 3), (2, 3), (3, 3), (4, 6)]
 
@@ -182,18 +175,11 @@ def test_nearly_equal_layouts_come_last() -> None:
     def layout(sp: int, micro_size: int, weights: Choice) -> Layout:
         return Layout(1, sp, 2, micro_size, None, keep, None, weights)
 
-    space = space_of(plan_of(), 2)  # 8 samples per step: two ranks take 4 microbatches of one
     sliced, first, stepped = layout(2, 2, default), layout(1, 1, default), layout(1, 1, by_step)
-    full, similar = layout(1, 4, default), layout(1, 4, by_step)
-    best = [
-        (first, RooflineEstimate(1.0, 8.0)),
-        (stepped, RooflineEstimate(1.0, 8.0)),
-        (sliced, RooflineEstimate(1.005, 8.0)),
-        (full, RooflineEstimate(2.0, 9.0)),
-    ]
-    best.append((similar, RooflineEstimate(2.0, 9.0)))
-    best.append((layout(2, 1, default), RooflineEstimate(1.5, 4.0)))
-    assert order_by_variety(best, space) == [first, stepped, full, layout(2, 1, default), sliced, similar]
+    full, similar, small = layout(1, 4, default), layout(1, 4, by_step), layout(2, 1, default)
+    costs = [(1.0, 8.0), (1.0, 8.0), (1.005, 8.0), (2.0, 9.0), (2.0, 9.0), (1.5, 4.0)]
+    best = list(zip([first, stepped, sliced, full, similar, small], map(RooflineEstimate._make, costs), strict=True))
+    assert order_by_variety(best, layouts_of_two_ranks()) == [first, stepped, full, small, sliced, similar]
 
 
 def test_formula_is_close_to_verified_seconds() -> None:

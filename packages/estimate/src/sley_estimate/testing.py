@@ -19,7 +19,7 @@ from sley_core.data.factory import open_dataset
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.layers.prices import LayerSeconds
-from sley_estimate.layers.trace import layer_keys, layer_works
+from sley_estimate.layers.trace import layer_keys, trace_layers
 from sley_estimate.machine import machine_from_dict
 from sley_estimate.step.estimate import list_instructions
 from sley_estimate.step.links import Cost
@@ -55,7 +55,7 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
     fields = meta_micro_batch(plan, dataset)
     keys = layer_keys(plan, model, plan.activations.build([layer.name for layer in model.layers]), fields)
     tables = {}
-    for layer, key, work in zip(model.layers, keys, layer_works(plan, model, fields, keys), strict=True):
+    for layer, key, work in zip(model.layers, keys, trace_layers(plan, model, fields, keys), strict=True):
         counted = LayerSeconds.from_operators(work, machine.device)
         seconds = {name: times * value for name, value in asdict(counted).items()}
         hosts = {f"host_{name}": host * value for name, value in seconds.items() if not name.startswith("host_")}
@@ -74,7 +74,7 @@ def short_calibration() -> Iterator[None]:
             (device, "BUCKET_NUMEL", 1 << 14),
             (device, "WRITTEN_BYTES", {"cpu": 1 << 16}),
             (links, "LARGE_BYTES", 1 << 18),
-            (links, "EDGE", 64),
+            (links, "PRODUCT_EDGE", 64),
             (links, "REPETITIONS", 3),
             (bench, "NUM_CALIBRATION_CALLS", 3),
         ):

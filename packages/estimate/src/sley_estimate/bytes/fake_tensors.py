@@ -61,7 +61,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():  # function modes do not need each size query
             return self.dispatch(func, types, args, kwargs)
 
-    def fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
+    def make_fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
         """Returns `FakeTensor(self, elem, device)` without counting its memory. Copying the attributes of an earlier fake
         tensor takes a fifth of the time. elem: a tensor on meta.
         """
@@ -85,44 +85,38 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return args[0]
         key = _call_key(func, args, kwargs) if not self._depth else None
         cached = self._results.get(key) if key is not None else None
-        if cached is None:
-            result = self._run(func, types, args, kwargs, key)
+        if cached is not None:
+            inputs, scratch = _fake_tensors(args, kwargs), cached.scratch
+            results = [self._replay_result(recipe, inputs) for recipe in cached.recipes]
+            result = cached.container(results) if cached.container is not None else results[0]
+        else:
+            result = self._run_in_torch(func, types, args, kwargs)
+            if self._depth:
+                return result
+            self._track_results(result)
+            scratch = scratch_bytes(func, args, kwargs, result)
             if key is not None:
-                self._store(key, func, args, kwargs, result)
-            return result
-        inputs, new_tensors = _fake_tensors(args, kwargs), list[Tensor]()
-        results = [self._replay(recipe, inputs, new_tensors) for recipe in cached.recipes]
-        result = cached.container(results) if cached.container is not None else results[0]
-        for tensor in new_tensors:
-            self.ledger.track(tensor)
-        self._report(key, func, args, kwargs, result, cached.scratch)
+                self._store_result(key, args, kwargs, result, scratch)
+        if self.has_scratch:
+            self.ledger.record_scratch(scratch)
+        if self.listener is not None:
+            self.listener(key, func, args, kwargs, result)
         return result
 
-    def _run(self, func: Any, types: Any, args: Any, kwargs: Any, key: Hashable | None = None) -> Any:
+    def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Lets torch run an operation and returns its result. Returns None for an operation without results that torch cannot
         run without values, such as a fused optimizer step. Raises UnsupportedOperatorException for other such operations.
         """
         self._depth += 1
         try:
-            result = super().dispatch(func, types, args, kwargs)
+            return super().dispatch(func, types, args, kwargs)
         except UnsupportedOperatorException:
             if func._schema.returns:
                 raise
-            result = None
         finally:
             self._depth -= 1
-        if not self._depth:
-            self._track_results(result)
-            self._report(key, func, args, kwargs, result, scratch_bytes(func, args, kwargs, result))
-        return result
 
-    def _report(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
-        if self.has_scratch:
-            self.ledger.record_scratch(scratch)
-        if self.listener is not None:
-            self.listener(key, func, args, kwargs, result)
-
-    def _store(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _store_result(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
         """Stores the result of a call unless it cannot be replayed."""
         inputs = _fake_tensors(args, kwargs)
         container = type(result) if isinstance(result, tuple | list) else None
@@ -134,10 +128,10 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         pairs = zip(items, recipes, strict=True)
         new_storages = [storage_id(item) for item, recipe in pairs if recipe is not None and recipe[0] == "new"]
         if container in (None, tuple, list) and len(set(new_storages)) == len(new_storages):
-            self._results[key] = _CachedResult(container, recipes, scratch_bytes(func, args, kwargs, result))
+            self._results[key] = _CachedResult(container, recipes, scratch)
 
-    def _replay(self, recipe: Any, inputs: Sequence[FakeTensor], new_tensors: list[Tensor]) -> Any:
-        """Returns the result that `recipe` describes, and adds it to `new_tensors` if it has new memory."""
+    def _replay_result(self, recipe: Any, inputs: Sequence[FakeTensor]) -> Any:
+        """Returns the result that `recipe` describes. Counts new memory in the ledger."""
         if recipe is None:
             return None
         recipe_type, source, size, stride, dtype, device = recipe
@@ -148,9 +142,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not is_new:
             index, offset = source
             elem.set_(inputs[index].untyped_storage(), offset, size, stride)
-        fake = self.fake(elem, device)
+        fake = self.make_fake(elem, device)
         if is_new:
-            new_tensors.append(fake)
+            self.ledger.track(fake)
         return fake
 
     def _track_results(self, result: Any) -> None:
@@ -160,7 +154,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             for item in result:
                 self._track_results(item)
 
-    def empty_uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a new fake tensor, [numel], whose memory the ledger never counts."""
         with self:
             fake: Any = super().dispatch(_aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
@@ -170,9 +164,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def patch_torch(self) -> Iterator[None]:
-        """Patches torch within the block: the ledger tracks resized and weakly referenced storages, and fake tensors have
-        addresses.
-        """
+        """Patches torch in the block: the ledger sees resizes and weak references of storages, and `data_ptr` works."""
         storage_type, ledger = torch.UntypedStorage, self.ledger
         resize, address, weak_ref = storage_type.resize_, storage_type.data_ptr, storage_type._weak_ref
 

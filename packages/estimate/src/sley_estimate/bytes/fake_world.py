@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sley_core.comm.backends import MessageTransport, installed_transports
 from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, storage_id
 from sley_core.comm.group import Exchange, Simulation, do_nothing
-from sley_core.comm.progress import ActionProgress, Members
+from sley_core.comm.progress import ActionProgress, Members, first_line
 from sley_core.comm.transport import Transport, Work
 from sley_core.data.dataset import AnyDataset
 from sley_core.engine.boundary import Description, unflatten
@@ -136,7 +136,7 @@ class FakeDevice(Device):
             return torch.empty_like(tensor, device=self.torch_device)
 
     def alias(self, memory: Tensor) -> Tensor:
-        alias = self.tensors.empty_uncounted(memory.numel(), memory.dtype)
+        alias = self.tensors.allocate_uncounted(memory.numel(), memory.dtype)
         self.tensors.ledger.share_address(alias, memory)
         return alias
 
@@ -148,7 +148,7 @@ class FakeDevice(Device):
 
     def host_memory(self, num_bytes: int) -> FakeHostMemory:
         """Returns host memory, which never counts as device memory."""
-        memory = FakeHostMemory(self.tensors.empty_uncounted(num_bytes, torch.uint8))
+        memory = FakeHostMemory(self.tensors.allocate_uncounted(num_bytes, torch.uint8))
         storage = memory.data.untyped_storage()
         key = storage._cdata
         self._host_storages[key] = weakref.ref(storage, lambda _: self._host_storages.pop(key, None))
@@ -230,15 +230,15 @@ class FakeTransport(Transport):
         return FakeWork(on_wait, reduce, self.members.progress.step_progress)
 
 
+@dataclass(frozen=True)
 class StepSimulation(Simulation):
     """Lets a rank run steps on fake tensors. recording: receives the exchanges. device_type: "cpu" or "cuda". gloo allocates
     memory in addition to the exchanged tensors; NCCL does not.
     """
 
-    def __init__(self, tensors: FakeTensors, recording: Recording, device_type: str) -> None:
-        self._recording = recording
-        self._device_type = device_type
-        self._tensors = tensors
+    tensors: FakeTensors
+    recording: Recording
+    device_type: str
 
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
@@ -246,20 +246,15 @@ class StepSimulation(Simulation):
         """Returns transports that allocate the same memory as those of this device type. CPU ranks that attach memory use the
         first installed transport.
         """
-        records = installed_transports() if cross_memory and self._device_type == "cpu" else ()
-        load_scratch = records[0].scratch if records else None
-        scratch: Callable[[Tensor], object] = import_object(load_scratch) if load_scratch else lambda tensor: None
-        is_direct = self._device_type == "cpu" and not records
-        return {
-            name: FakeTransport(
-                members,
-                name,
-                self._recording.on_exchange,
-                MessageTransport(members, name, channel).num_scratch_rows if is_direct else lambda num_rows: 0,
-                scratch,
-            )
-            for name, channel in channels.items()
-        }
+        records = installed_transports() if cross_memory and self.device_type == "cpu" else ()
+        path = records[0].scratch if records else None
+        scratch: Callable[[Tensor], object] = import_object(path) if path else lambda tensor: None
+        transports: dict[str, Transport] = {}
+        for name, channel in channels.items():
+            has_messages = self.device_type == "cpu" and not records
+            rows = MessageTransport(members, name, channel).num_scratch_rows if has_messages else lambda num_rows: 0
+            transports[name] = FakeTransport(members, name, self.recording.on_exchange, rows, scratch)
+        return transports
 
     def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
@@ -267,7 +262,7 @@ class StepSimulation(Simulation):
         """Reports collectives. Messages are already in the action lists."""
         if kind not in _COLLECTIVES:
             return do_nothing
-        return self._recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
+        return self.recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
 
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
@@ -279,7 +274,7 @@ class StepSimulation(Simulation):
         return lambda number, chunk: outputs[placement.position(number, chunk)]
 
     def fill(self, layers: Sequence[Layer], dtype: torch.dtype) -> None:
-        with self._tensors:
+        with self.tensors:
             allocate_tensors(layers, dtype=dtype, device=torch.device("cpu"))
 
 
@@ -293,28 +288,22 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
     output_by_signature: dict[str, Any] = {}
     outputs: list[Description] = []
     args: tuple[Any, ...] = ()
-
-    def call_layer(layer: Layer) -> Any:
-        state = meta_state(layer, dtype, plan.precision.keep)
-        description, tensors = describe_output(args[0], layer.name) if args else (None, [])
-        shapes = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
-        dtypes = [tensor.dtype for tensor in state.values()]
-        signature = repr((module_signature(layer.module, layer.name), layer.fields, description, shapes, dtypes))
-        if signature not in output_by_signature:
-            try:
-                output_by_signature[signature] = meta_output(layer, args, fields, state)
-            except Exception as error:  # the user's forward may fail on meta
-                raise RunError(
-                    "estimate-layer",
-                    f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: "
-                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                    hint="compute the output of a layer only from the shapes of its input",
-                ) from error
-        return output_by_signature[signature]
-
     for _, layers in stage.layers_by_position[:-1]:
         for layer in layers:
-            args = (call_layer(layer),)
+            state = meta_state(layer, dtype, plan.precision.keep)
+            description, tensors = describe_output(args[0], layer.name) if args else (None, [])
+            shapes = [(tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors]
+            dtypes = [tensor.dtype for tensor in state.values()]
+            signature = repr((module_signature(layer.module, layer.name), layer.fields, description, shapes, dtypes))
+            if signature not in output_by_signature:
+                try:
+                    output_by_signature[signature] = meta_output(layer, args, fields, state)
+                except Exception as error:  # the user's forward may fail on meta
+                    message = f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: "
+                    message += f"{type(error).__name__}: {first_line(error)}"
+                    hint = "compute the output of a layer only from the shapes of its input"
+                    raise RunError("estimate-layer", message, hint=hint) from error
+            args = (output_by_signature[signature],)
         description, tensors = describe_output(args[0], layers[-1].name)
         outputs.append(description)
         pairs = zip(description.leaves, tensors, strict=True)

@@ -59,28 +59,28 @@ class Ledger:
         self.allocations: list[Allocation] = []
         self.current_bytes = 0
         self.num_events = 0
-        self._live: dict[int, Allocation] = {}
+        self._live_allocations: dict[int, Allocation] = {}
         self._shared_addresses: dict[int, int] = {}
-        self._to_poll: set[int] = set()
-        self._polled: dict[int, int] = {}
-        self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._keys_to_poll: set[int] = set()
+        self._poll_references: dict[int, int] = {}
+        self._ignored_references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def track(self, tensor: Tensor) -> None:
         """Counts the storage of `tensor` until it is freed, or updates its size. Skips an ignored storage."""
-        for watched, reference in list(self._polled.items()):
+        for watched, reference in list(self._poll_references.items()):
             if torch.UntypedStorage._expired(reference):
-                del self._polled[watched]
+                del self._poll_references[watched]
                 torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
                 self._record_free(watched, None)
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._ignored:
+        if key in self._ignored_references:
             return
-        if key not in self._watched:
-            self._watched[key] = weakref.ref(storage, partial(self._record_free, key))
-            if key in self._to_poll:
-                self._to_poll.discard(key)
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, partial(self._record_free, key))
+            if key in self._keys_to_poll:
+                self._keys_to_poll.discard(key)
                 self.poll(storage)
         self.update_size(storage)
 
@@ -88,31 +88,29 @@ class Ledger:
         """Makes `track` skip the storage of `tensor` from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self._ignored[key] = weakref.ref(storage, partial(self._remove_ignored, key))
+        self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Checks at each `track` whether `storage` is freed. torch's weak reference hides the free from Python's weak
-        reference.
-        """
+        """Checks at each `track` whether `storage` is freed. torch's weak references hide the free from Python's."""
         key = storage._cdata
-        if key not in self._watched:
-            self._to_poll.add(key)
-        elif key not in self._polled:
-            self._polled[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]
+        if key not in self._references:
+            self._keys_to_poll.add(key)
+        elif key not in self._poll_references:
+            self._poll_references[key] = torch._C.StorageBase._weak_ref(storage)  # type: ignore[attr-defined]
 
     def update_size(self, storage: torch.UntypedStorage) -> None:
         """Records the current size of a counted storage. Does nothing for other storages."""
         key = storage._cdata
-        if key not in self._watched:
+        if key not in self._references:
             return
-        allocation, num_bytes = self._live.get(key), storage.nbytes()
+        allocation, num_bytes = self._live_allocations.get(key), storage.nbytes()
         if (allocation.num_bytes if allocation else 0) == num_bytes:
             return
         if allocation is not None:
             self._free(key)
         if num_bytes:
             self.num_events += 1
-            self._live[key] = allocation = Allocation(num_bytes, self.num_events, self.locate())
+            self._live_allocations[key] = allocation = Allocation(num_bytes, self.num_events, self.locate())
             self.allocations.append(allocation)
             self.current_bytes += num_bytes
 
@@ -131,30 +129,26 @@ class Ledger:
     def share_address(self, tensor: Tensor, memory: Tensor) -> None:
         """Sets the address of `tensor`, which must be ignored, to the address of `memory`: both are the same memory."""
         storage = tensor.untyped_storage()
-        assert storage._cdata in self._ignored, "memory of two storages would count twice"
+        assert storage._cdata in self._ignored_references, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
         self._shared_addresses[storage._cdata] = start
 
     def live_allocation(self, tensor: Tensor) -> Allocation | None:
         """Returns the live allocation of `tensor`, or None if it is empty or not counted."""
-        return self._live.get(storage_id(tensor))
+        return self._live_allocations.get(storage_id(tensor))
 
     def exclude(self, tensor: Tensor) -> None:
-        """Sets the allocation of `tensor` to 0 bytes, also for the past, and ignores its storage. Used for memory on another
-        device.
-        """
+        """Sets the allocation of `tensor`, which is on another device, to 0 bytes since its start, and ignores its storage."""
         key = storage_id(tensor)
-        self._watched.pop(key, None)
-        if (allocation := self._live.pop(key, None)) is not None:
+        self._references.pop(key, None)
+        if (allocation := self._live_allocations.pop(key, None)) is not None:
             self.current_bytes -= allocation.num_bytes
             allocation.num_bytes = 0
         self.ignore(tensor)
 
     def backdate(self, owners: Collection[str], event: int, position: StepPosition) -> None:
-        """Moves the start of live allocations of `owners` back to `event` and `position`, since a long run already has them at
-        that time.
-        """
-        for allocation in self._live.values():
+        """Moves the start of live allocations of `owners` back to `event` and `position`: a long run has them then."""
+        for allocation in self._live_allocations.values():
             if allocation.owner in owners and allocation.allocated_at > event:
                 allocation.allocated_at, allocation.position = event, position
 
@@ -190,16 +184,16 @@ class Ledger:
             yield event, total, position
 
     def _remove_ignored(self, key: int, _: object) -> None:
-        del self._ignored[key]
+        del self._ignored_references[key]
         self._shared_addresses.pop(key, None)
 
     def _record_free(self, key: int, _: object) -> None:
-        self._watched.pop(key, None)
-        if key in self._live:
+        self._references.pop(key, None)
+        if key in self._live_allocations:
             self._free(key)
 
     def _free(self, key: int) -> None:
-        allocation = self._live.pop(key)
+        allocation = self._live_allocations.pop(key)
         self.num_events += 1
         allocation.freed_at, allocation.free_position = self.num_events, self.locate()
         self.current_bytes -= allocation.num_bytes

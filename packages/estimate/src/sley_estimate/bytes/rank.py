@@ -115,13 +115,11 @@ def _run_steps(
     """
     with fake_run(plan, rank, size, draft) as (run, ledger, recording):
         num_plan_micro_batches = plan.num_micros(run.topology)
-        has_reduction_tree = run.store.reduction.fixed_order  # the tree of sums grows with the number of microbatches
-        num_last = (
-            num_plan_micro_batches
-            if has_reduction_tree
-            else min_equivalent_micro_batches(run.stepper.lists, num_plan_micro_batches)
-        )
-        num_min = min_schedulable_micro_batches(run.stepper.lists, num_plan_micro_batches)
+        lists, num_last = run.stepper.lists, num_plan_micro_batches
+        if not run.store.reduction.fixed_order:  # in a fixed order, the tree of sums grows with the number of microbatches
+            num_last = min_equivalent_micro_batches(lists, num_plan_micro_batches)
+        schedulable = (count for count in range(1, num_plan_micro_batches) if _peaks(lists, count) is not None)
+        num_min = next(schedulable, num_plan_micro_batches)
         num_first = num_last if is_first_full else num_min
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
@@ -206,9 +204,7 @@ def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
 
 
 def classify_allocation(allocation: Allocation) -> str:
-    """Returns "temporary buffers" for memory that is freed in the entry that allocated it, else "activations". The allocation
-    has no owner.
-    """
+    """Returns "temporary buffers" for memory that the entry of its allocation frees, else "activations"."""
     is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
     return "temporary buffers" if is_temporary else "activations"
 
@@ -220,27 +216,15 @@ def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
     """
     peaks = _peaks(lists, num_micro_batches)
     min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
-    for count in range(min_count, num_micro_batches):
-        try:
-            if _peaks(lists, count) == peaks:
-                return count
-        except SleyError:
-            continue  # the schedule has no list for this number
-    return num_micro_batches
+    return next((count for count in range(min_count, num_micro_batches) if _peaks(lists, count) == peaks), num_micro_batches)
 
 
-def min_schedulable_micro_batches(lists: Lists, num_micro_batches: int) -> int:
-    """Returns the smallest number of microbatches, up to `num_micro_batches`, for which the schedule has a list."""
-    for count in range(1, num_micro_batches):
-        try:
-            lists.training(count)
-        except SleyError:
-            continue
-        return count
-    return num_micro_batches
-
-
-def _peaks(lists: Lists, num_micro_batches: int) -> Peaks:
+def _peaks(lists: Lists, num_micro_batches: int) -> Peaks | None:
+    """Returns the peaks of this stage's list, or None if the schedule has no list for `num_micro_batches`."""
+    try:
+        steps = lists.training(num_micro_batches)
+    except SleyError:
+        return None
     positions = lists.placement.num_positions
     # Sizes of a graph, a deferred weight gradient and a message with distinct sums.
     costs = replace(
@@ -249,7 +233,7 @@ def _peaks(lists: Lists, num_micro_batches: int) -> Peaks:
         queued_bytes=(499,) * positions,
         boundary_bytes=(11,) * (positions - 1),
     )
-    return compute_peaks(lists.training(num_micro_batches), lists.stage, lists.placement, costs)
+    return compute_peaks(steps, lists.stage, lists.placement, costs)
 
 
 T = TypeVar("T")
@@ -258,17 +242,11 @@ MAX_UNFORKED_STAGES = 2  # up to this number, stages run in this process, since 
 
 
 class StageTooLargeError(Exception):
-    """Raised for a stage that needs more bytes than allowed. num_bytes: the bytes of its peak."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(f"a stage needs {num_bytes} bytes")
-        self.num_bytes = num_bytes
+    """Raised for a stage that needs more bytes than allowed. The argument is the number of bytes at its peak."""
 
 
 def build_first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
-    `build_draft`.
-    """
+    """Returns the draft of the first of `size` ranks. Raises PlanError for failed checks, and the errors of `build_draft`."""
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     with World.fake(0, size) as world:
@@ -276,9 +254,7 @@ def build_first_draft(plan: Plan, size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the bytes of the first rank of each stage, the largest of its stage. Raises the errors of `build_first_draft` and
-    `run_rank`.
-    """
+    """Returns the bytes of the first rank of each stage. Raises the errors of `build_first_draft` and `run_rank`."""
     draft, stages = build_first_draft(plan, size), range(plan.topology(size).pp)
     return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
 
@@ -299,12 +275,12 @@ def run_stages(
         return run_rank(plan, stage * ranks_per_stage, size, stage_draft)
 
     calls = [partial(estimate_stage, stage) for stage in stages]
-    by_index: dict[int, tuple[RankBytes, RankRecord]] = {}
+    results: dict[int, tuple[RankBytes, RankRecord]] = {}
     for index, (memory, record) in run_calls(calls, cores if len(calls) > MAX_UNFORKED_STAGES else 1):
         if max_bytes is not None and memory.peak > max_bytes:
             raise StageTooLargeError(memory.peak)
-        by_index[index] = memory, record
-    return [by_index[index] for index in range(len(calls))]
+        results[index] = memory, record
+    return [results[index] for index in range(len(calls))]
 
 
 def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
@@ -347,31 +323,20 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the largest number of forwards in a stage's list, lowered or not, that wait for their (whole) backward at the
-    same time.
-    """
+    """Returns the largest number of forwards that wait for their (whole) backward at once, in a list that may be lowered."""
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns, for each layer, the strings in the plan that match its modules or parameters, with the name relative to the
-    layer.
-    """
-
-    def texts(value: object) -> list[str]:
-        if isinstance(value, list):
-            return [text for item in value for text in texts(item)]
-        return [value] if isinstance(value, str) else []
-
-    patterns = {text for _, value in iterate_values(plan.tables) for text in texts(value)}
+    """Returns, for each layer, the texts in the plan that match names of its modules or parameters, with the relative names."""
+    values = (value if isinstance(value, list) else [value] for _, value in iterate_values(plan.tables))
+    patterns = {text for texts in values for text in texts if isinstance(text, str)}
     return {
         layer.name: frozenset(
             (pattern, name.removeprefix(layer.name))
-            for name in [
-                *(name for name, _ in layer.module.named_modules(prefix=layer.name)),
-                *(name for name, _ in layer.module.named_parameters(prefix=layer.name)),
-            ]
+            for named in (layer.module.named_modules, layer.module.named_parameters)
+            for name, _ in named(prefix=layer.name)
             for pattern in patterns
             if fnmatchcase(name, pattern)
         )
@@ -381,16 +346,10 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 def can_fork() -> bool:
     """Returns whether a forked process can run a backward. torch refuses this if this process has run a backward."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return False
     try:
-        return all(is_done for _, is_done in _run_forked([_run_backward], 1))
+        list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):
         return False
-
-
-def _run_backward() -> bool:
-    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     return True
 
 

@@ -41,9 +41,9 @@ from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import (
     MICRO_STEP,
     Value,
-    input_of_next,
+    describe_next_input,
     layer_keys,
-    output_gradients,
+    make_output_gradients,
     queue_weight_gradients,
     run_backward,
     start_call,
@@ -134,7 +134,7 @@ class LayerBench:
         layer.module = meta_module
         parts = forward, backward, first_half, second_half
         times = LayerSeconds(*(part.device_s for part in parts), *(part.host_s for part in parts))
-        return times, input_of_next(outputs[-1], layer)
+        return times, describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
         """Returns the median seconds of the parts of a call. queue: splits the backward. outputs: set to the layer's output."""
@@ -203,7 +203,7 @@ class LayerBench:
                 run_backward(in_flight, gradients)
 
         forward_s, forward_device_s = self._time_work(forward, launch_s[0])
-        gradients = output_gradients(in_flight, outputs[-1])
+        gradients = make_output_gradients(in_flight, outputs[-1])
         backward_s, backward_device_s = self._time_work(backward, launch_s[1])
         parts = [
             PartSeconds(forward_device_s(), forward_s),
@@ -215,9 +215,7 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after a lead. Returns the host's seconds, and a function that waits for the device and returns its
-        seconds.
-        """
+        """Runs `work` after a lead. Returns the host's seconds, and a function that waits for and returns the device's."""
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()
@@ -233,7 +231,7 @@ class LayerBench:
         times = [time.perf_counter()]
         outputs = [self._call_layer(layer, *started_call) for started_call in calls]
         times.append(time.perf_counter())
-        gradients = [output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
+        gradients = [make_output_gradients(in_flight, output) for (in_flight, _, _), output in zip(calls, outputs, strict=True)]
         times.append(time.perf_counter())
         for number, (in_flight, _, _) in enumerate(calls):
             with nullcontext() if queue is None else queue.collect((0, number)):

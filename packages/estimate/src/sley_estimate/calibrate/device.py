@@ -39,7 +39,7 @@ STEP_BYTES = 7 * 4 + 6
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """The size of one write of a `Lead`, larger than the caches. In a run other layers fill the caches before a layer runs."""
 
-LEAD = 1.5  # seconds of device work per second of the host, which varies
+LEAD_FACTOR = 1.5  # seconds of device work per second of the host, which varies
 
 
 def measure_device(device: Device) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Lead:
 
     def __call__(self, host_s: float = 0.0) -> None:
         """Launches writes that take longer than `host_s`, at least one."""
-        for _ in range(1 + (ceil(LEAD * host_s / self._write_s) if self._write_s else 0)):
+        for _ in range(1 + (ceil(LEAD_FACTOR * host_s / self._write_s) if self._write_s else 0)):
             self._memory.zero_()
 
 
@@ -222,9 +222,7 @@ def _copy_start_s(device: Device) -> float:
 
 
 def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, tensor: torch.Tensor) -> tuple[float, float]:
-    """Copies `tensor`, uint8 [bytes], to the host, frees it, allocates it again and copies it back. Returns the seconds of each
-    direction.
-    """
+    """Copies `tensor`, uint8 [bytes], to the host, frees and allocates it, and copies it back. Returns the seconds of each."""
     moments = [device.moment()]
     stream.wait_for_device()
     stream.copy(memory.data, tensor)

@@ -90,9 +90,7 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]`, measured within a second or two. plan: sets the dtypes of weights and gradients; None means
-    bf16.
-    """
+    """Returns the table `[engine]` within two seconds. plan: sets the dtypes of weights and gradients; None means bf16."""
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():
@@ -138,9 +136,7 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
 
 
 def mean_step_s(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of a step. Each step is launched before the totals of the previous step are read, as in
-    `Run.train`.
-    """
+    """Returns the mean seconds of a step. A step starts before the totals of the previous step are read, as in `Run.train`."""
     device = run.world.device
     current = run.launch(None)
     device.wait_until(device.moment())

@@ -25,11 +25,11 @@ SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: few sh
 
 REPETITIONS = 12
 
-EDGE, NUM_PRODUCTS = 256, 32
+PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
 """The edge of the products computed before or during an exchange, and how many of them are timed first."""
 
 WORK_S = 2e-3  # seconds of work before an exchange, about half of a layer
-Begin = Callable[[], Callable[[], object]]  # starts an exchange, and returns a function that waits for it
+BeginExchange = Callable[[], Callable[[], object]]  # starts an exchange, and returns a function that waits for it
 
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
@@ -85,10 +85,8 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
     return {"latency_s": latency_s, "bandwidth": share / slope}
 
 
-def prepare_collectives(stage: Group, shards: Group, slices: Group, world: World, num_bytes: int) -> dict[str, Begin]:
-    """Returns, for each kind, a function that starts an exchange of full tensors of about `num_bytes`. Each group must have all
-    ranks.
-    """
+def prepare_collectives(stage: Group, shards: Group, slices: Group, world: World, num_bytes: int) -> dict[str, BeginExchange]:
+    """Returns, for each kind, a function that starts an exchange of tensors of about `num_bytes`. Each group has all ranks."""
     full, received = (
         torch.ones(world.size, math.ceil(num_bytes / 4 / world.size), device=world.device.torch_device) for _ in range(2)
     )
@@ -114,7 +112,7 @@ def prepare_collectives(stage: Group, shards: Group, slices: Group, world: World
     return {kind: partial(begin, start) for kind, start in starts.items()}
 
 
-def _prepare_messages(group: Group, world: World, num_bytes: int) -> Begin:
+def _prepare_messages(group: Group, world: World, num_bytes: int) -> BeginExchange:
     """Returns a function that starts messages between the first two stages in both directions at the same time."""
     sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
     received = torch.empty_like(sent)
@@ -153,13 +151,11 @@ class LinkTimer:
         # All ranks call this after the same work.
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
-    def exchange_s(self, begin: Begin) -> float:
+    def exchange_s(self, begin: BeginExchange) -> float:
         return self.seconds(lambda: begin()())
 
-    def seconds_after_work(self, begin: Begin) -> float:
-        """Returns the seconds that an exchange adds to preceding work, which desynchronizes the ranks. At least the seconds of
-        the exchange.
-        """
+    def seconds_after_work(self, begin: BeginExchange) -> float:
+        """Returns the seconds that an exchange adds to work before it, which desynchronizes the ranks; at least its own."""
         work = self._make_work(WORK_S)
 
         def work_and_exchange() -> None:
@@ -168,7 +164,7 @@ class LinkTimer:
 
         return max(self.exchange_s(begin), self.seconds(work_and_exchange) - self.seconds(work))
 
-    def overlap(self, begin: Begin) -> float:
+    def overlap(self, begin: BeginExchange) -> float:
         """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length.
 
         It is measured on CPUs, where exchange threads need the computing cores. Elsewhere it is 1.
@@ -188,7 +184,7 @@ class LinkTimer:
 
     def _make_work(self, seconds: float) -> Callable[[], None]:
         """Returns a function that computes products for about `seconds`, equally many on all ranks."""
-        square, result = (torch.ones(EDGE, EDGE, device=self.device.torch_device) for _ in range(2))
+        square, result = (torch.ones(PRODUCT_EDGE, PRODUCT_EDGE, device=self.device.torch_device) for _ in range(2))
 
         def products(count: int) -> None:
             for _ in range(count):

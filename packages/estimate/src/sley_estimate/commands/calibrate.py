@@ -75,10 +75,9 @@ def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
 
 
 def _describe_contents(machine: MachineFile) -> str:
-    parts = ["the device"]
+    text = "the device"
     if machine.links.same_host is not None:
-        parts.append("links between ranks of this host")
-    if machine.layers:
-        layer = machine.layers[0]
-        parts.append(f"{len(machine.layers)} layers under {layer.activations} with microbatches of {layer.micro_size}")
-    return ", ".join(parts)
+        text += ", links between ranks of this host"
+    for layer in machine.layers[:1]:
+        text += f", {len(machine.layers)} layers under {layer.activations} with microbatches of {layer.micro_size}"
+    return text

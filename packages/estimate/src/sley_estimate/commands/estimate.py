@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from sley_estimate.machine import MachineFile
     from sley_estimate.step.estimate import PlanEstimate
 
-UNCOMPILED = "the layers are estimated as if they were not compiled"
-COUNTED = "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
+UNCOMPILED_NOTE = "the layers are estimated as if they were not compiled"
+TENSORS_NOTE = (
+    "these are only tensors; a process also needs memory for libraries, the CUDA context and free blocks of allocators"
+)
 
 SOURCES: dict[Source, str] = {
     "measured": "measured on this machine",
@@ -82,12 +84,24 @@ def estimate(
     form: FormatOption = OutputFormat.text,
 ) -> None:
     """Show the peak memory of each stage of a run, when it occurs, and its parts. Needs no device."""
+
     limit = None if memory is None else parse_size(memory)
     resolved = load_plan(plan, overrides or [])
     requested_size = world_size(world, nodes, per_node)
     size = resolved.world_size(None) if requested_size is None else requested_size
     machine_file = None if machine is None else load_machine_with_ranks(machine, per_node)
-    stages, estimate = _estimate_stages(resolved, size, machine_file)
+    from sley_estimate.bytes.rank import stage_bytes
+    from sley_estimate.step.estimate import estimate_plan
+
+    estimate = None
+    try:
+        if machine_file is None:
+            stages: Sequence[RankBytes] = stage_bytes(resolved, size, num_cores())
+        else:
+            estimate = estimate_plan(resolved, size, machine_file, num_cores(), all_stages=True)
+            stages = estimate.memory
+    except SleyError as error:
+        raise resolved.add_places(error) from error.__cause__
     if limit is None and machine_file is not None:
         limit = machine_file.device.memory
     if form is OutputFormat.json:
@@ -98,7 +112,7 @@ def estimate(
         if estimate is not None and machine_file is not None:
             typer.echo("\n".join(seconds_lines(estimate, machine_file)))
         if resolved.model.config.compile:
-            typer.echo(UNCOMPILED)
+            typer.echo(UNCOMPILED_NOTE)
     if limit is not None and max(stage.peak for stage in stages) > limit:
         raise typer.Exit(1)
 
@@ -110,20 +124,6 @@ def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
         return machine
     links = machine.links.model_copy(update={"ranks_per_host": per_node})
     return machine.model_copy(update={"links": links})
-
-
-def _estimate_stages(plan: Plan, size: int, machine: MachineFile | None) -> tuple[Sequence[RankBytes], PlanEstimate | None]:
-    """Returns the bytes of each stage and the estimate on `machine`. Raises SleyError with its location in the plan."""
-    from sley_estimate.bytes.rank import stage_bytes
-    from sley_estimate.step.estimate import estimate_plan
-
-    try:
-        if machine is None:
-            return stage_bytes(plan, size, num_cores()), None
-        estimate = estimate_plan(plan, size, machine, num_cores(), all_stages=True)
-    except SleyError as error:
-        raise plan.add_places(error) from error.__cause__
-    return estimate.memory, estimate
 
 
 def parse_size(text: str) -> int:
@@ -147,13 +147,13 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
         for owner, count in stage.alive.items():
             yield f"    {owner.replace('_', ' '):18} {format_bytes(count):>12}"
     largest = max(stages, key=lambda stage: stage.peak)
-    verdict = f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}"
+    verdict = ""
     if limit is not None:
         size, difference = format_bytes(limit), format_bytes(abs(limit - largest.peak))
-        verdict += f", which fits in {size} with {difference} to spare" if largest.peak <= limit else ""
-        verdict += f", which exceeds {size} by {difference}" if largest.peak > limit else ""
-    yield verdict
-    yield COUNTED
+        fits = f"fits in {size} with {difference} to spare"
+        verdict = f", which {fits if largest.peak <= limit else f'exceeds {size} by {difference}'}"
+    yield f"the maximum is {format_bytes(largest.peak)}, on stage {largest.stage}{verdict}"
+    yield TENSORS_NOTE
 
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
@@ -173,11 +173,10 @@ def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]
     """Yields the report lines on the seconds of a step, the work of each stage, and the source of the layer seconds."""
     step = estimate.step
     host_wait_s = step.seconds - step.devices_s
-    yield f"a step takes {step.seconds:.4g} s" + (
-        f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
-    )
+    waiting = f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
+    yield f"a step takes {step.seconds:.4g} s{waiting}"
     for stage, computing_s in enumerate(step.computing_s):
-        waited: dict[str, float] = defaultdict(float)
+        waits_s: dict[str, float] = defaultdict(float)
         for span in step.exposed:
             if span.rank == stage:
                 first_word, _, direction = span.channel.partition(" ")
@@ -185,10 +184,11 @@ def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]
                 if isinstance(span.key, Delivery):
                     source = "activations" if span.key.flow == "forward" else "gradients"
                     description = f"{source} from stage {direction.split('>')[0]}"
-                waited[description] += span.end_s - span.start_s
-        by_length = sorted(waited.items(), key=lambda item: -item[1])
-        texts = ((f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms", description) for description, value in by_length)
-        waits = ", ".join(f"{value} waiting for {description}" for value, description in texts)
+                waits_s[description] += span.end_s - span.start_s
+        waits = ", ".join(
+            f"{f'{value:.3g} s' if value >= 1 else f'{value * 1e3:.3g} ms'} waiting for {description}"
+            for description, value in sorted(waits_s.items(), key=lambda item: -item[1])
+        )
         idle = f"idle {step.timeline.idle_share(stage):.1%}" + (f": {waits}" if waits else "")
         started = f"; its host starts all of it in {step.host_s[stage]:.4g} s" if step.host_s[stage] else ""
         yield f"  stage {stage}: computes {computing_s:.4g} s, {idle}{started}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sley_core.plan.plan import Plan
-    from sley_estimate.search.find import Result, SearchResult
+    from sley_estimate.search.find import SearchResult, VerifiedLayout
 
 
 def search(
@@ -74,55 +74,40 @@ def search(
             result = search_layouts(space, machine_file, memory=limit, top=top, cores=cores, report_progress=report_progress)
     except SleyError as error:
         raise resolved.add_places(error) from error.__cause__
-    typer.echo("\n".join(result_lines(result, choices.skipped, limit)))
-    if not result.fastest:
+    typer.echo("\n".join(result_lines(result, choices.skip_reasons, limit)))
+    if not result.fastest_layouts:
         raise typer.Exit(1)
     if write is not None:
-        write.write_text(plan_text(resolved, world, result.fastest[0]), "utf-8")
+        write.write_text(plan_text(resolved, world, result.fastest_layouts[0]), "utf-8")
         typer.echo(f"written to {write}")
 
 
-def result_lines(result: SearchResult, skipped: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields the report lines on the result. skipped: the plugins that could not be loaded. limit: the bytes of a device."""
-    too_large = "" if limit is None else f"; {result.too_large:,} exceed {format_bytes(limit)}"
+def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
+    """Yields the report lines of a search. skip_reasons: as in `Choices`. limit: the bytes of a device."""
+    too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
-    yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refused.most_common())
-    yield from (f"  excluded: {name}" for name in skipped)
-    if result.dropped:
-        yield f"  {result.dropped:,} fit by the formula, but not by `estimate`"
-    if not result.fastest:
-        if result.smallest is None or limit is None:
+    yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
+    yield from (f"  excluded: {name}" for name in skip_reasons)
+    if result.num_dropped:
+        yield f"  {result.num_dropped:,} fit by the formula, but not by `estimate`"
+    if not result.fastest_layouts:
+        if result.smallest_layout is None or limit is None:
             yield "no layout of this plan is possible in this world, for the reasons above"
         else:
-            num_bytes = format_bytes(result.min_bytes)
-            yield f"no layout fits in {format_bytes(limit)}: the smallest layout needs at least {num_bytes}: {result.smallest}"
+            smallest = f"the smallest layout needs at least {format_bytes(result.min_bytes)}: {result.smallest_layout}"
+            yield f"no layout fits in {format_bytes(limit)}: {smallest}"
         return
     yield "fastest (verified by estimate)"
-    for fast in result.fastest:
+    for fast in result.fastest_layouts:
         yield f"  {fast.seconds:10.4g} s  {format_bytes(fast.num_bytes):>12}  {fast.layout}"
-    sources = {source for fast in result.fastest for source in fast.sources}
+    sources = {source for fast in result.fastest_layouts for source in fast.sources}
     if "counted" in sources and len(sources) > 1:
         yield "  Some layers were measured, others are computed from their operators: their seconds may not be comparable."
         yield "  Use `calibrate --plan` to measure the layers of the plan."
 
 
-def plan_text(plan: Plan, world: int, best: Result) -> str:
-    """Returns the plan file for a layout of `plan`. Each table filled by the search has a comment."""
+def plan_text(plan: Plan, world: int, best: VerifiedLayout) -> str:
+    """Returns the plan file for a layout of `plan`. A comment at its top describes the layout and its estimate."""
     size = format_bytes(best.num_bytes)
     head = f"# {world} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
-    layout = best.layout
-    choices = {
-        "[activations]": layout.activations,
-        "[pipeline]": layout.schedule,
-        "[weights]": layout.weights,
-        "[sequence]": layout.attention,
-        "[[gradient_handlers]]": layout.reducer,
-    }
-    comments = {header: f"search: {choice}" for header, choice in choices.items() if choice is not None}
-    comments["[parallel]"] = f"search: pp = {layout.pp}, sp = {layout.sp}, wp = {layout.wp}; dp follows from them"
-    comments["[batch]"] = f"search: micro_size = {layout.micro_size}"
-    texts = []
-    for text in plan_sections(layout.apply(plan, world).tables):
-        comment = comments.pop(text.split("\n", 1)[0], None)  # the first of several tables with one header
-        texts.append(f"# {comment}\n{text}" if comment else text)
-    return head + "\n".join(texts)
+    return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world).tables))

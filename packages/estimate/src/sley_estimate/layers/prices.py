@@ -30,7 +30,7 @@ from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy
 from sley_estimate.layers.operators import PHASES, LayerWork, Operator
-from sley_estimate.layers.trace import Traced, layer_keys, layer_works
+from sley_estimate.layers.trace import TracedLayers, layer_keys, trace_layers
 from sley_estimate.machine import DeviceTable, LayerTable, MachineFile, MatmulTable
 from sley_estimate.search.layouts import Choice, list_choices
 from train_cli.meta_model import meta_micro_batch
@@ -79,7 +79,7 @@ class LayerSeconds:
         return replace(seconds, host_forward=device.launch_s * forward_count, host_backward=device.launch_s * backward_count)
 
     @classmethod
-    def scaled(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
+    def from_variant(cls, work: LayerWork, baseline: LayerWork, measured: LayerSeconds, device: DeviceTable) -> LayerSeconds:
         """Returns the counted seconds of `work`, scaled by measured / counted of another variant with the work `baseline` and
         the seconds `measured`.
 
@@ -108,13 +108,11 @@ class LayerSeconds:
 
     def action_s(self, action_type: Kind) -> float:
         """Returns the seconds of the layer in an action of `action_type`."""
-        seconds: float = getattr(self, ACTION_FIELDS[action_type])
-        return seconds
+        return float(getattr(self, ACTION_FIELDS[action_type]))
 
     def host_action_s(self, action_type: Kind) -> float:
         """Returns the host's seconds to launch the layer in an action of `action_type`."""
-        seconds: float = getattr(self, f"host_{ACTION_FIELDS[action_type]}")
-        return seconds
+        return float(getattr(self, f"host_{ACTION_FIELDS[action_type]}"))
 
     @property
     def total_s(self) -> float:
@@ -127,9 +125,7 @@ def _ratio(measured: float, counted: float) -> float:
 
 
 def operators_s(operators: Sequence[Operator], device: DeviceTable) -> float:
-    """Returns the seconds of operators: on CUDA the maximum of launches and work, on a CPU their sum. Raises PlanError
-    "machine-matmul".
-    """
+    """Returns the seconds: on CUDA the maximum of launches and work, else their sum. Raises PlanError "machine-matmul"."""
     host_s, device_s = device.launch_s * len(operators), device_operators_s(operators, device)
     return max(host_s, device_s) if device.kind == "cuda" else host_s + device_s
 
@@ -154,10 +150,8 @@ Parameters = ParamSpec("Parameters")
 Value = TypeVar("Value")
 
 
-def memoized(method: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Makes `method` store its results in its object, by its positional arguments. A SleyError is also stored, and raised again
-    on every call.
-    """
+def memoize(method: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+    """Makes `method` store its results, and any SleyError that it raises, in its object by positional arguments."""
 
     @wraps(method)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
@@ -206,16 +200,16 @@ class LayerPrices:
         self.dataset = dataset
         self.machine = machine
         self.policies = policies
-        self._traced: Traced = {}
+        self._traced: TracedLayers = {}
         self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
 
-    @memoized
+    @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:
         """Returns the policy, built for the model's layers. Raises PlanError if it cannot be built."""
         policy: ActivationPolicy = self._plan(choice, 1).activations.build([layer.name for layer in self.model.layers])
         return policy
 
-    @memoized
+    @memoize
     def works(self, variant: Variant) -> list[LayerWork]:
         """Returns the work of each layer; equal layers share one object. For slices it includes the copies that attentions make
         for their exchanges. Raises PlanError for a policy that cannot be built, and PlanError "estimate-layer".
@@ -237,17 +231,17 @@ class LayerPrices:
         layers = zip(self.works(variant), keys, self._measured_variants, strict=True)
         return [self._price_layer(work, key, measured_variant) for work, key, measured_variant in layers]
 
-    @memoized
+    @memoize
     def _price_layer(self, work: LayerWork, key: str, measured: MeasuredVariant | None) -> tuple[LayerSeconds, Source]:
         if key in self._measured_seconds:
             return self._measured_seconds[key], "measured"
         if measured is not None:
             with suppress(SleyError):  # the measured variant may not be countable
                 baseline = self.works(measured.variant)[measured.index]
-                return LayerSeconds.scaled(work, baseline, measured.seconds, self.machine.device), "in proportion"
+                return LayerSeconds.from_variant(work, baseline, measured.seconds, self.machine.device), "in proportion"
         return LayerSeconds.from_operators(work, self.machine.device, with_host=self.machine.engine is not None), "counted"
 
-    @memoized
+    @memoize
     def _scaled_work(self, single: LayerWork, double: LayerWork, samples: float, has_slices: bool) -> LayerWork:
         work = scale_work(single, double, samples)
         return add_copies(work) if has_slices else work
@@ -269,25 +263,25 @@ class LayerPrices:
                     measured[index] = shared.setdefault(key, variant)
         return measured
 
-    @memoized
+    @memoize
     def _plan(self, policy: Choice, micro_size: int) -> Plan:
         """Returns the plan under a policy with whole sequences."""
         whole: dict[KeyPath, Any] = {("activations",): policy.table, ("parallel", "sp"): 1}
         return replace_values(self.plan, {**whole, ("batch", "micro_size"): micro_size})
 
-    @memoized
+    @memoize
     def _keys(self, policy: Choice, micro_size: int) -> list[str]:
         """Returns each layer's key with whole sequences."""
         plan = self._plan(policy, micro_size)
         return layer_keys(plan, self.model, self.policy(policy), meta_micro_batch(plan, self.dataset))
 
-    @memoized
+    @memoize
     def _whole_works(self, policy: Choice, micro_size: int) -> list[LayerWork]:
         """Returns the work of each layer on whole samples."""
         plan = self._plan(policy, micro_size)
         # New tensors, since layers cache results by tensor, such as position tables.
         fields = meta_micro_batch(plan, self.dataset)
-        return layer_works(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
+        return trace_layers(plan, self.model, fields, self._keys(policy, micro_size), self._traced)
 
 
 ATTENTION = "attention"  # the operator name of a recorded attention

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from sley_core.comm.device import storage_id
+from sley_core.comm.progress import first_line
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import Keep
 from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
@@ -44,12 +45,12 @@ MICRO_STEP = MicroStep(0, 0, Phase.TRAIN, 0, 0)
 
 Value = tuple[Description, list[Tensor]]  # the output of a layer, in the form sent between stages
 
-Traced = dict[tuple[str, str], tuple[LayerWork, Value]]
+TracedLayers = dict[tuple[str, str], tuple[LayerWork, Value]]
 """Work and output of layers by key and input description."""
 
 
-def layer_works(
-    plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: Traced | None = None
+def trace_layers(
+    plan: Plan, model: Model, fields: Mapping[str, Tensor], keys: Sequence[str], traced: TracedLayers | None = None
 ) -> list[LayerWork]:
     """Returns the work of each layer under the plan's policy, in order. Layers with equal keys and inputs are traced once.
 
@@ -92,7 +93,7 @@ def trace_layer(
             if parameter.requires_grad:
                 num_bytes = parameter.numel() * (parameter.element_size() + 2 * gradients.itemsize)
                 recorder.record(Operator("accumulate", num_bytes))
-    following = input_of_next(output, layer)
+    following = describe_next_input(output, layer)
     output_bytes = sum(map(moved_bytes, following[1]))
     work = LayerWork(
         **{phase: recorder.operators(phase) for phase in PHASES},
@@ -103,7 +104,7 @@ def trace_layer(
     return work, following
 
 
-def input_of_next(output: Any, layer: Layer) -> Value:
+def describe_next_input(output: Any, layer: Layer) -> Value:
     """Returns a layer's output, detached, as input of the next layer. For `SplitLogits`, this is the logits."""
     if not isinstance(output, Tensor) and isinstance(output, SplitLogits):
         output = output.logits()
@@ -119,7 +120,7 @@ def _record_layer(
     in_flight, args, named = start_call(layer, value, fields)
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))  # type: ignore[no-untyped-call]
 
     def call(*args: Any, **named: Any) -> Any:
         """Calls the layer; in a backward that is recomputation, which torch may stop early by an exception."""
@@ -141,16 +142,15 @@ def _record_layer(
             with saved_tensors_hooks(recorder.record_saved_tensor, lambda tensor: tensor):
                 output = policy.call(layer.name, call, args, named, MICRO_STEP)
             in_flight.loss = loss.loss(output, fields) if loss is not None else None
-            gradients = output_gradients(in_flight, output, torch.empty_like)
+            gradients = make_output_gradients(in_flight, output, torch.empty_like)
             recorder.phase = "backward"
             run_backward(in_flight, gradients)
     except (SleyError, AssertionError):
         raise
     except Exception as error:
         message = f"layer `{layer.name}` ({type(layer.module).__name__}) cannot run on meta to count its operators: "
-        message += f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        if recorder.last:
-            message += f" (the last operator was {recorder.last})"
+        message += f"{type(error).__name__}: {first_line(error)}"
+        message += f" (the last operator was {recorder.last})" if recorder.last else ""
         hint = "use `train-cli calibrate --plan plan.toml --out machine.toml` to measure the layer"
         raise PlanError("estimate-layer", message, path=("model",), hint=hint) from error
     if recorder.operators("recompute"):
@@ -159,27 +159,19 @@ def _record_layer(
     return recorder, output
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
 def start_call(
     layer: Layer, value: Value | None, fields: Mapping[str, Tensor]
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
-    """Returns a new call of `layer` in flight, its positional arguments, and the layer's own fields. value: the input, or None
-    for the first layer.
-    """
+    """Returns a new call of `layer`, its positional arguments and its fields. value: the input; None for the first layer."""
     in_flight = InFlight()
     args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
 
 
-def output_gradients(
+def make_output_gradients(
     in_flight: InFlight, output: Any, make_gradient: Callable[[Tensor], Tensor] = torch.ones_like
 ) -> list[Tensor]:
-    """Returns the gradients at the start of the backward: ones for the loss, or tensors made by `make_gradient` for the
-    outputs.
-    """
+    """Returns the gradients that start the backward: ones for the loss, or tensors of `make_gradient` for the outputs."""
     if in_flight.loss is not None:
         return [torch.ones_like(in_flight.loss)]
     description, tensors = describe_output(output)
@@ -220,12 +212,8 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
 
 @contextmanager
 def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
-    """Replaces the parameters and buffers of the module by meta tensors, without hooks, within the block."""
-
-    def make_parameter(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-        return nn.Parameter(data, parameter.requires_grad)
-
-    originals = replace_tensors(module.modules(), working, torch.device("meta"), make_parameter)
+    """Replaces the parameters and buffers of the module by meta tensors within the block."""
+    originals = replace_tensors(module.modules(), working, torch.device("meta"))
     try:
         yield
     finally:
@@ -234,14 +222,10 @@ def _place_on_meta(module: nn.Module, working: torch.dtype) -> Iterator[None]:
 
 
 def replace_tensors(
-    modules: Iterable[nn.Module],
-    dtype: torch.dtype,
-    device: torch.device,
-    make_parameter: Callable[[nn.Parameter, Tensor], nn.Parameter] = parameter_like,
+    modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Replaces the parameters and buffers of `modules` by new tensors on `device` with the dtypes of `HostModel.place`. Shared
-    tensors stay shared. Returns the dict, the name and the original tensor of each. dtype: the dtype of
-    parameters. make_parameter: makes a parameter from the original and new data.
+    """Replaces the parameters and buffers of `modules` by new tensors on `device`, parameters of `dtype` and buffers in their
+    dtypes of a run. Shared tensors stay shared. Returns the dict, the name and the original tensor of each.
     """
     originals: list[tuple[dict[str, Any], str, Tensor]] = []
     replacements: dict[int, Tensor] = {}
@@ -250,12 +234,12 @@ def replace_tensors(
             for name, tensor in registered.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in replacements:
-                    if isinstance(tensor, nn.Parameter):
-                        replacement: Tensor = make_parameter(tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
-                    else:
-                        replacement = torch.empty_like(tensor, dtype=buffer_format(tensor, dtype), device=device)
-                    replacements[id(tensor)] = replacement
+                if id(tensor) not in replacements and isinstance(tensor, nn.Parameter):
+                    data = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    replacements[id(tensor)] = parameter_like(tensor, data)
+                elif id(tensor) not in replacements:
+                    data = torch.empty_like(tensor, dtype=buffer_format(tensor, dtype), device=device)
+                    replacements[id(tensor)] = data
                 originals.append((registered, name, tensor))
                 registered[name] = replacements[id(tensor)]  # type: ignore[assignment]  # the module's own dict
     return originals
@@ -326,9 +310,7 @@ def layer_keys(plan: Plan, model: Model, policy: ActivationPolicy, fields: Mappi
 
 
 def _policy_key(plan: Plan, policy: ActivationPolicy, layer: Layer) -> Any:
-    """Returns the policy's part of a layer key: None if the policy does not affect the layer. It includes the layer's name
-    unless the policy lists names.
-    """
+    """Returns the policy's part of a layer key: None if it does not affect the layer, else with the name if it lists none."""
     names = getattr(policy, "names", None)
     if type(policy) is Keep or (isinstance(names, frozenset) and layer.name not in names):
         return None

@@ -9,7 +9,7 @@ Both run in forked processes, since torch refuses a backward in a process that w
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ MAX_ROUNDS = 4  # the largest number of times that so many layouts run their ste
 SIMILARITY = 0.01  # layouts whose seconds and bytes differ by about this share count as nearly equal
 
 
-class Result(NamedTuple):
+class VerifiedLayout(NamedTuple):
     """A layout and its estimate from its own steps, as in `train-cli estimate`. num_bytes: the bytes of the fullest stage.
     sources: the sources of its layer seconds.
     """
@@ -45,25 +45,25 @@ class Result(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The result of a search. refused: the counts of invalid layouts by reason. too_large: the number of layouts that do not
-    fit by the formula.
+    """The result of a search. num_too_large: the number of layouts that do not fit by the formula. refusals: the numbers of
+    invalid layouts by reason. fastest_layouts: the layouts that fit, fastest first.
 
-    fastest: the layouts that fit, fastest first. smallest, min_bytes: the layout with the fewest bytes by the formula.
-    num_exact: the number of layouts that ran their own steps. dropped: the number of layouts that fit only by the formula.
+    smallest_layout, min_bytes: the layout with the fewest bytes by the formula. num_exact: the number of layouts that ran their
+    own steps. num_dropped: the number of these that fit only by the formula.
     """
 
     num_layouts: int = 0
-    too_large: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    fastest: list[Result] = field(default_factory=list)
-    smallest: Layout | None = None
+    num_too_large: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    fastest_layouts: list[VerifiedLayout] = field(default_factory=list)
+    smallest_layout: Layout | None = None
     min_bytes: float = math.inf
     num_exact: int = 0
-    dropped: int = 0
+    num_dropped: int = 0
 
     def refuse(self, error: SleyError) -> None:
         problem = error.diagnostics[0]
-        self.refused[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
+        self.refusals[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
 
 
 def search_layouts(
@@ -84,16 +84,16 @@ def search_layouts(
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, memory)], cores)
     numbers = {smallest, *(number for number, _ in best)}
     layouts = {number: layout for number, layout in enumerate(space.all_layouts()) if number in numbers}
-    result.smallest = layouts.get(smallest)
+    result.smallest_layout = layouts.get(smallest)
     ordered = order_by_variety([(layouts[number], estimate) for number, estimate in best], space)
-    candidates = (layout for layout in ordered if _is_valid(layout, space, result))
-    verified: list[Result] = []
+    candidates = (layout for layout in ordered if _check_layout(layout, space, result))
+    verified: list[VerifiedLayout] = []
 
     def estimate_layout(layout: Layout) -> tuple[float, int, frozenset[Source]] | SleyError:
         try:
             estimate = estimate_plan(layout.apply(space.plan, space.world), space.world, machine, max_bytes=memory)
         except StageTooLargeError as error:
-            return math.inf, error.num_bytes, frozenset()
+            return math.inf, error.args[0], frozenset()
         except SleyError as error:
             return error
         num_bytes = max(stage.peak for stage in estimate.memory)
@@ -107,11 +107,11 @@ def search_layouts(
             if isinstance(estimate, SleyError):
                 result.refuse(estimate)
             elif memory is not None and estimate[1] > memory:
-                result.dropped += 1
+                result.num_dropped += 1
             else:
-                verified.append(Result(next_layouts[index], *estimate))
+                verified.append(VerifiedLayout(next_layouts[index], *estimate))
     verified.sort(key=lambda verified_result: verified_result.seconds)
-    result.fastest = verified[:top]
+    result.fastest_layouts = verified[:top]
     return result
 
 
@@ -136,7 +136,7 @@ def rank_layouts(
             if memory is None or estimate.num_bytes <= memory:
                 ranked.append((number, estimate))
             else:
-                result.too_large += 1
+                result.num_too_large += 1
     return result, nsmallest(NUM_EXACT * MAX_ROUNDS, ranked, key=lambda pair: pair[1].seconds), smallest
 
 
@@ -146,20 +146,16 @@ def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Lay
     Nearly equal layouts have about the same seconds and bytes. They differ only in `sp` and `micro_size`, or, with one
     microbatch, in the options of their weight communicator.
     """
-    leaders: dict[Hashable, Layout] = {}
-    followers = []
+    groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:
         options = None if layout.num_micro_batches(space.plan, space.world) == 1 else str(layout.weights)
         choices = layout._replace(sp=1, micro_size=1, weights=None), layout.weights and layout.weights.name, options
-        key = str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)
-        if key in leaders:
-            followers.append(layout)
-        else:
-            leaders[key] = layout
-    return [*leaders.values(), *followers]
+        groups[str(choices), *(round(math.log(cost) / SIMILARITY) for cost in estimate)].append(layout)
+    leaders = [group[0] for group in groups.values()]
+    return [*leaders, *(layout for layout, _ in best if layout not in leaders)]
 
 
-def _is_valid(layout: Layout, space: Layouts, result: SearchResult) -> bool:
+def _check_layout(layout: Layout, space: Layouts, result: SearchResult) -> bool:
     """Returns whether the layout passes the plan checks. Records it as refused in `result` if it does not."""
     try:
         if problems := check_plan(layout.apply(space.plan, space.world), space.world):

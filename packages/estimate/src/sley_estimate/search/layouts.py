@@ -62,9 +62,7 @@ CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep"
 
 
 def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns the hints of a plugin by full record name. Raises PluginError "plugin-invalid" if the hook fails or names an
-    unknown record or key.
-    """
+    """Returns a plugin's hints by full record name. Raises PluginError "plugin-invalid" if they are wrong or the hook fails."""
     if plugin.name == CORE:
         return CORE_HINTS
     hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
@@ -73,12 +71,11 @@ def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
     names = {f"{plugin.name}.{name}" for name in plugin.records}
     try:
         hints = {name: Hint(**options) for mapping in hook() for name, options in mapping.items()}
+        if unknown := sorted(hints.keys() - names):
+            raise ValueError(f"it names `{unknown[0]}`, which the plugin does not have")
     except Exception as error:
         message = f"{plugin.label} failed in `{sley_estimate_hints.__name__}`: {type(error).__name__}: {error}"
         raise PluginError("plugin-invalid", message) from error
-    if unknown := sorted(hints.keys() - names):
-        message = f"{plugin.label}: `{sley_estimate_hints.__name__}` names `{unknown[0]}`, which the plugin does not have"
-        raise PluginError("plugin-invalid", message)
     return hints
 
 
@@ -119,7 +116,7 @@ class Choice:
 class Choices:
     """The choices for each table. weights, attention: empty if no installed plugin shards weights or attends over slices.
 
-    skipped: plugins that could not be loaded and variants that their records refuse, with the reason.
+    skip_reasons: plugins that could not be loaded and variants that their records refuse, with the reason.
     """
 
     schedules: tuple[Choice, ...]
@@ -127,19 +124,19 @@ class Choices:
     reducers: tuple[Choice, ...]
     weights: tuple[Choice, ...]
     attention: tuple[Choice, ...]
-    skipped: tuple[str, ...] = ()
+    skip_reasons: tuple[str, ...] = ()
 
 
 def list_choices(plan: Plan) -> Choices:
     """Imports the installed plugins and returns the choices for each table, the plan's own choice first."""
-    skipped: list[str] = []
+    skip_reasons: list[str] = []
     plugins = []
     for name in plan.loader.names():
         try:
             plugin = plan.loader.load(name)
             plugins.append((plugin, plugin_hints(plugin)))
         except PluginError as error:
-            skipped.append(f"{name}: {error.diagnostics[0].message}")
+            skip_reasons.append(f"{name}: {error.diagnostics[0].message}")
 
     def table_choices(component: Component | None, record_type: type[records.Record]) -> tuple[Choice, ...]:
         choices = [] if component is None else [_plan_choice(component)]
@@ -150,7 +147,7 @@ def list_choices(plan: Plan) -> Choices:
                     try:
                         config = record.config.model_validate(options)
                     except ValidationError as error:
-                        skipped.append(f"{name}: its variant {dict(options)} is invalid: {error.errors()[0]['msg']}")
+                        skip_reasons.append(f"{name}: its variant {dict(options)} is invalid: {error.errors()[0]['msg']}")
                         continue
                     if component is None or (name, config) != (component.name, component.config):
                         choices.append(Choice(name, options, record, config, hint.copies))
@@ -165,7 +162,7 @@ def list_choices(plan: Plan) -> Choices:
         ),
         table_choices(plan.weights, records.WeightCommunicatorRecord),
         table_choices(plan.sequence, records.SequenceAttentionRecord),
-        tuple(skipped),
+        tuple(skip_reasons),
     )
 
 
@@ -207,9 +204,7 @@ class Layout(NamedTuple):
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout. Omits pipeline tables without stages, and explicit stage lengths. Raises PlanError for
-        invalid tables.
-        """
+        """Returns `plan` in this layout, without explicit stage lengths. Raises PlanError for invalid tables."""
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The reducer, the schedule's tie handler, and the plan's remaining handlers.
@@ -241,19 +236,20 @@ class Layout(NamedTuple):
         return "; ".join([sizes, *(str(choice) for choice in self[4:] if choice is not None)])
 
 
+@dataclass
 class Layouts:
     """The layouts of `plan` in a world of `world` ranks whose sizes divide the ranks and the batch. keep: the axes that keep
     the value in the plan. Raises UsageError "no-axis" for an unknown axis.
     """
 
-    def __init__(self, plan: Plan, world: int, choices: Choices, keep: Collection[str] = ()) -> None:
-        for axis in keep:
-            if axis not in AXES:
-                raise UsageError("no-axis", f"unknown axis `{axis}`", hint=f"use one of {', '.join(AXES)}")
-        self.plan = plan
-        self.world = world
-        self.choices = choices
-        self.keep = keep
+    plan: Plan
+    world: int
+    choices: Choices
+    keep: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.keep) - set(AXES)):
+            raise UsageError("no-axis", f"unknown axis `{unknown[0]}`", hint=f"use one of {', '.join(AXES)}")
 
     def all_layouts(self) -> Iterator[Layout]:
         """Yields every layout in a fixed order."""

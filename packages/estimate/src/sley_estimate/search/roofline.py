@@ -34,17 +34,10 @@ from sley_core.records import GradientHandlerRecord, WeightCommunicatorRecord, s
 from sley_core.topology import Topology
 from sley_estimate.bytes.rank import max_pending_forwards
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import ATTENTION, LayerPrices, Variant, memoized
+from sley_estimate.layers.prices import ATTENTION, LayerPrices, Variant, memoize
 from sley_estimate.machine import MachineFile
 from sley_estimate.search.layouts import Choice, Choices, Layout, component_hint
-from sley_estimate.step.links import (
-    collective_cost,
-    concurrent_groups,
-    copy_cost,
-    host_operators_s,
-    slowest_cost,
-    slowest_message_cost,
-)
+from sley_estimate.step.links import collective_cost, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
 from sley_estimate.step.record import CopyDirection
 from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_trainer.stage import build_stage, count_layer_parameters
@@ -101,8 +94,8 @@ class Roofline:
         dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
         self._info, self.model = dataset.info, build_meta_model(plan, dataset.info)
         self._prices = LayerPrices(plan, self.model, dataset, machine, choices.policies)
-        self._working, self._wide = (dtype.itemsize for dtype in weight_dtypes(plan))
-        self._gradient = DTYPES[plan.precision.gradients].itemsize
+        self._weight_bytes, self._master_bytes = (dtype.itemsize for dtype in weight_dtypes(plan))
+        self._gradient_bytes = DTYPES[plan.precision.gradients].itemsize
         trained = trained_parameters(self.model.layers)
         self._num_weights = np.array([float(len(parameters)) for parameters in trained])
         self._num_trained = np.array([float(sum(param.numel() for param in parameters)) for parameters in trained])
@@ -125,7 +118,7 @@ class Roofline:
         seconds = max(float(stages.max()) + bubble + ramp + end_s, float(host.max()))
         return RooflineEstimate(seconds, float((fixed_bytes + held_bytes).max()))
 
-    @memoized
+    @memoize
     def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
         """Returns the costs of a microbatch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
         last result is the seconds of its messages.
@@ -148,11 +141,11 @@ class Roofline:
             host = host + [engine.seconds(int(count), num_micro_batches) for count in split.by_stage(self._num_weights)]
         return forward, split.by_stage(backward), host, held_bytes, ramp
 
-    @memoized
+    @memoize
     def _message_s(self, num_bytes: int, stages: tuple[int, int], pp: int) -> float:
         return sum(slowest_message_cost(num_bytes, stages, Topology(self.world, pp), self.machine.links))
 
-    @memoized
+    @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
         """Returns the costs of layers with whole weights."""
         if attention is not None:
@@ -178,7 +171,7 @@ class Roofline:
             rows.append((forward, backward, host_s, saved, work.output_bytes, backward_bytes))
         return LayerCosts(*np.array(rows, dtype=np.float64).T)
 
-    @memoized
+    @memoize
     def _check_slices(self, attention: Choice, sp: int) -> None:
         """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
         layout = Layout(1, sp, 1, 1, None, self.choices.policies[0], None, attention=attention)
@@ -186,34 +179,30 @@ class Roofline:
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
         """Returns the seconds of the exchanges of the inputs and the output of each attention."""
-        sizes = [operator.num_bytes for operator in operators if operator.name == ATTENTION]
-        groups = concurrent_groups(Topology(self.world, sp=sp), "sp", self.machine.links.ranks_per_host) if sizes else []
-        return sum(2 * sum(slowest_cost("swap", num_bytes // 2, groups, self.machine.links)) for num_bytes in sizes)
+        topology, links = Topology(self.world, sp=sp), self.machine.links
+        sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
+        return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links, None)) for num_bytes in sizes)
 
-    @memoized
+    @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
         """Returns the seconds of each layer's gather and reduction, [2, layers] each: the overlapped and the exposed part."""
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
-        gathered, topology = float(self._working), Topology(self.world, wp=wp)
+        gathered, topology = float(self._weight_bytes), Topology(self.world, wp=wp)
         if isinstance(weights.record, WeightCommunicatorRecord):
-            gathered = weights.record.gathered_bytes(weights.config, self._working)
+            gathered = weights.record.gathered_bytes(weights.config, self._weight_bytes)
         return (
             self._exchange("gather", self._num_trained * gathered, topology, "wp"),
-            self._exchange("reduce", self._num_trained * self._gradient, topology, "wp"),
+            self._exchange("reduce", self._num_trained * self._gradient_bytes, topology, "wp"),
         )
 
     def _exchange(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the seconds of exchanges of `sizes` bytes in the slowest group of the axis, [2, sizes]: the overlapped and
-        the exposed part.
-        """
-        links = self.machine.links
-        groups = concurrent_groups(topology, axis, links.ranks_per_host)
-        costs = {size: slowest_cost(collective, int(size), groups, links) for size in sizes}
+        """Returns the overlapped and exposed seconds, [2, sizes], of exchanges of `sizes` bytes in the slowest group."""
+        costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
 
-    @memoized
+    @memoize
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
@@ -223,13 +212,13 @@ class Roofline:
         split, topology = self._split(pp, schedule), Topology(self.world, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
         owned = shards / topology.wdp if is_shared else shards
-        sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient, topology, "wdp")
-        gathers = self._exchange("gather", shards * self._working, topology, "wdp") if is_shared else np.zeros_like(sums)
-        held_bytes = shards * (self._working + self._gradient) + owned * self._state_bytes
+        sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
+        gathers = self._exchange("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
+        held_bytes = shards * (self._weight_bytes + self._gradient_bytes) + owned * self._state_bytes
         if wp > 1:  # the computing layer and the next one are gathered at the same time
             two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
             largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
-            held_bytes = held_bytes + largest * (self._working + self._gradient)
+            held_bytes = held_bytes + largest * (self._weight_bytes + self._gradient_bytes)
         return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
@@ -238,14 +227,14 @@ class Roofline:
         """
         plan, num_states = self.plan, count_states(self.plan)
         offload = next((manager for manager in plan.offload if component_hint(manager).in_steps(manager.config)), None)
-        device, states = self.machine.device, num_states * self._wide
-        master = self._wide if self._wide != self._working else 0
+        device, states = self.machine.device, num_states * self._master_bytes
+        master = self._master_bytes if self._master_bytes != self._weight_bytes else 0
         update_bytes = update_bytes_per_element(plan, num_states)
         on_device_s = update_bytes / device.memory_bandwidth
         if offload is None:
             return on_device_s, master + states
         is_on_host = steps_on_host(offload.record)
-        sizes = (self._gradient, self._working) if is_on_host else (states, states)
+        sizes = (self._gradient_bytes, self._weight_bytes) if is_on_host else (states, states)
         seconds = [
             sum(copy_cost(direction, size * UPDATE_NUMEL, self.machine)) / UPDATE_NUMEL
             for direction, size in zip(get_args(CopyDirection), sizes, strict=True)
@@ -256,7 +245,7 @@ class Roofline:
             return sum(seconds) + (0.0 if is_on_host else on_device_s), master + states if is_on_host else master
         return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
 
-    @memoized
+    @memoize
     def _split(self, pp: int, schedule: Choice | None) -> StageSplit:
         """Returns the stages of a schedule."""
         reducer = self.choices.reducers[0] if self.world > pp else None

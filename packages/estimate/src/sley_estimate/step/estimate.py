@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,22 +26,14 @@ from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
 from sley_estimate.bytes.rank import RankBytes, build_first_draft, representative_stages, run_stages
 from sley_estimate.layers.operators import Operator
-from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, memoized, operators_s, price_layers
+from sley_estimate.layers.prices import LayerSeconds, PricedLayer, device_operators_s, memoize, operators_s, price_layers
 from sley_estimate.machine import MachineFile
-from sley_estimate.step.links import Cost, concurrent_groups, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
-from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
+from sley_estimate.step.links import Cost, copy_cost, host_operators_s, slowest_cost, slowest_message_cost
+from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, RankRecord, WaitEvent, expand_step
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
-from sley_trainer.stage import Lists
 
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
-
-
-class Records(NamedTuple):
-    """A recorded step of the first rank of each stage, and the lists of all stages for any number of microbatches."""
-
-    ranks: Sequence[RankRecord]
-    lists: Lists
 
 
 class Scale(NamedTuple):
@@ -67,28 +59,25 @@ class _OperatorSeconds(NamedTuple):
     number: int
 
 
+@dataclass(eq=False)
 class _StepPricer:
     """Prices recorded steps. If every layer of a chunk was measured, the operator times of each action are scaled so that they
     add up to the measured time.
 
-    measured: the measured seconds of layers. host_waits: whether the host waits for its device before an update.
+    records: a recorded step of the first rank of each stage. measured: the measured seconds of layers. host_waits: whether the
+    host waits for its device before an update.
     """
 
-    def __init__(
-        self, records: Records, machine: MachineFile, measured: Measured, num_micro_batches: int, *, host_waits: bool
-    ) -> None:
-        self.records = records.ranks
-        self.placement = records.lists.placement
-        self.machine = machine
-        self.num_micro_batches = num_micro_batches
-        self.host_waits = host_waits
-        self.measured = measured
-        self._prices: dict[int, _OperatorSeconds] = {}  # by `id` of operators, which the records hold
+    records: Sequence[RankRecord]
+    placement: Placement
+    machine: MachineFile
+    measured: Measured
+    num_micro_batches: int
+    host_waits: bool
+    _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
-        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, and the engine's
-        seconds.
-        """
+        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, engine's seconds."""
         record = self.records[stage]
         compute_actions = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
         step = expand_step(record.step, compute_actions)
@@ -166,28 +155,21 @@ class _StepPricer:
         over several stages is the axis and its count, which is equal on all members.
         """
         record = self.records[stage]
-        is_copy = event.axis == HOST
-
-        members = (stage,) if is_copy else self._group_stages(event.axis, stage)
-        key: Hashable = event.axis, counts[event.axis], stage if len(members) == 1 else None
-        counts[event.axis] += 1
-        links = self.machine.links
+        members: tuple[int, ...] = (stage,)
+        directions: tuple[str, ...] = (event.kind,)
         if event.kind == "to_host" or event.kind == "to_device":
             cost = copy_cost(event.kind, event.num_bytes, self.machine)
         else:
-            groups = concurrent_groups(record.topology, event.axis, links.ranks_per_host, record.groups[event.axis])
-            cost = slowest_cost(event.kind, event.num_bytes, groups, links)
-        directions: tuple[str, ...] = (event.kind,) if is_copy else ("sends", "receives")
-        return Exchange(
-            key,
-            f"{'all' if event.axis == 'all' else event.kind} {event.axis}.{event.channel}",
-            members,
-            *cost,
-            links=tuple((direction, member) for member in members for direction in directions),
-            after=None if previous is None else previous.key,
-        )
+            links, group = self.machine.links, record.groups[event.axis]
+            cost = slowest_cost(event.kind, event.num_bytes, record.topology, event.axis, links, group)
+            members, directions = self._group_stages(event.axis, stage), ("sends", "receives")
+        key: Hashable = event.axis, counts[event.axis], stage if len(members) == 1 else None
+        counts[event.axis] += 1
+        channel = f"{'all' if event.axis == 'all' else event.kind} {event.axis}.{event.channel}"
+        ports = tuple((direction, member) for member in members for direction in directions)
+        return Exchange(key, channel, members, *cost, links=ports, after=None if previous is None else previous.key)
 
-    @memoized
+    @memoize
     def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
         """Returns the stages with a member of this stage's group of `axis`."""
         record = self.records[stage]
@@ -259,42 +241,36 @@ def estimate_plan(
     layers = price_layers(plan, draft.model, draft.dataset, machine)
     seconds = {layer.name: layer.seconds for layer in layers if layer.seconds is not None}
     measured: Measured = {
-        (stage, chunk): [seconds[name] for name in names]
-        for stage, record in enumerate(records.ranks)
-        for chunk, names in enumerate(record.layers)
-        if seconds.keys() >= set(names)
+        (stage, chunk): [seconds[layer.name] for layer in chunk_layers]
+        for stage in range(len(records))
+        for chunk, chunk_layers in enumerate(draft.stage.for_stage(stage).chunks)
+        if all(layer.name in seconds for layer in chunk_layers)
     }
-    num_micro_batches = plan.num_micros(plan.topology(size))
+    num_micro_batches, lists = plan.num_micros(plan.topology(size)), draft.stage.action_lists
     host_waits = machine.engine is not None and waits_before_updates(plan)
-    pricer = _StepPricer(records, machine, measured, num_micro_batches, host_waits=host_waits)
-    lists = records.lists.of_all_stages(num_micro_batches)
-    step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(lists)])
+    pricer = _StepPricer(records, lists.placement, machine, measured, num_micro_batches, host_waits)
+    entries_by_stage = lists.of_all_stages(num_micro_batches)
+    step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(entries_by_stage)])
     return PlanEstimate(step, layers, memory)
 
 
 def record_stages(
     plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
-) -> tuple[list[RankBytes], Records]:
-    """Returns the bytes of the first rank of each stage that ran steps, and a recorded step for each stage. Raises the errors
-    of `run_stages`.
+) -> tuple[list[RankBytes], list[RankRecord]]:
+    """Returns the bytes of the first rank of each stage that ran steps, and the record of the first rank of every stage. Raises
+    the errors of `run_stages`.
     """
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
     results = run_stages(plan, size, stages, draft, cores, max_bytes=max_bytes)
     recorded = {stage: record for stage, (_, record) in zip(stages, results, strict=True)}
-    lists = draft.stage.action_lists
-    names = [[layer.name for layer in layers] for _, layers in draft.stage.layers_by_position]
-    chunks = range(lists.placement.chunks)
-    ranks = [
-        recorded[first].on_stage(stage, [names[lists.placement.position(stage, chunk)] for chunk in chunks])
-        for stage, first in enumerate(representatives)
-    ]
-    return [memory for memory, _ in results], Records(ranks, lists)
+    records = [recorded[representative].on_stage(stage) for stage, representative in enumerate(representatives)]
+    return [memory for memory, _ in results], records
 
 
 def waits_before_updates(plan: Plan) -> bool:
-    """Returns whether host and device wait before each update, because the update runs on the host, uses a loss scale, or
-    cannot be skipped on the device.
+    """Returns whether the host waits for its device before each update: for an update on the host, for a loss scale, and for an
+    optimizer that cannot skip its update on the device.
     """
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True

@@ -39,7 +39,7 @@ class Cost(NamedTuple):
         )
 
 
-NOTHING = Cost(0.0, 0.0)
+NO_COST = Cost(0.0, 0.0)
 
 
 @lru_cache(maxsize=64)  # groups may have thousands of ranks
@@ -55,7 +55,7 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
     """
     size = len(ranks)
     if size == 1:
-        return NOTHING
+        return NO_COST
     num_hosts, per_host = count_hosts(ranks if isinstance(ranks, range) else tuple(ranks), links.ranks_per_host)
     is_swap, rounds = collective == "swap", (2 if collective == "sum" else 1) * (size - 1)
     link_costs: list[tuple[Cost, float]] = []  # cost and overlap of each link
@@ -78,9 +78,7 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message between two ranks while all ranks of the sender's host send. Raises the errors of
-    `collective_cost`.
-    """
+    """Returns the cost of a message while all ranks of the sender's host send. Raises the errors of `collective_cost`."""
     is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
     link = _require_link(links, "same_host" if is_local else "other_host")
     table = link.send or link
@@ -119,9 +117,17 @@ def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks:
     return list(by_hosts.values())
 
 
-def slowest_cost(collective: Collective, num_bytes: int, groups: Iterable[Ranks], links: LinksTable) -> Cost:
-    """Returns the cost of a collective in the slowest of `groups`. Raises the errors of `collective_cost`."""
-    return max((collective_cost(collective, num_bytes, ranks, links) for ranks in groups), key=sum)
+def slowest_cost(
+    collective: Collective,
+    num_bytes: int,
+    topology: Topology,
+    axis: str,
+    links: LinksTable,
+    ranks: tuple[int, ...] | None = None,
+) -> Cost:
+    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises the errors of `collective_cost`."""
+    groups = concurrent_groups(topology, axis, links.ranks_per_host, ranks)
+    return max((collective_cost(collective, num_bytes, group, links) for group in groups), key=sum)
 
 
 def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:

@@ -97,28 +97,25 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step and information about the run. groups: the global ranks of this rank's groups, by axis. messages: the
-    bytes of each position's output except the last. layers: the layer names by chunk. num_trained: the number of trained
-    parameters.
+    """A recorded step and facts about the run. groups: the global ranks of this rank's groups, by axis. messages: the bytes of
+    each position's output except the last. num_trained: the number of trained parameters.
     """
 
     step: RecordedStep
     topology: Topology
     groups: Mapping[str, tuple[int, ...]]
     messages: Sequence[int]
-    layers: Sequence[Sequence[str]]
     num_trained: int
 
-    def on_stage(self, stage: int, layers: Sequence[Sequence[str]]) -> RankRecord:
-        """Returns the record of the first rank of a stage with equal work, with the names of its layers."""
-        size = self.topology.ranks_per_stage
-        first_rank = min(self.groups["stage"])
-        stage_ranks, shift = range(first_rank, first_rank + size), stage * size - first_rank
-        shifted = {
-            axis: tuple(rank + shift for rank in ranks) if set(ranks) <= set(stage_ranks) else ranks
+    def on_stage(self, stage: int) -> RankRecord:
+        """Returns the record of the first rank of another stage with equal work."""
+        stage_ranks = set(self.groups["stage"])
+        shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
+        groups = {
+            axis: tuple(rank + shift for rank in ranks) if stage_ranks.issuperset(ranks) else ranks
             for axis, ranks in self.groups.items()
         }
-        return replace(self, groups=shifted, layers=layers)
+        return replace(self, groups=groups)
 
 
 class Recording:
@@ -171,14 +168,8 @@ class Recording:
             for position in range(placement.num_positions - 1):
                 leaves = describe_output(*placement.holder(position)).leaves
                 messages.append(sum(leaf.num_bytes for leaf in leaves if leaf.same_as is None))
-        return RankRecord(
-            step,
-            run.topology,
-            {axis: group.ranks for axis, group in run.groups.items()},
-            messages,
-            [[layer.name for layer in chunk] for chunk in run.stepper.executor.chunks],
-            len(run.parts.registry.trainable),
-        )
+        groups = {axis: group.ranks for axis, group in run.groups.items()}
+        return RankRecord(step, run.topology, groups, messages, len(run.parts.registry.trainable))
 
     def _reference(self, number: int) -> ExchangeReference:
         queue = self._exchanges[number].queue

@@ -27,9 +27,7 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """A computation of the rank. action: the action it belongs to, or None outside the list. host_s: the host's seconds to
-    launch it.
-    """
+    """A computation of the rank. action: its action, or None outside the list. host_s: the host's seconds to launch it."""
 
     seconds: float
     action: Action | None = None
@@ -82,9 +80,7 @@ class ExposedWait(NamedTuple):
 
 @dataclass
 class _Running:
-    """An exchange that has not ended. ready_members: the members that are ready. remaining_s: the seconds of its remaining
-    bytes on a free link.
-    """
+    """An exchange that has not ended. remaining_s: the seconds of its remaining bytes on a free link."""
 
     exchange: Exchange
     ready_members: set[int] = field(default_factory=set)
@@ -174,9 +170,7 @@ class ProgramSimulator:
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange once all members have begun it, it is first in its channel on each member, and `after` has
-        ended.
-        """
+        """Starts an exchange if all members have begun it, it is first in its channel on each, and `after` has ended."""
         running = self._running[key]
         exchange = running.exchange
         if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
@@ -197,9 +191,7 @@ class ProgramSimulator:
         self._update_shares(running, now_s)
 
     def _update_shares(self, running_exchange: _Running, now_s: float) -> None:
-        """Computes new ends of exchanges that share a link with `running_exchange`. Each runs at 1/n, with n exchanges on its
-        fullest link.
-        """
+        """Computes the ends of exchanges that share links with this one. Each runs at 1/n, for n on its fullest link."""
         neighbours = {key: None for link in running_exchange.exchange.links for key in self._active_on_link[link]}
         if running_exchange.exchange.key in self._running:
             neighbours[running_exchange.exchange.key] = None
