@@ -152,12 +152,27 @@ def test_owners_and_curve_contain_peak(texts):
     assert estimate.alive["activations"] > 0
 
 
-def test_layer_that_reads_values_is_reported(texts, own_layers):
-    tables = changed(PLAN, model={"factory": "asking_layers:layers"})
-    with pytest.raises(
-        RunError, match=r"reads values of tensors.*_local_scalar_dense.* layer `asks` \(Asks\) in microbatch 0"
-    ) as caught:
-        rank_bytes(plan_from_dict(tables, own_layers), 0, 1)
+class ReadsValues(nn.Module):
+    """Returns logits, after clamping vectors with large values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        vectors = self.table(tokens)
+        return self.head(vectors.clamp(max=1.0) if vectors.abs().max() > 1 else vectors)
+
+
+def layers() -> list[tuple[str, nn.Module]]:
+    return [("reads", ReadsValues())]
+
+
+def test_layer_that_reads_values_is_reported(texts):
+    tables = changed(PLAN, model={"factory": f"{__name__}:layers"})
+    message = r"reads values of tensors.*_local_scalar_dense.* layer `reads` \(ReadsValues\) in microbatch 0"
+    with pytest.raises(RunError, match=message) as caught:
+        rank_bytes(plan_from_dict(tables, texts), 0, 1)
     assert caught.value.diagnostics[0].code == "estimate-layer"
 
 

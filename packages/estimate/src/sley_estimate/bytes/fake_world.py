@@ -59,7 +59,7 @@ class FakeStream(CopyStream):
 
     def wait_for(self, event: CopyEvent) -> None:
         assert isinstance(event, FakeEvent), event
-        self._previous_copy = event.last
+        self._previous_copy = event.last_copy
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with patch.object(self._device.tensors, "listener", None):  # a copy is not an operator of the device
@@ -80,18 +80,18 @@ class FakeStream(CopyStream):
 
 
 class FakeEvent(CopyEvent):
-    """A point of a stream. last: the number of the last copy before it, or None if all copies were complete."""
+    """A point of a stream. last_copy: the number of the last copy before it, or None if all copies were complete."""
 
-    def __init__(self, stream: FakeStream, last: int | None) -> None:
-        self.last = last
+    def __init__(self, stream: FakeStream, last_copy: int | None) -> None:
+        self.last_copy = last_copy
         self._stream = stream
 
     def is_done(self) -> bool:
-        return self.last is None or not self._stream.pending or self._stream.pending[0] > self.last
+        return self.last_copy is None or not self._stream.pending or self._stream.pending[0] > self.last_copy
 
     def wait(self) -> None:
-        if self.last is not None:
-            self._stream.wait_until(self.last)
+        if self.last_copy is not None:
+            self._stream.wait_until(self.last_copy)
 
     def hold_device(self) -> None:
         self.wait()
@@ -108,8 +108,8 @@ class FakeHostMemory(HostMemory):
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """A fake stand-in for `torch_device`. tensors: the mode that makes its tensors. recording: receives its copies. runs_ahead:
-    whether copies overlap with other work, as on CUDA. Otherwise each copy is complete when `copy` returns.
+    """Replaces `torch_device` by a device without values. tensors: the mode that makes its tensors. recording: receives its
+    copies. runs_ahead: whether copies overlap with other work, as on CUDA. Otherwise a copy is complete when `copy` returns.
     """
 
     tensors: FakeTensors = field(kw_only=True)
@@ -161,40 +161,40 @@ class FakeDevice(Device):
 class FakeWork(Work):
     """A complete exchange that counts as pending until the rank waits for it, since ranks wait at once for complete exchanges.
 
-    on_wait: a function called at the wait. reduce: allocates the memory for summing the peers' parts. It is called at the wait
-    or in the next entry of the list, when the parts have usually arrived.
+    on_wait: a function called at the wait. allocate_scratch: allocates the memory for summing the peers' parts. It is called at
+    the wait or in the next entry of the list, when the parts have usually arrived.
     """
 
-    def __init__(self, on_wait: Callable[[], None], reduce: Callable[[], None], progress: ActionProgress) -> None:
+    def __init__(self, on_wait: Callable[[], None], allocate_scratch: Callable[[], None], progress: ActionProgress) -> None:
         self._on_wait = on_wait
-        self._reduce: Callable[[], None] | None = reduce
+        self._allocate_scratch = allocate_scratch
         self._progress = progress
         self._start_entry = progress.pending
-        self._is_awaited = False
+        self._has_waited = False
 
     def is_completed(self) -> bool:
         if self._progress.pending is not self._start_entry:
-            self._run_reduce()
-        return self._is_awaited
+            self._sum()
+        return self._has_waited
 
     def wait(self) -> None:
-        self._run_reduce()
-        self._is_awaited = True
+        self._sum()
+        self._has_waited = True
         self._on_wait()
 
     def wait_sent(self) -> None:
         self.wait()
 
-    def _run_reduce(self) -> None:
-        if self._reduce is not None:
-            reduce, self._reduce = self._reduce, None
-            reduce()
+    def _sum(self) -> None:
+        allocate_scratch, self._allocate_scratch = self._allocate_scratch, do_nothing
+        allocate_scratch()
 
 
 @dataclass(eq=False)
 class FakeTransport(Transport):
-    """A fake stand-in for the transport of `channel`. scratch_rows: returns the rows of scratch memory that a caller needs for
-    a shard of n rows. scratch: allocates the memory needed to sum a tensor.
+    """Replaces the transport of `channel` by one without peers. on_start: called with collective, axis, channel and bytes of
+    an exchange; returns a function to call at the wait. scratch_rows: returns the rows of scratch memory that a caller needs
+    for a shard of n rows. scratch: allocates the memory needed to sum a tensor.
     """
 
     members: Members
@@ -223,17 +223,17 @@ class FakeTransport(Transport):
         """Reports the exchange. reduced: the tensors that this rank sums one after the other."""
         on_wait = self.on_start(collective, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
 
-        def reduce() -> None:
+        def allocate_scratch() -> None:
             for tensor in reduced:
                 self.scratch(tensor)
 
-        return FakeWork(on_wait, reduce, self.members.progress.step_progress)
+        return FakeWork(on_wait, allocate_scratch, self.members.progress.step_progress)
 
 
 @dataclass(frozen=True)
 class StepSimulation(Simulation):
-    """Lets a rank run steps on fake tensors. recording: receives the exchanges. device_type: "cpu" or "cuda". gloo allocates
-    memory in addition to the exchanged tensors; NCCL does not.
+    """Simulates the communication of a rank that runs steps on fake tensors. recording: receives the exchanges. device_type:
+    "cpu" or "cuda". gloo allocates memory in addition to the exchanged tensors; NCCL does not.
     """
 
     tensors: FakeTensors

@@ -152,6 +152,7 @@ class LinkTimer:
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
     def exchange_s(self, begin: BeginExchange) -> float:
+        """Returns the median seconds of an exchange on the slowest rank."""
         return self.seconds(lambda: begin()())
 
     def seconds_after_work(self, begin: BeginExchange) -> float:

@@ -98,6 +98,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: dict[PhaseName, list[Operator]] = {}
 
     def operators(self, phase: PhaseName) -> tuple[Operator, ...]:
+        """Returns the recorded operators of `phase` in order."""
         return tuple(self._operators.get(phase, ()))
 
     def record_saved_tensor(self, tensor: Tensor) -> Tensor:
@@ -110,9 +111,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def saved_bytes(self) -> int:
+        """Returns the bytes of all tensors saved so far; each storage counts once."""
         return sum(self._saved.values())
 
     def record(self, operator: Operator) -> None:
+        """Adds `operator` to the current phase, if any."""
         if self.phase is not None:
             self._operators.setdefault(self.phase, []).append(operator)
 

@@ -64,6 +64,7 @@ class LayerSeconds:
 
     @classmethod
     def from_table(cls, table: LayerTable) -> LayerSeconds:
+        """Returns the seconds in a `[[layers]]` table of a machine file."""
         return cls(**{field.name: getattr(table, field.name) for field in fields(cls)})
 
     @classmethod

@@ -62,6 +62,7 @@ class SearchResult:
     num_dropped: int = 0
 
     def refuse(self, error: SleyError) -> None:
+        """Counts a layout that is invalid because of `error`."""
         problem = error.diagnostics[0]
         self.refusals[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
 

@@ -98,6 +98,7 @@ class Choice:
 
     @property
     def table(self) -> dict[str, Any]:
+        """Returns the table for a plan."""
         return {"use": self.name, **self.options}
 
     def __str__(self) -> str:

@@ -65,6 +65,7 @@ class BeginEvent:
 
     @property
     def queue(self) -> Queue:
+        """Returns the axis and channel of the exchange."""
         return self.axis, self.channel
 
 
@@ -92,6 +93,7 @@ class RecordedStep:
 
     @property
     def events(self) -> list[Event]:
+        """Returns all events in order, without the carried exchanges."""
         return [*self.opening, *(event for _, events in self.actions for event in events), *self.closing]
 
 
@@ -141,6 +143,7 @@ class Recording:
         self._events = self._opening
 
     def begin(self, run: Run) -> None:
+        """Starts to record, before a step of `run`."""
         master_weights = run.stepper.update.masters
         if master_weights.device is not None:
             self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
@@ -150,6 +153,7 @@ class Recording:
         self._tensors.listener = self._record_operator
 
     def end(self, run: Run) -> RankRecord:
+        """Stops to record, and returns the record of the step."""
         self._tensors.listener = None
         self._flush_operators()
         self._is_recording = False
