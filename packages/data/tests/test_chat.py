@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -20,8 +19,7 @@ from sley_core.errors import PlanError
 from sley_data import cache
 from sley_data.chat import CUT, NOT_TRAINED, TOO_LONG, ChatDataset, check_chat, pack_best_fit
 from sley_data.chat_template import ChatTemplate
-from sley_data.documents import describe_overlap, read_split
-from sley_data.files import document_files
+from sley_data.documents import describe_overlap
 from sley_data.plugin import ChatConfig
 
 
@@ -44,10 +42,6 @@ def table(tmp_path: Path, tokenizer: Path) -> Any:
         return ChatConfig.model_validate(values | more)
 
     return make
-
-
-def conversations(config: ChatConfig, split: Any = "train") -> Iterator[tuple[Any, bool]]:
-    return read_split(config, split, document_files(config, split)[0])
 
 
 def load(config: ChatConfig, split: Any = "train") -> ChatDataset:
@@ -148,19 +142,11 @@ def test_a_conversation_without_an_answer_is_left_out_and_said(table: Any) -> No
     assert rows.data_notes == [f"1 samples are dropped, `chats.jsonl#1` first: {NOT_TRAINED}"]
 
 
-def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
+def test_held_out_conversations_are_not_trained_on(table: Any, tmp_path: Path) -> None:
     rows = [chat(f"question {number % 100}", "b") for number in range(200)]
     config = table(rows, held_out=0.2)
-    train, held_out = (
-        [each for each, is_chosen in conversations(config, split) if is_chosen] for split in ("train", "held_out")
-    )
-    assert len(train) + len(held_out) == 200
-    assert 10 < len(held_out) < 80
-    texts = [{each.messages[0]["content"] for each in some} for some in (train, held_out)]
-    assert not texts[0] & texts[1]
     assert describe_overlap(config, config) == ""
     assert "trained on" in describe_overlap(config.model_copy(update={"held_out": 0.0}), config)
-
     (tmp_path / "evaluated.jsonl").write_text(json.dumps(chat("question 7", "b")), "utf-8")
     config = table(rows, held_out=0.0, held_out_files=[str(tmp_path / "evaluated.jsonl")])
     assert load(config).data_notes == ["2 conversations in `files` are also in `held_out_files`: training excludes them"]
@@ -168,40 +154,19 @@ def test_copies_are_held_out_together(table: Any, tmp_path: Path) -> None:
 
 
 def test_kept_tokens_give_the_same_rows(table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is made once, whenever a process was killed, and apart for each table."""
     monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(cache, "PART_BYTES", 1500)
     rows = [chat("a" * number, "b" * (3 * number)) for number in range(40)]
     wanted = load(table(rows, cache="none"))
-    config, calls = table(rows, cache=str(tmp_path / "kept")), []
-    encode = ChatTemplate.encode
-    monkeypatch.setattr(ChatTemplate, "encode", lambda *args: (calls.append(args), encode(*args))[1])
-
-    def check(num_calls: int) -> None:
+    assert wanted.stats.dropped
+    config = table(rows, cache=str(tmp_path / "kept"))
+    for _ in range(2):
         kept = load(config)
         assert [row_of(kept, at) for at in range(len(kept))] == [row_of(wanted, at) for at in range(len(wanted))]
         assert (kept.stats, kept.data_notes, kept.data_digest) == (wanted.stats, wanted.data_notes, wanted.data_digest)
-        assert len(calls) == num_calls
-
-    def killed(*args: Any) -> Any:
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return counted(*args)
-
-    assert wanted.stats.dropped
-    with monkeypatch.context() as patch:
-        counted = ChatTemplate.encode
-        patch.setattr(ChatTemplate, "encode", killed)
-        with pytest.raises(KeyboardInterrupt):
-            load(config)
-    (folder,) = (tmp_path / "kept").iterdir()
-    check(num_parts := 4)
-    assert len(list(folder.glob("*.tokens"))) == num_parts
-    check(num_parts)
-    (folder / "complete.json").unlink()
-    check(num_parts)
-    (folder / "00000.tokens").write_bytes(b"")
-    check(2 * num_parts)
+        monkeypatch.setattr(ChatTemplate, "encode", lambda *_: pytest.fail("the second time nothing is tokenized"))
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     load(config.model_copy(update={"too_long": "cut"}))
     load(config.model_copy(update={"train_on": "last"}))
     assert len(list((tmp_path / "kept").iterdir())) == 3
@@ -214,22 +179,16 @@ def test_check_of_large_files_sees_masks_and_splits(table: Any, monkeypatch: pyt
 
 
 def test_check_says_what_a_run_would(table: Any, tmp_path: Path) -> None:
-    assert list(check_chat(table([chat("a", "b")]), evaluates=False)) == []
-    codes = {
-        "data-json": table([{"text": "a"}]),
-        "chat-mask": table([chat("a")]),
-        "tokenizer-missing": table([chat("a", "b")]).model_copy(update={"tokenizer": tmp_path / "absent"}),
-        "data-missing": table([chat("a", "b")]).model_copy(update={"files": (tmp_path / "absent.jsonl",)}),
-    }
-    for code, config in codes.items():
-        if code == "data-json":
-            table([{"text": "a"}])
-        elif code == "chat-mask":
-            table([chat("a")])
-        assert [problem.code for problem in check_chat(config, evaluates=False)] == [code]
-    (problem,) = check_chat(table([chat("a", "b")]), evaluates=False, vocab_size=100)
+    for code, rows in {"data-json": [{"text": "a"}], "chat-mask": [chat("a")]}.items():
+        assert [problem.code for problem in check_chat(table(rows), evaluates=False)] == [code]
+    config = table([chat("a", "b")])
+    assert list(check_chat(config, evaluates=False)) == []
+    absent = {"tokenizer-missing": {"tokenizer": tmp_path / "absent"}, "data-missing": {"files": (tmp_path / "absent.jsonl",)}}
+    for code, change in absent.items():
+        assert [problem.code for problem in check_chat(config.model_copy(update=change), evaluates=False)] == [code]
+    (problem,) = check_chat(config, evaluates=False, vocab_size=100)
     assert (problem.code, problem.path) == ("model-vocabulary", ("model", "vocab_size"))
-    (problem,) = check_chat(table([chat("a", "b")]), evaluates=True)
+    (problem,) = check_chat(config, evaluates=True)
     assert problem.code == "held-out"
 
 

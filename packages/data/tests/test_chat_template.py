@@ -16,7 +16,6 @@ from sley_data.conversations import Conversation
 from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
-NUM_CASES = 500
 PIECES = (
     "hello",
     " two  words",
@@ -91,7 +90,9 @@ def template(folder: Path, tmp_path: Path, name: str, *, blocks: bool) -> ChatTe
     return ChatTemplate(folder, file)
 
 
-def check_masks(folder: Path, tmp_path: Path, name: str, count: int) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: str, count: int) -> None:
     by_prefixes, by_blocks = (template(folder, tmp_path, name, blocks=blocks) for blocks in (False, True))
     end = by_prefixes.tokenizer.convert_tokens_to_ids(end_of_turn(name))
     assert by_prefixes.end_of_turn == end
@@ -112,17 +113,6 @@ def check_masks(folder: Path, tmp_path: Path, name: str, count: int) -> None:
             assert samples[0].trained == block.trained
             num_compared += 1
     assert num_compared >= count // 8
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_masks_are_those_of_a_slow_oracle(folder: Path, tmp_path: Path, name: str) -> None:
-    check_masks(folder, tmp_path, name, 24)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_masks_of_many_conversations(folder: Path, tmp_path: Path, name: str) -> None:
-    check_masks(folder, tmp_path, name, NUM_CASES)
 
 
 def test_turns_that_a_template_writes_anew_become_samples_of_their_own(folder: Path, tmp_path: Path) -> None:

@@ -63,18 +63,6 @@ def test_tokens_are_read_as_they_were_written(tmp_path: Path, dtype: str, code: 
     assert (data.info.vocab_size, data.info.sequence) == (largest + 1, 4)
 
 
-def test_documents_end_at_their_token(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.bin", [1, 2, 3, 0, 4, 5, 0, 6, 7])
-    packed = tokens(path, documents="pack", end_of_document=0)
-    assert labels_of(packed) == [2, 3, 0, 5, 0, 7]
-    assert packed[1]["tokens"].tolist() == [4, 5, 0, 6]
-    assert packed[1]["cu_seqlens"].tolist() == [0, 3, 4]
-    assert packed[1]["positions"].tolist() == [0, 1, 2, 0]
-    padded = tokens(path, documents="pad", end_of_document=0)
-    assert [padded[index]["tokens"].tolist() for index in range(len(padded))] == [[1, 2, 3, 0], [4, 5, 0, 0], [6, 0, 0, 0]]
-    assert labels_of(padded) == [2, 3, 0, 5, 0, 7]
-
-
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
 def test_packed_documents_are_those_between_end_tokens(tmp_path_factory: Any, ids: list[int]) -> None:

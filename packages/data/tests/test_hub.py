@@ -14,8 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from sley_data.documents import read_documents
-from sley_data.files import _matches_hub_pattern as _matches
-from sley_data.files import document_files
+from sley_data.files import _matches, document_files
 from sley_data.plugin import TextConfig
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -13,10 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sley_core.data.dataset import DataContext
 from sley_core.errors import PlanError
 from sley_data.conversations import Conversation, file_conversations
-from sley_data.datasets import TokenDataset
 from sley_data.documents import read_documents
 from sley_data.files import document_files, merge_problems
 from sley_data.formats import read_rows
@@ -86,15 +84,6 @@ def test_every_format_has_the_same_conversations(tmp_path: Path, name: str) -> N
     assert all(str(number) in each.name for number, each in enumerate(found, start=1) if name != "bom.jsonl")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_column_is_text_in_every_format(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path / name, [{"id": 1, "text": "abc", "more": [1]}, {"id": 2, "text": "defg", "more": []}])
-    config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0, documents="cut")
-    assert bytes(TokenDataset(config, DataContext())[0]["tokens"].tolist()) == b"abcd"
-    with pytest.raises(PlanError, match=r"row 1 of .* has no `body`"):
-        len(TokenDataset(config.model_copy(update={"field": "body"}), DataContext()))
-
-
 @pytest.mark.parametrize(
     ("row", "roles", "first_trained"),
     [
@@ -154,9 +143,9 @@ def test_keys_that_users_have(tmp_path: Path) -> None:
 ODD = ["a\0b", "\ufeffc", "d\r\ne", " ", "\u2028", "x" * 70_000, "\N{PILE OF POO}"]
 
 
-def texts(path: Path) -> list[str]:
+def texts(path: Path, field: str = "text") -> list[str]:
     """The documents of a column of texts."""
-    config = TextConfig(files=(path,), field="text", sequence=4, held_out=0.0)
+    config = TextConfig(files=(path,), field=field, sequence=4, held_out=0.0)
     files, _ = document_files(config, "train")
     return [text.decode() for _, text in read_documents(files, config, "train")]
 
@@ -165,6 +154,8 @@ def texts(path: Path) -> list[str]:
 def test_odd_texts_are_read_as_they_are(tmp_path: Path, name: str) -> None:
     rows = [{"text": text, "nested": {"a": None, "b": [None, {"c": number or None}]}} for number, text in enumerate(ODD)]
     assert texts(written(tmp_path / name, rows)) == ODD
+    with pytest.raises(PlanError, match=r"row 1 of .* has no `body`"):
+        texts(tmp_path / name, "body")
 
 
 @pytest.mark.parametrize("name", FORMATS)

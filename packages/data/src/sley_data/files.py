@@ -162,39 +162,33 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
     yield from (DataFile(match.relative_to(root).as_posix(), match, size) for match, size in sizes.items() if size)
 
 
-def _match_paths(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yields the paths in `folder` that match `parts`, the components of a pattern. Follows links to folders.
+def _match_paths(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yields the files in `folder` whose paths match `patterns`, the parts of a pattern. Visits each real folder once.
 
-    As in a shell, `*` and `**` skip names that begin with a dot.
+    As in a shell, `*` and `**` skip names that begin with a dot. Raises OSError for a folder that cannot be listed.
     """
-    part, later_parts = parts[0], parts[1:]
-    if part == "**":
-        for subfolder in _subfolders(folder, set()):
-            yield from _match_paths(subfolder, later_parts or ("*",))
-        return
-    for name in _entry_names(folder) if _has_wildcard(part) else [_unescape(part)]:
-        if name == _unescape(part) or (fnmatchcase(name, part) and (part[0] == "." or name[0] != ".")):
-            path = folder / name
-            if later_parts and path.is_dir():
-                yield from _match_paths(path, later_parts)
-            elif not later_parts and os.path.lexists(path):
-                yield path
+    visited: set[str] = set()
+    for path, folders, names in os.walk(folder, onerror=_raise_error, followlinks=True):
+        real_path = os.path.realpath(path)
+        parts = Path(path).relative_to(folder).parts
+        is_deep = "**" not in patterns and len(parts) + 1 == len(patterns)
+        folders[:] = [] if real_path in visited or is_deep else sorted(name for name in folders if name[0] != ".")
+        if real_path not in visited:
+            yield from (Path(path, name) for name in names if name[0] != "." and _matches((*parts, name), patterns))
+        visited.add(real_path)
 
 
-def _subfolders(folder: Path, visited: set[str]) -> Iterator[Path]:
-    """Yields `folder` and all folders below it, each real folder once. Skips names that begin with a dot."""
-    real_path = os.path.realpath(folder)
-    if real_path in visited:
-        return
-    visited.add(real_path)
-    yield folder
-    for name in _entry_names(folder):
-        if name[0] != "." and (folder / name).is_dir():
-            yield from _subfolders(folder / name, visited)
+def _raise_error(error: OSError) -> None:
+    raise error
 
 
-def _entry_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Returns whether the parts of a path match the parts of a pattern, where `**` matches any number of folders."""
+    if not patterns or not parts:
+        return not patterns and not parts
+    if patterns[0] == "**":
+        return any(_matches(parts[start:], patterns[1:] or ["*"]) for start in range(len(parts)))
+    return fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
 
 
 _SAVED_STATE = "state.json"
@@ -260,7 +254,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
     try:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or ()]
-        matches = [name for name in names if _matches_hub_pattern(name.split("/"), pattern.split("/"))]
+        matches = [name for name in names if _matches(name.split("/"), pattern.split("/"))]
         report(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
         paths = [hf_hub_download(repo, name, repo_type="dataset", revision=info.sha) for name in matches]
     except Exception as error:  # huggingface_hub also raises the errors of its HTTP library
@@ -271,15 +265,6 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         hint = f"its files are {', '.join(names[:5])}"
         raise PlanError("data-hub", f"no file of the dataset `{repo}` matches `{pattern}`", hint=hint)
     return Path(paths[0]).parents[matches[0].count("/")]
-
-
-def _matches_hub_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Returns whether the parts of a path match the parts of a pattern, where `**` matches any number of folders."""
-    if not patterns or not parts:
-        return not patterns and not parts
-    if patterns[0] == "**":
-        return any(_matches_hub_pattern(parts[start:], patterns[1:] or ["*"]) for start in range(len(parts)))
-    return fnmatchcase(parts[0], patterns[0]) and _matches_hub_pattern(parts[1:], patterns[1:])
 
 
 def library_files() -> FilesAndProblems:

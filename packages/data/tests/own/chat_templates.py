@@ -25,11 +25,6 @@ _CHATML = (
 
 TEMPLATES = {
     "chatml": _CHATML,
-    "qwen2.5": (
-        "{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% elif messages[0].role != 'system' %}"
-        "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-        + _CHATML.replace("m.role }}", "m.role | replace('tool', 'user') }}")
-    ),
     # Keeps reasoning only after the last question, and writes empty reasoning there.
     "qwen3": (
         "{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% endif %}{% set ns = namespace(last=-1) %}"
