@@ -156,25 +156,6 @@ def test_a_save_that_fails_is_a_note_and_the_run_goes_on(texts, tmp_path):
     assert any("could not be written" in note and "training is not affected" in note for note in run.notes)
 
 
-def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = LocalFolder.write
-
-    def write_late(self: Any, name: str, chunks: Any) -> Any:
-        assert gate.wait(30)
-        return write(self, name, chunks)
-
-    monkeypatch.setattr(LocalFolder, "write", write_late)
-    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
-        run.step()
-        for param in run.registry:
-            param.parameter.detach().fill_(0.5)
-        threading.Timer(0.5, gate.set).start()
-        run.step()
-    saved = read(tmp_path / "checkpoints" / "step-00000001")
-    assert not any(saved[name].eq(0.5).any() for name in saved if name.startswith("weights/") and "norm" not in name)
-
-
 def test_the_folder_of_another_run_is_refused(texts, tmp_path):
     shared = {"folder": str(tmp_path / "shared"), "every_steps": 3}
     train(plan(checkpoint=shared), texts, tmp_path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sley_checkpoint.reader import read
 from sley_checkpoint.writing import HostCopies
-from sley_core.checkpointing import Rectangle, Region, covering_rectangles
+from sley_core.checkpointing import Rectangle, Region
 from sley_core.comm.device import HostMemory
 from sley_core.engine.buffers import ElementRange
 from sley_core.engine.shards import Shard
@@ -26,21 +26,6 @@ from sley_testing.drawn_copies import DrawnDevice, DrawnStream
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record
 from sley_trainer.restore import name_leaves, state_leaves
-
-SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-
-
-@given(SHAPES, st.data())
-@settings(deadline=None, max_examples=40)
-def test_the_rectangles_of_a_span_are_its_elements_in_their_order(shape, data):
-    numel = prod(shape)
-    first = data.draw(st.integers(0, numel))
-    last = data.draw(st.integers(first, numel))
-    whole = torch.arange(numel).view(shape)
-    found = list(covering_rectangles(shape, first, last))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    parts = [whole[one.slices_in(Rectangle.full(shape))].reshape(-1) for one in found]
-    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *parts]), torch.arange(first, last))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(1, 3), st.integers(1, 3), st.data())

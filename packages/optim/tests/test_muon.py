@@ -74,16 +74,6 @@ def test_hidden_matrices_have_muon(texts: Path, is_tied: bool) -> None:
 FFN = {"feed_forward.gate.weight", "feed_forward.up.weight", "feed_forward.down.weight"}
 
 
-@pytest.mark.campaign
-def test_split_embeddings_need_no_owner(ranks: Any, texts: Path) -> None:
-    """AdamW updates the parts of a table, so no rank holds the states of all of it."""
-    rows = ranks(2)(names_by_role, layout_of("sharded"), texts)
-    assert not rows[0]["muon"] & rows[1]["muon"]
-    whole = names_by_role(PLAN, texts)
-    assert rows[0]["muon"] | rows[1]["muon"] == whole["muon"]
-    assert rows[0]["adamw"] | rows[1]["adamw"] == whole["adamw"]
-
-
 def test_update_is_that_of_torch_classes(texts: Path) -> None:
     """Gives the gradients of a run to torch.optim.Muon and torch.optim.AdamW in a loop."""
     groups = [{"match": "blocks.1.*.up.weight", "optimizer": "adamw"}, {"match": "blocks.0.*.down.weight", "lr": 0.05}]

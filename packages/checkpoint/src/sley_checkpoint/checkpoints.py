@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sley_checkpoint.folders import DELETED, STAGING_PREFIX, Folder, open_folder
-from sley_checkpoint.reader import INDEX, Checkpoint, Damage, examine, list_checkpoints, try_read_index
+from sley_checkpoint.reader import INDEX, Checkpoint, Damage, DamagedCheckpoint, examine, list_checkpoints, try_read_index
 from sley_checkpoint.saving import SavePreparation
 from sley_checkpoint.writing import BackgroundWriter, HostCopies, RankWriter
 from sley_core.api.comm import probe
@@ -201,19 +201,19 @@ class AnyLayout(Checkpointer):
         if is_auto := str(path) == AUTO:
             self._run_folder()
         load_path = None if is_auto else open_folder(path).text
-        candidates = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
-        checkpoint, damaged_checkpoints = choose_checkpoint(self.state, candidates.paths)
+        paths, notes = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
+        checkpoint, damaged_checkpoints = choose_checkpoint(self.state, paths)
         if checkpoint is None and load_path is not None:
             raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(load_path).text}")
         if checkpoint is None:
             return None
         # A run folder knows the run's checkpoints; without one, the run name must match.
         saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
-        if is_auto and self.state.attempt.folder is None and checkpoint.place != candidates.origin and saved_run != this_run:
+        if is_auto and self.state.attempt.folder is None and saved_run != this_run:
             message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
             hint = "pass the path of the checkpoint to continue from another run"
             raise RunError("checkpoint-mismatch", message, hint=hint)
-        notes = [*candidates.notes, *self.state.restore(checkpoint)]
+        notes = [*notes, *self.state.restore(checkpoint)]
         self._saved_step, self._save_time = checkpoint.step, time.monotonic()
         return RestoreResult(checkpoint.place, checkpoint.step, checkpoint.index.lineage, notes, damaged_checkpoints)
 
@@ -229,21 +229,6 @@ class AnyLayout(Checkpointer):
 
 def _probe_folder(folder: str, token: str) -> Folder:
     return open_folder(folder).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
-
-
-DamagedCheckpoint = tuple[str, list[Damage]]
-"""The path of a damaged checkpoint and its damages."""
-
-
-class Candidates(NamedTuple):
-    """Holds the paths of the checkpoints to load, in the order in which to try them.
-
-    origin: the checkpoint from which the attempt started. notes: messages for the user.
-    """
-
-    paths: list[str]
-    origin: str = ""
-    notes: Sequence[str] = ()
 
 
 def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
@@ -274,8 +259,9 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
     return None, []
 
 
-def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> Candidates:
-    """Returns the checkpoints to load. All ranks call it, and rank 0 lists the checkpoints, by its own arguments.
+def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
+    """Returns the paths of the checkpoints to load, in the order in which to try them, and notes for the user. All ranks call
+    it, and rank 0 lists the checkpoints, by its own arguments.
 
     path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
     whether a run without a checkpoint may repeat its steps.
@@ -283,38 +269,41 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
     Raises the same error on all ranks: UsageError `never-anew` if the run would repeat its own work, and RunError
     `checkpoint-load` if a folder cannot be read.
     """
-    candidates, problem = Candidates([]), None
+    paths: list[str] = []
+    notes: list[str] = []
+    problem = None
     if state.parts.world.rank == 0:
         folder = open_folder(state.folder or "" if path is None else path)
         try:
             if path is None:
-                candidates = _list_resumable(state, folder, allow_fresh_start=allow_fresh_start)
+                paths, notes = _list_resumable(state, folder, allow_fresh_start=allow_fresh_start)
             else:
-                has_index = INDEX in folder.names()
-                candidates = Candidates([folder.text] if has_index else _child_paths(folder, list_checkpoints(folder)))
+                paths = [folder.text] if INDEX in folder.names() else _child_paths(folder, list_checkpoints(folder))
         except SleyError as error:
             diagnostic = error.diagnostics[0]
             problem = diagnostic.code, diagnostic.message, diagnostic.hint
         except Exception as error:  # any file system error: the other ranks wait for the list
             problem = "checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None
     # All ranks join.
-    fields, problem = state.parts.groups["control"].gather_objects([candidates, problem], label="the list of checkpoints")[0]
+    reports = state.parts.groups["control"].gather_objects([paths, notes, problem], label="the list of checkpoints")
+    paths, notes, problem = reports[0]
     if problem is not None:
         code, message, hint = problem
         error_type = UsageError if code == "never-anew" else RunError
         raise error_type(code, message, hint=hint)
-    return Candidates(*fields)
+    return paths, notes
 
 
-def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> Candidates:
-    """Returns the checkpoints that this run's own steps reached, from new to old, and then the origin of its attempt.
+def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
+    """Returns the paths of the checkpoints that this run's own steps reached, from new to old, and then the checkpoint from
+    which its attempt started; also returns notes for the user.
 
     Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
     does not know wrote the checkpoints.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows
-        return Candidates(_child_paths(folder, names))
+        return _child_paths(folder, names), []
     attempt = state.attempt.latest
     own_names: list[str] = []
     foreign_names: list[str] = []
@@ -324,13 +313,12 @@ def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: 
         is_own = index is None or (attempt is not None and attempt.shares_steps(index.lineage, index.step))
         (own_names if is_own else foreign_names).append(name)
     paths = _child_paths(folder, own_names)
-    origin = attempt.origin if attempt is not None else ""
-    if origin and attempt is not None and attempt.saved < 0 and origin not in paths:
-        paths.append(origin)
+    if attempt is not None and attempt.saved < 0 and attempt.origin not in ("", *paths):
+        paths.append(attempt.origin)
     if not paths and not (allow_fresh_start and attempt is not None and attempt.saved < 0):
         state.attempt.refuse_fresh_start(folder.text, foreign_names)
     message = f"ignored checkpoints of other attempts: {shorten_names(foreign_names)} in {folder.text}"
-    return Candidates(paths, origin, [message] if foreign_names else [])
+    return paths, [message] if foreign_names else []
 
 
 def _child_paths(folder: Folder, names: list[str]) -> list[str]:

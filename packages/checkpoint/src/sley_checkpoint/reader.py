@@ -297,11 +297,15 @@ class Damage(NamedTuple):
         return f"{self.file} {self.description}"
 
 
+DamagedCheckpoint = tuple[str, list[Damage]]
+"""The path of a damaged checkpoint and its damages."""
+
+
 class NewestCheckpoint(NamedTuple):
     """Holds the path of the newest intact checkpoint, or None, and the paths and damages of newer, damaged checkpoints."""
 
     path: str | None
-    damaged_checkpoints: list[tuple[str, list[Damage]]]
+    damaged_checkpoints: list[DamagedCheckpoint]
 
 
 def verify(path: str | Path) -> list[Damage]:
@@ -318,7 +322,7 @@ def verify(path: str | Path) -> list[Damage]:
 def newest(path: str | Path) -> NewestCheckpoint:
     """Returns the newest intact checkpoint in `path`, a folder of checkpoints. Reads all files of each candidate."""
     folder = open_folder(path)
-    damaged_checkpoints: list[tuple[str, list[Damage]]] = []
+    damaged_checkpoints: list[DamagedCheckpoint] = []
     for name in list_checkpoints(folder):
         damages = examine(folder.child(name))[1]
         if not damages:

@@ -27,7 +27,7 @@ from train_cli.run_folder import FAULTS
 
 def doctor(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/NAME.")],
-    form: FormatOption = OutputFormat.text,
+    output_format: FormatOption = OutputFormat.text,
 ) -> None:
     """Show why a run failed, or which rank makes other ranks wait: cause, rank, layer, action, remedy."""
     if not (run / PLAN).is_file() and not (run / FAULTS).is_dir():
@@ -38,7 +38,7 @@ def doctor(
     except OSError as error:
         raise UsageError("no-run", f"the files in `{run}` cannot be read: {error.strerror or error}") from error
     judgement = judge(records)
-    if form is OutputFormat.json:
+    if output_format is OutputFormat.json:
         data = {
             "attempts": [
                 {
