@@ -91,4 +91,4 @@ def test_the_report_of_a_run_without_steps_has_its_faults(run: Path, cli: Cli) -
     assert "failed" in page.texts["summary"]
     assert "rank 1 was killed by SIGKILL" in page.texts["faults"]
     assert page.charts == {}
-    assert page.texts["curves"].count("No run has recorded this metric.") == 7
+    assert "No run has recorded a step." in page.texts["curves"]

@@ -10,7 +10,7 @@ import json
 import math
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -32,7 +32,7 @@ from sley_doctor.slow_ranks import describe_cause, describe_no_cause, describe_w
 from sley_doctor.verdict import find_verdict
 from sley_doctor.work_record import WorkRecord, read_records
 from train_cli.environment import StartRecord, read_start
-from train_cli.progress import SUMMARY, format_bytes, format_duration, format_rate
+from train_cli.progress import SUMMARY, format_bytes
 
 Row = Mapping[str, float | int | None]
 
@@ -115,26 +115,6 @@ _CURVES = {
 _MAX_CHARTS = 24  # a plugin may add a metric for each layer
 _NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the speed shows the same
 
-_SUMMARY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "outcome": lambda summary: summary["outcome"],
-    "steps": lambda summary: (
-        f"{summary['steps']:,}" + (f", {summary['skipped_steps']} skipped" if summary["skipped_steps"] else "")
-    ),
-    "stopped early": lambda summary: summary.get("stopped_early") or "",
-    "final loss": lambda summary: _format_number(summary["final_loss"]),
-    "held-out loss": lambda summary: _format_number(summary["held_out_loss"]),
-    "samples": lambda summary: f"{summary['samples']:,}",
-    "tokens": lambda summary: f"{summary['tokens']:,}" if summary["tokens"] else "",
-    "trained tokens": lambda summary: f"{summary['trained_tokens']:,}" if summary.get("trained_tokens") else "",
-    "time in steps": lambda summary: format_duration(summary["seconds"]),
-    "speed": format_rate,
-    "parameters": lambda summary: f"{summary['parameters']:,}",
-    "ranks": lambda summary: str(summary["world"]),
-    "device": lambda summary: summary["device"],
-    "notes": lambda summary: "; ".join(summary["notes"]),
-}
-"""The rows of the first table, computed from a run's `summary.json`."""
-
 
 class TableRow(NamedTuple):
     """Holds a table row with one value per run, "" for a run without a value. differs: whether the values differ."""
@@ -150,17 +130,12 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     environment.filters |= {"bytes": format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html.jinja").read_text("utf-8"))
 
-    def summary_value(run: RecordedRun, name: str) -> str:
-        if run.summary is None:
-            return {"outcome": "failed" if run.faults else "not ended", "steps": f"{len(run.rows):,}"}.get(name, "")
-        return _SUMMARY_FIELDS[name](run.summary)
-
     names = _list_chart_names(runs)
     summaries = [run.summary or {} for run in runs]
     return template.render(
         runs=runs,
         title=", ".join(run.label for run in runs),
-        summary=[(name, [summary_value(run, name) for run in runs]) for name in _SUMMARY_FIELDS],
+        summary=_build_table_rows(list(map(_list_summary_values, runs))),
         verdicts=[(run.label, reports.attempt, find_verdict(reports)) for run in runs for reports in run.faults],
         charts=list(_draw_charts(runs, names[:_MAX_CHARTS])),
         hidden_metrics=names[_MAX_CHARTS:],
@@ -180,20 +155,25 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
     )
 
 
+def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
+    """Returns the numbers and texts of the run's summary by name; the outcome and the number of rows without a summary."""
+    if run.summary is None:
+        return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
+    values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}
+    return {**values, "notes": "; ".join(run.summary["notes"])}
+
+
 def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the names of the recorded metrics, those of _CURVES first, without a speed or FLOP/s that no run recorded."""
-    recorded = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row)
-    speeds = {"tokens_per_s", "samples_per_s"}
-    excluded = _NO_CURVES | (speeds - (speeds & recorded.keys() or {"tokens_per_s"})) | ({"tflops", "mfu"} - recorded.keys())
-    return [name for name in {**dict.fromkeys(_CURVES), **recorded} if name not in excluded]
+    """Returns the names of the recorded metrics, those of _CURVES first."""
+    recorded = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    return [name for name in {**_CURVES, **recorded} if name in recorded and name not in _NO_CURVES]
 
 
 def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields title, note and image of a chart for each of `names`; the image is "" if no run has recorded the metric."""
+    """Yields title, note and image of a chart for each of `names`."""
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
-        has_metric = any(name in row for run in runs for row in run.rows)
-        yield title, note, _draw_chart(runs, name, unit) if has_metric else ""
+        yield title, note, _draw_chart(runs, name, unit)
 
 
 def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
@@ -224,8 +204,6 @@ def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
 
 
 def _format_number(value: Any) -> str:
-    if value is None:
-        return ""
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
