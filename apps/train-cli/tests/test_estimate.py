@@ -15,7 +15,6 @@ from sley_core.errors import UsageError
 from sley_estimate.commands.estimate import UNCOMPILED_NOTE, parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
-from train_cli.main import main
 
 pytestmark = pytest.mark.timeout(180)
 Cli = Callable[..., Any]
@@ -58,25 +57,6 @@ def test_json_has_the_curve_of_a_step(cli: Cli, plan: Path) -> None:
     (stage,) = json.loads(cli("estimate", plan, "--format", "json", changes=changes).out)["stages"]
     assert max(num_bytes for _, num_bytes in stage["curve"]) == stage["peak"] == sum(stage["alive"].values())
     assert " in the update of the first step" in cli("estimate", plan, changes=changes).out.splitlines()[0]
-
-
-def test_a_layer_that_fails_in_a_step_is_named(cli: Cli, own_model: Callable[..., Path]) -> None:
-    """No check without a step calls the second layer, whose shapes do not fit."""
-    plan = own_model(
-        """
-        from torch import nn
-
-        class Embeds(nn.Embedding):
-            def forward(self, tokens):
-                return super().forward(tokens)
-
-        def layers():
-            return [Embeds(256, 8), nn.Linear(9, 256)]
-        """
-    )
-    result = cli("estimate", plan)
-    assert result.code == 1
-    assert "in layer `1` (Linear) in microbatch 0" in result.err
 
 
 @pytest.mark.parametrize("text", ["KiB", "-1KiB", "much"])
@@ -127,19 +107,3 @@ def test_invalid_arguments_are_refused_before_a_measurement(cli: Cli, folder: Pa
     assert "--timeline" in result.err
     assert cli("calibrate", "--out", "machine.toml", "--plan", "none.toml").code == 3
     assert not (folder / "machine.toml").exists()
-
-
-@short_calibration()
-def calibrate(arguments: list[str]) -> int:
-    """Returns the exit code of this rank's command."""
-    return main(["calibrate", *arguments])
-
-
-@pytest.mark.campaign
-def test_ranks_measure_their_links_and_rank_0_writes_them(ranks: Callable[..., Any], folder: Path) -> None:
-    assert ranks(2, 120, init=False)(calibrate, ["--out", str(folder / "machine.toml")]) == [0, 0]
-    links = load_machine(folder / "machine.toml").links
-    assert links.ranks_per_host == 2
-    assert links.same_host is not None
-    assert links.same_host.sum is not None
-    assert [path.name for path in folder.glob("*.toml")] == ["machine.toml"]

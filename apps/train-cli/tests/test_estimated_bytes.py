@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
@@ -16,10 +15,7 @@ from torch import Tensor, nn
 from sley_core.errors import SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_estimate.bytes import rank as steps
-from sley_estimate.bytes.rank import RankBytes, build_first_draft, can_fork, rank_bytes, stage_bytes, stage_work_keys
-from sley_estimate.step.estimate import record_stages
-from sley_estimate.step.record import RankRecord
+from sley_estimate.bytes.rank import build_first_draft, rank_bytes, stage_work_keys
 from sley_testing.live_bytes import RealBytes, real_bytes
 from sley_testing.plans import Tables, changed, small_plan
 
@@ -37,19 +33,18 @@ State = tuple[Tensor, dict[str, Tensor]]
 
 
 class Embeds(nn.Module):
-    """Starts with vectors of the tokens, and which tokens are even."""
+    """Returns embeddings [b, s, width], and whether each token is even."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.table = nn.Embedding(256, width)
 
     def forward(self, tokens: Tensor) -> State:
-        """Returns [b, s, width] and what later layers are given."""
         return self.table(tokens), {"even": (tokens % 2 == 0).unsqueeze(-1)}
 
 
 class Mixes(nn.Module):
-    """Scales the even tokens' vectors and adds a wide GELU of them, as views of one product."""
+    """Adds a gated GELU to the embeddings of even tokens, from views of one product."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,27 +53,22 @@ class Mixes(nn.Module):
         self.down = nn.Linear(3 * width, width)
 
     def forward(self, state: State) -> State:
-        """Returns a state of the same shapes."""
         given, facts = state
         gate, up = self.up(self.norm(given)).chunk(2, dim=-1)
         return given + self.down(gate.sigmoid() * nn.functional.gelu(up)).where(facts["even"], 0.5), facts
 
 
 class Ends(nn.Module):
-    """Logits of the next tokens."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.head = nn.Linear(width, 256)
 
     def forward(self, state: State) -> Tensor:
-        """Returns [b, s, 256]."""
         logits: Tensor = self.head(state[0])
         return logits
 
 
 def layers(width: int = 128, depth: int = 3) -> list[tuple[str, nn.Module]]:
-    """Returns the layers of the model."""
     return [("embeds", Embeds(width)), *((f"mixes{at}", Mixes(width)) for at in range(depth)), ("ends", Ends(width))]
 
 
@@ -229,14 +219,6 @@ PIPELINE = small_plan(
     gradient_handlers=[{"use": "dp.sharded"}],
 )
 WORLD = 8
-MANY = changed(
-    PIPELINE,
-    model__num_layers=2,
-    parallel__pp=3,
-    pipeline={"use": "pp.one_f_one_b"},
-    partition={"use": "pp.explicit", "layers": [1, 2, 1]},
-)
-"""A plan whose three stages differ, since each holds another number of microbatches. Two stages would not be forked."""
 
 
 def first_equal_stages(tables: Tables, folder: Path) -> list[int]:
@@ -256,26 +238,3 @@ def test_stages_do_equal_work_only_with_equal_layers_groups_and_policies(texts: 
     for changes in differences:
         stage_numbers = first_equal_stages(changed(PIPELINE, **changes), texts)
         assert stage_numbers[1] != stage_numbers[2], changes
-
-
-def record_ranks(tables: Tables, folder: Path, cores: int) -> list[RankRecord]:
-    plan = plan_from_dict(tables, folder)
-    size = plan.world_size()
-    return record_stages(plan, size, build_first_draft(plan, size), cores)[1]
-
-
-def estimate_in_forks(tables: Tables, folder: Path) -> tuple[list[RankBytes], list[RankRecord]]:
-    assert can_fork()
-    with patch.object(steps, "_run_forked", wraps=steps._run_forked) as spy:
-        plan = plan_from_dict(tables, folder)
-        estimates = stage_bytes(plan, plan.world_size(), cores=2), record_ranks(tables, folder, 2)
-    assert spy.call_count >= 4, "no process was forked"
-    return estimates
-
-
-@pytest.mark.campaign
-def test_forked_processes_give_equal_estimates(ranks: Any, texts: Path) -> None:
-    ((num_bytes, steps),) = ranks(1, 100, init=False)(estimate_in_forks, MANY, texts)
-    plan = plan_from_dict(MANY, texts)
-    assert num_bytes == [rank_bytes(plan, rank, plan.world_size()) for rank in range(0, plan.world_size(), 2)]
-    assert steps == record_ranks(MANY, texts, 1)

@@ -10,18 +10,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sley_core.actions.action import Action, Kind
 from sley_core.comm.device import Device
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.bytes.rank import build_first_draft, run_stages
 from sley_estimate.calibrate.bench import measure_layers
 from sley_estimate.commands.estimate import seconds_lines
-from sley_estimate.layers.operators import Operator
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step import estimate
 from sley_estimate.step.estimate import PlanEstimate, estimate_plan, record_stages
-from sley_estimate.step.record import HOST, BeginEvent, ComputeEvent, ExchangeReference, RecordedStep, WaitEvent, expand_step
+from sley_estimate.step.record import HOST, BeginEvent
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import record
@@ -84,29 +82,6 @@ def test_slow_link_causes_waits(texts: Path, changes: dict[str, Any], exchange: 
     fast, slow = (result.step for result in estimate_on(plan, 2, make_machine(FAST), make_machine(SLOW)))
     assert slow.seconds > 1.2 * fast.seconds
     assert slow.exposed_s(0)[exchange] > fast.exposed_s(0).get(exchange, 0.0)
-
-
-F, B = Kind.FORWARD, Kind.BACKWARD
-
-
-def compute(number: int) -> ComputeEvent:
-    return ComputeEvent((Operator("add", number),))
-
-
-def test_expanded_step_keeps_waits() -> None:
-    """Each forward waits for the gather of the previous forward, and begins the next gather."""
-    gather = BeginEvent("gather", "wp", "gather", 8)
-    wait = WaitEvent(ExchangeReference(gather.queue, 1))
-    actions = []
-    for micro in range(3):
-        events = (wait, compute(1), gather)
-        actions += [(Action(F, 0, micro), events), (Action(B, 0, micro), (compute(2),))]
-    step = RecordedStep((gather,), actions, (wait, compute(3)))
-    longer = [Action(kind, 0, micro) for micro in range(6) for kind in (F, B)]
-    expanded = expand_step(step, longer)
-    assert [action for action, _ in expanded.actions] == longer
-    assert [event for event in expanded.events if not isinstance(event, ComputeEvent)] == [gather, wait] * 7
-    assert sum(isinstance(event, ComputeEvent) for event in expanded.events) == 13
 
 
 def test_layers_of_slices_are_scaled_from_full_sequences(texts: Path) -> None:

@@ -130,19 +130,3 @@ def test_a_batch_of_one_source_and_an_unknown_source(folder: Path) -> None:
         assert "loss/texts" not in row
         with pytest.raises(RunError, match=r"a sample has the source 2, but the data has 2 sources: texts, chats"):
             run.step({**batch, "source": torch.arange(8)})
-
-
-def test_evaluation_sets_may_have_other_sources(folder: Path) -> None:
-    text = {**TEXT, "held_out": 0.3}
-    sources = [{**text, "name": name, "weight": 1} for name in ("a", "b", "c")]
-    sets = {
-        "plain": {**text, "sequence": 160, "split": "held_out"},
-        "mixed": {"use": "data.mixture", "sequence": 160, "sources": sources, "split": "held_out"},
-    }
-    evaluation = {"every": 1, "held_out": False, "sets": sets}
-    for data in (mixed_plan()["data"], {**text, "sequence": 160}):
-        tables = mixed_plan(data=data, evaluation=evaluation)
-        with World.alone("cpu") as world, assemble(plan_from_dict(tables, folder), world) as run:
-            row = run.step()
-        assert math.isfinite(row["held_out/plain/loss"])
-        assert row["held_out/mixed/loss"] == pytest.approx(row["held_out/plain/loss"], rel=0.05)

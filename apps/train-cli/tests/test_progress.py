@@ -14,7 +14,6 @@ import torch
 
 from sley_core.plan.tables import BestTable
 from sley_trainer.evaluation import Best
-from train_cli import rank
 from train_cli.progress import (
     Reporter,
     RunTotals,
@@ -32,7 +31,6 @@ def fake_run(num_samples: int | None = 4352, **changes: Any) -> Any:
     plan = SimpleNamespace(
         run=SimpleNamespace(name="quickstart", steps=160),
         batch=SimpleNamespace(global_size=16),
-        metrics=[SimpleNamespace(name="metrics.tensorboard")],
         model=SimpleNamespace(config=SimpleNamespace(compile=True)),
         averaging=SimpleNamespace(name="optim.ema"),
         plugins={"core": SimpleNamespace(dist="sley-core", version="0.1.0")},
@@ -103,18 +101,6 @@ def test_new_notes_are_printed_once(stream: io.StringIO) -> None:
     assert ("\x1b[2K" in stream.getvalue()) == stream.isatty(), "one line is redrawn"
 
 
-def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    reasons: dict[str, str] = {}
-    monkeypatch.setattr(rank, "count_graphs", lambda: 3)
-    monkeypatch.setattr(rank, "recompile_reasons", lambda: reasons)
-    read_row = rank.make_compile_reader(notes)
-    for step, compile_id in enumerate(["", "0/1", "", "", "0/2"], start=1):
-        reasons |= {compile_id: f"guard of {compile_id}"} if compile_id else {}
-        read_row({"step": step, "seconds": 2.0})
-    assert notes == ["the first step compiled 3 graphs, in 2s", "step 5 compiled again, since a guard failed: guard of 0/2"]
-
-
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
 def test_a_closed_stream_does_not_end_the_run(stream: io.StringIO) -> None:
     with Reporter(3, 1, stream=stream) as reporter:
@@ -140,7 +126,6 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
         "memory below is the peak of rank 0's whole process, libraries included",
         "evaluations and saved weights use the averages of `optim.ema`",
         "the first step also compiles the layers, which may take minutes",
-        "no metrics.jsonl: [[metrics]] lists `metrics.tensorboard`, and not `core.jsonl`",
     ]
     world = SimpleNamespace(size=1, device="NVIDIA H100")
     unknown = fake_run(None, num_parameters=9, num_trained=8, world=world)

@@ -186,6 +186,5 @@ def test_eval_on_other_data_notes_documents_of_the_training_data(cli: Any, train
     assert "held out, but" not in notes
     note = "only 5 samples are held out, but an evaluation needs 16, so each is used about 3.2 times"
     assert note in evaluated("the sley beats home " * 6)[1]
-    assert "3 batches" in output_of(cli("eval", run, "--batches", 3))
     result = cli("eval", run, "--data", "held_out_file=1")
     assert (result.code, "error[unknown-key]" in result.err) == (3, True)

@@ -171,17 +171,3 @@ def test_handlers_are_restored() -> None:
         assert stopping.exit_code is None
     assert [signal.getsignal(number) for number in (SIGINT, SIGTERM)] == before
     assert not any(thread.name == "sley-signals" for thread in threading.enumerate())
-
-
-def test_other_threads_have_no_handlers() -> None:
-    codes: list[object] = []
-
-    def work() -> None:
-        with SignalHandler() as stopping:
-            stopping.limit_cleanup(3)
-            codes.append(stopping.exit_code)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert codes == [None]

@@ -183,7 +183,7 @@ def test_errors_name_a_missing_package(cli: Any, runs: dict[str, tuple[Path, Pat
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = cli("eval", run_folder, "--harness", "next")
     assert (result.code, 'pip install -e "packages/hf[eval]"' in result.err) == (4, True), result.err
-    result = cli("eval", run_folder, "--harness", "next", "--batches", 1)
+    result = cli("eval", run_folder, "--harness", "next", "--data", "x=1")
     assert (result.code, "tasks of lm-eval have their own data" in result.err) == (2, True), result.err
     monkeypatch.setattr("train_cli.main.find_spec", lambda name: None)
     result = cli("chat", run_folder)

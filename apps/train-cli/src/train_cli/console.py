@@ -76,6 +76,10 @@ def format_count(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
+ERASE_LINE = "\r\x1b[2K"
+"""Erases the line of the cursor on a terminal."""
+
+
 @dataclass
 class Settings:
     """The values of the options that every command has. traceback: whether to print the traceback of an error."""
@@ -83,23 +87,24 @@ class Settings:
     traceback: bool = False
 
 
-def print_line(text: str) -> None:
-    """Prints a line on stderr; ignores a closed stderr."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def has_styles(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal that can redraw lines; False if NO_COLOR is set."""
+def can_redraw(stream: TextIO) -> bool:
+    """Returns whether `stream` is a terminal whose lines can be redrawn; False if NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def print_line(text: str) -> None:
+    """Prints a line on stderr, in place of a redrawn line of progress; ignores a closed stderr."""
+    with suppress(OSError, ValueError):
+        print(f"{ERASE_LINE if can_redraw(sys.stderr) else ''}{text}", file=sys.stderr, flush=True)
 
 
 def print_fault(fault: Fault, settings: Settings) -> None:
     """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
+    if settings.traceback and fault.trace:
+        print_line(fault.trace)
     with suppress(OSError, ValueError):
-        if settings.traceback and fault.trace:
-            print(fault.trace, file=sys.stderr)
-        print(format_diagnostics(fault.diagnostics, is_long=sys.stderr.isatty()), end="", file=sys.stderr, flush=True)
+        if fault.diagnostics:
+            print_line(format_diagnostics(fault.diagnostics, is_long=sys.stderr.isatty()).removesuffix("\n"))
 
 
 def format_diagnostics(diagnostics: Sequence[Diagnostic], *, is_long: bool) -> str:

@@ -36,11 +36,13 @@ from train_cli.stopping import WARNING_SIGNALS
 
 _SLEY_MODULES = frozenset(
     {"sley_core", "sley_checkpoint", "sley_cma", "sley_data", "sley_doctor", "sley_dp", "sley_estimate", "sley_hf"}
-    | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing", "train_cli"}
+    | {"sley_isp", "sley_memory", "sley_metrics", "sley_models", "sley_optim", "sley_pp", "sley_testing"}
+    | {"sley_trainer", "train_cli"}
 )
-_LIBRARIES = frozenset({"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging"})
-_CALLING_MODULES = frozenset({"typer", "rich", "click", "__main__"})
-"""An error that arises in these, in Sley or in Python's own library is reported at the innermost frame of other code."""
+_LIBRARIES = frozenset(
+    {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
+)
+"""Libraries of Sley. An error in them, in Sley or in Python's own library is reported at the innermost frame of other code."""
 
 _DISK_HINTS = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -95,11 +97,12 @@ def _diagnose_error(error: Exception) -> Diagnostic:
         if (error.name or "").partition(".")[0] == "torch" or "torch" in names:
             hint = "reinstall torch (https://pytorch.org/get-started); `python -c 'import torch'` must work"
             return Diagnostic("torch-broken", f"torch cannot be imported: {error}", hint=hint)
-    place, source = _user_code_location([frame for frame, _ in steps], [line for _, line in steps])
+    place, source = _find_user_code([frame for frame, _ in steps], [line for _, line in steps])
     if place is not None:
         hint = "the error is in your code; use `--traceback` to see the calls"
         last = next(call for call in reversed(traceback.extract_tb(error.__traceback__)) if call.filename == place.file)
-        place = Place(place.file, place.line, (last.colno or 0) + 1, _marked_length(last))
+        start, end = last.colno or 0, (last.end_colno or 0) if last.end_lineno == last.lineno else 0
+        place = Place(place.file, place.line, start + 1, max(1, end - start))
         return Diagnostic("own-code", message, place=place, source_line=source, hint=hint)
     if is_foreign(error):
         hint = "the error is in code that the plan names; use `--traceback` to see the calls"
@@ -109,21 +112,14 @@ def _diagnose_error(error: Exception) -> Diagnostic:
     return Diagnostic("internal-error", message, hint=BUG_HINT)
 
 
-def _marked_length(frame: traceback.FrameSummary) -> int:
-    """Returns the number of characters of the frame's expression on its first line, at least 1."""
-    if frame.colno is None or frame.end_colno is None or frame.end_lineno != frame.lineno:
-        return 1
-    return max(1, frame.end_colno - frame.colno)
-
-
-def _user_code_location(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
+def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
     """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin, or None.
 
     frames: the outermost first. lines: the line number of each frame.
     """
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_known = package in _SLEY_MODULES | _LIBRARIES | _CALLING_MODULES or package in sys.stdlib_module_names
+        is_known = package in _SLEY_MODULES | _LIBRARIES | {"__main__"} or package in sys.stdlib_module_names
         file = frame.f_code.co_filename
         if not is_known and Path(file).is_file():
             return Place(file, line), linecache.getline(file, line).rstrip("\n") or None
@@ -131,7 +127,7 @@ def _user_code_location(frames: Sequence[FrameType], lines: Sequence[int]) -> tu
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable with the path of a rank's error file, from torchrun or our launcher."""
+"""The environment variable with the path of a rank's error file, from torchrun or a local launch."""
 
 _REPORT_KEY = "sley"
 
@@ -148,11 +144,11 @@ _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
 
 
 def write_report(fault: Fault) -> None:
-    """Writes this rank's fault into the file that torchrun and our launcher read. Does nothing without such a file, or if the
-    file has a fault already.
+    """Writes this rank's fault into the file that torchrun or the local launcher reads. Does nothing without such a file, or if
+    the file has a fault already.
 
     The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
-    has the diagnostics, which our launcher prints once. The file is written completely or not at all.
+    has the diagnostics, which the local launcher prints once. The file is written completely or not at all.
     """
     name = os.environ.get(ERROR_FILE_VARIABLE)
     if not name or Path(name).exists():
@@ -177,9 +173,11 @@ def write_stuck_report() -> Diagnostic:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     trace = "".join(traceback.format_stack(frame)) if frame else ""
     frames = [outer_frame for outer_frame, _ in traceback.walk_stack(frame)][::-1] if frame else []
-    modules = [name for call in frames if (name := call.f_globals.get("__name__", "")).startswith("sley_core.")]
+    modules = [
+        name for call in frames if (name := call.f_globals.get("__name__", "")).startswith(("sley_core.", "sley_trainer."))
+    ]
     is_waiting = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
-    place, line = _user_code_location(frames, [call.f_lineno for call in frames])
+    place, line = _find_user_code(frames, [call.f_lineno for call in frames])
     message = f"it was at {place.file}:{place.line}" if place else "it was busy"
     diagnostic = Diagnostic(_WAITING_CODE if is_waiting else _BUSY_CODE, message, place=place, source_line=line)
     write_report(Fault((diagnostic,), EXIT_RUN_FAILED, trace))

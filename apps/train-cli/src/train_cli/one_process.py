@@ -77,14 +77,12 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
 
 
 @contextmanager
-def open_trained_run(
-    folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False, batches: int | None = None
-) -> Iterator[Run]:
+def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evaluation: bool = False) -> Iterator[Run]:
     """Yields a one-process run with the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
     Prints the origin of these weights.
 
     plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation; if not, no data are opened.
-    batches: the number of batches of the evaluation; None keeps the plan's. Raises UsageError "no-weights".
+    Raises UsageError "no-weights".
     """
     from sley_core.comm.world import World
     from sley_trainer.assemble import assemble
@@ -99,7 +97,7 @@ def open_trained_run(
     if with_evaluation:
         if plan.document.overrides:  # of [data], by `plan_with_data`
             evaluation = {**evaluation, "held_out": True}
-        tables["evaluation"] = evaluation if batches is None else {**evaluation, "steps": batches}
+        tables["evaluation"] = evaluation
     else:
         tables["batch"] = {"global_size": 1, "micro_size": 1}  # predictions of single samples
     one_process = _replace_tables(plan, tables)

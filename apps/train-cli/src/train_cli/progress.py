@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from train_cli.console import format_count, has_styles
+from train_cli.console import ERASE_LINE, can_redraw, format_count
 
 if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
@@ -28,14 +28,11 @@ _NUM_AVERAGED = 20
 """The number of last steps whose losses are averaged; a single step's loss depends mostly on its batch."""
 
 _MIB = 1 << 20
-_JSONL_WRITER = "core.jsonl"
 _EVALUATION_PREFIX = "held_out/"
 """The prefix of the names of an evaluation's numbers, except `held_out_loss`."""
 
 _REDRAW_S = 0.2
 """The minimum number of seconds between two drawings of the line."""
-
-_ERASE_LINE = "\r\x1b[2K"
 
 
 class RunTotals:
@@ -158,9 +155,6 @@ def format_opening(run: Run, num_bytes: Mapping[str, int]) -> str:
         lines.append(f"evaluations and saved weights use the averages of `{plan.averaging.name}`")
     if plan.model.config.compile:
         lines.append("the first step also compiles the layers, which may take minutes")
-    if all(writer.name != _JSONL_WRITER for writer in plan.metrics):
-        names = " and ".join(f"`{writer.name}`" for writer in plan.metrics) or "none"
-        lines.append(f"no metrics.jsonl: [[metrics]] lists {names}, and not `{_JSONL_WRITER}`")
     return "\n".join(lines)
 
 
@@ -176,8 +170,9 @@ def describe_repetition(num_samples: int | None, plan: Plan) -> str:
     held_out = f"only {num_samples:,} {'sample is' if num_samples == 1 else 'samples are'} held out"
     problem = f"{held_out}, but an evaluation needs {used:,}, so each is used about {used / num_samples:.2g} times"
     max_steps = num_samples // size
-    remedy = f"set `[evaluation] steps = {max_steps}` to use each once" if max_steps else f"a batch needs {size:,}"
-    return f"{problem}; {remedy}"
+    return f"{problem}; " + (
+        f"set `[evaluation] steps = {max_steps}` to use each once" if max_steps else f"a batch needs {size:,}"
+    )
 
 
 class Reporter(AbstractContextManager["Reporter"]):
@@ -191,7 +186,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._num_steps = num_steps
         self._log_every = log_every
         self._stream = sys.stderr if stream is None else stream
-        self._redraws = has_styles(self._stream)
+        self._redraws = can_redraw(self._stream)
         self._first_step: tuple[int, float] | None = None
         self._notes = notes
         self._num_before = self._num_printed = len(notes)
@@ -226,7 +221,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def _write(self, text: str) -> None:
         """Writes `text` in place of the redrawn line."""
-        self._stream.write(f"{_ERASE_LINE}{text}" if self._redraws else text)
+        self._stream.write(f"{ERASE_LINE}{text}" if self._redraws else text)
         self._stream.flush()
 
     def _format_row(self, step: int, row: Row) -> str:

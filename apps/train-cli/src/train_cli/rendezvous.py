@@ -203,8 +203,8 @@ class Rendezvous:
         self.num_rounds += 1
 
     def _acknowledge_failure(self, num_readers: int) -> None:
-        """Records that this rank has read of a failure. If the store ends with this process, rank 0 waits until `num_readers`
-        other ranks have read it too.
+        """Records that this rank has read the verdict of a failure. If the store ends with this process, rank 0 waits until
+        `num_readers` other ranks have read the verdict.
         """
         if self.rank != 0:
             self._add_count("readers")

@@ -47,10 +47,7 @@ class RunRecorder:
     """The interface of the recorder of sley-doctor. This class records nothing. `folder` is the run folder in all methods."""
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
-        """Returns a context manager that records this rank's steps. It must not wait for other ranks.
-
-        feed: the run's data feed. notes: the run's notes, to which a recorder that cannot write adds one.
-        """
+        """Returns a context manager that records this rank's steps. A recorder that cannot write adds a note to `notes`."""
         return nullcontext()
 
     def report_failure(self, folder: Path, world: World, diagnostic: Diagnostic, error: BaseException) -> None:
@@ -62,10 +59,9 @@ class RunRecorder:
     def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        """Reports how the `world` ranks of a local launch ended, after one failed.
+        """Reports how the `world` ranks of a local launch ended, after one failed. first: the rank that ended first.
 
-        codes: the exit codes by rank, negative for signals. silent: the process states, by rank, of ranks that had to be
-        killed. first: the rank that ended first.
+        codes: the exit codes by rank, negative for signals. silent: the states, by rank, of ranks that had to be killed.
         """
 
     def delete_reports(self, folder: Path) -> None:

@@ -86,10 +86,6 @@ def checkpoint_folder(plan: Plan, folder: Path) -> str:
     return (plan.checkpoint.config.folder if plan.checkpoint else None) or str(folder.absolute() / CHECKPOINTS)
 
 
-def _is_url(path: str) -> bool:
-    return "://" in path
-
-
 def _load_reader(plan: Plan | None) -> CheckpointFiles:
     """Returns the checkpoint reader of the plan's checkpointer, or of the default one. Imports torch.
 
@@ -150,7 +146,7 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
         if attempt is None or step is None or attempt.includes_steps(writer, step):
             final = folder / WEIGHTS, step
     checkpoints = checkpoint_folder(plan, folder)
-    if _is_url(checkpoints) or Path(checkpoints).is_dir():
+    if "://" in checkpoints or Path(checkpoints).is_dir():
         reader = _load_reader(plan)
         descriptions = {path: _describe_checkpoint(reader, path) for path in _list_checkpoints(reader, checkpoints)}
         readable = [(saved, path) for path, saved in descriptions.items() if saved is not None]
@@ -189,7 +185,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
             return plan, WeightFiles(path)
     elif best:
         raise UsageError("no-run", f"`--best` needs a run folder, but `{run}` is not one")
-    can_exist = _is_url(str(path)) or Path(path).is_dir()
+    can_exist = "://" in str(path) or Path(path).is_dir()
     checkpoint = _load_reader(plan).open(str(path)) if can_exist else None
     if checkpoint is None:
         raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
@@ -202,7 +198,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
 def can_resume(plan: Plan, folder: Path) -> bool:
     """Returns whether the run in `folder` may have a checkpoint to resume from: its own, or the one from which it started."""
     checkpoints, attempt = checkpoint_folder(plan, folder), read_attempt(folder)
-    if _is_url(checkpoints) or (attempt is not None and attempt.origin):
+    if "://" in checkpoints or (attempt is not None and attempt.origin):
         return True
     try:
         return Path(checkpoints).is_dir() and bool(_load_reader(plan).names(checkpoints))
@@ -212,7 +208,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
 
 def check_checkpoint_path(plan: Plan, path: str) -> None:
     """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them. URLs are not checked."""
-    if _is_url(path) or (reader := _find_reader(plan)) is None:
+    if "://" in path or (reader := _find_reader(plan)) is None:
         return
     try:
         is_missing = reader.describe(path) is None and not reader.names(path)

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 CLEANUP_TIMEOUT_S = 10.0
+"""The time limit of a rank's cleanup after its run has ended."""
+
 SIGTERM_TIMEOUT_S = 8.0
 SAVE_TIMEOUT_S = 25.0
-"""Like `SIGTERM_TIMEOUT_S`, for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
+"""The time limit after SIGTERM for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
 
 SECOND_SIGTERM_TIMEOUT_S = 6.0
 """The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
@@ -49,7 +51,6 @@ LAUNCHER_VARIABLE = "SLEY_LAUNCHER"
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets for its workers, which also die with it."""
 
-_WAKE_BYTE = b"\0"
 _PR_SET_PDEATHSIG = 1
 
 _has_launcher = False
@@ -124,24 +125,13 @@ def sigterm_timeout_s(plan: Plan) -> float:
     return SAVE_TIMEOUT_S if saves else SIGTERM_TIMEOUT_S
 
 
-def signal_exit_codes(warnings: Iterable[str] = ()) -> dict[int, int]:
-    """Returns the exit code of a run by the signal that stops it: 128 + the signal's number.
-
-    warnings: the names of the signals in `WARNING_SIGNALS` that stop the run.
-    """
-    exit_codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        exit_codes[signal.SIGHUP] = EXIT_HUNG_UP
-    return exit_codes | {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
-
-
 class SignalHandler(AbstractContextManager["SignalHandler"]):
-    """A context manager that handles SIGINT, SIGTERM, SIGHUP and the signals `warnings`.
+    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals in `WARNING_SIGNALS` with the names `warnings`.
 
     A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when a
     signal arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended
-    within `sigterm_timeout_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Does
-    nothing outside the main thread, where Python allows no handlers.
+    within `sigterm_timeout_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Only the
+    main thread may enter the block.
     """
 
     def __init__(
@@ -156,7 +146,10 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         self._sigterm_timeout_s = SIGTERM_TIMEOUT_S if sigterm_timeout_s is None else sigterm_timeout_s
         self._print_line = print_line
         self._report_stuck = report_stuck
-        self._exit_codes = signal_exit_codes(warnings)
+        self._exit_codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._exit_codes[signal.SIGHUP] = EXIT_HUNG_UP
+        self._exit_codes |= {number: 128 + number for number in map(signal.Signals.__getitem__, warnings)}
         self._stop: Callable[[], None] | None = None
         self._first_signal: int | None = None
         self._first_signal_at_s = 0.0
@@ -164,7 +157,6 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         self._deadline_s: float | None = None
         self._deadline_code = 0
         self._is_closed = False
-        self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     @property
     def exit_code(self) -> int | None:
@@ -178,12 +170,9 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
     def limit_cleanup(self, code: int) -> None:
         """Ends this process with exit code `code` if it has not ended by itself within `CLEANUP_TIMEOUT_S` seconds."""
         self._set_deadline(CLEANUP_TIMEOUT_S, code)
-        if self._is_main_thread:
-            os.write(self._writer, _WAKE_BYTE)
+        os.write(self._writer, b"\0")  # wakes the thread
 
     def __enter__(self) -> SignalHandler:
-        if not self._is_main_thread:
-            return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -194,13 +183,11 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_main_thread:
-            return
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup_fd)
         self._is_closed = True
-        os.write(self._writer, _WAKE_BYTE)
+        os.write(self._writer, b"\0")  # wakes the thread
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)

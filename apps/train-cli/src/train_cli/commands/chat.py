@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sley_core.data.dataset import TextIds
     from sley_core.plan.plan import Plan
 
-_HELP = "Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer."
-
 
 def chat(
     run: Annotated[
@@ -44,7 +42,7 @@ def chat(
     system_messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(system_messages)
     generator.encode_chat([*system_messages, {"role": "user", "content": "?"}])  # refuses a model without a template at once
-    print_line(_HELP)
+    print_line("Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer.")
     for line in _read_lines():
         if line == "/quit":
             return

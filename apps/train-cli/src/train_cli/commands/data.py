@@ -48,7 +48,11 @@ def show(
     data, data_split = resolved.data, split
     if split not in ("train", "held_out"):
         data, data_split = sets[split].data, "held_out" if sets[split].keys.split == "held_out" else "train"
-    dataset = _open_token_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    opened = _open_dataset(data, DataContext(resolved.run.seed, cast(Split, data_split)))
+    if is_stream(opened) or not {"tokens", "labels"} <= opened.info.fields.keys():
+        hint = "use a dataset with a length whose samples have `tokens` and `labels`"
+        raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
+    dataset = cast("Dataset", opened)
     counts = _count_tokens(dataset)
     if sample is not None and sample >= len(dataset):
         raise UsageError("no-sample", f"the split has {len(dataset)} samples, 0 to {len(dataset) - 1}")
@@ -118,15 +122,6 @@ def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
     from sley_core.data.factory import open_dataset
 
     return open_dataset(data, context)
-
-
-def _open_token_dataset(data: Component, context: DataContext) -> Dataset:
-    """Opens a dataset of token ids. Raises UsageError "no-tokens" for other data and for streams."""
-    dataset = _open_dataset(data, context)
-    if is_stream(dataset) or not {"tokens", "labels"} <= dataset.info.fields.keys():
-        hint = "use a dataset with a length whose samples have `tokens` and `labels`"
-        raise UsageError("no-tokens", f"`{data.name}` has no tokens that can be read by index", hint=hint)
-    return cast("Dataset", dataset)
 
 
 def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:

@@ -39,7 +39,17 @@ def plugins(
     `plugins check DIST` runs the contract tests of every record in DIST.
     """
     if name == "check":
-        raise typer.Exit(_check_distribution(dist))
+        if dist is None:
+            hint = "use `train-cli plugins check sley-dp`, for example"
+            raise UsageError("plugins", "`plugins check` needs a distribution", hint=hint)
+        statuses = []
+        for verdict in import_optional("testing", "sley_testing.certify", "`train-cli plugins check`").certify(dist):
+            statuses.append(verdict.status)
+            typer.echo(verdict)
+        if not statuses:
+            message = f"`{dist}` is not installed, or has no plugin for Sley"
+            raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed ones")
+        raise typer.Exit(EXIT_RUN_FAILED if "failed" in statuses else EXIT_OK)
     if dist is not None:
         raise UsageError("plugins", f"unexpected argument `{dist}`", hint="use `train-cli plugins check DIST`")
     loader = Loader()
@@ -49,23 +59,6 @@ def plugins(
         plugin_name, _, record_name = name.partition(".")
         lines = list(_record_lines(loader.load(plugin_name), record_name))
     typer.echo("\n".join(lines))
-
-
-def _check_distribution(dist: str | None) -> int:
-    """Checks every plugin in `dist`, prints the verdicts, and returns the exit code: 0 if no check failed."""
-    if dist is None:
-        raise UsageError(
-            "plugins", "`plugins check` needs a distribution", hint="use `train-cli plugins check sley-dp`, for example"
-        )
-    certify = import_optional("testing", "sley_testing.certify", "`train-cli plugins check`").certify
-    statuses = []
-    for verdict in certify(dist):
-        statuses.append(verdict.status)
-        typer.echo(verdict)
-    if not statuses:
-        message = f"`{dist}` is not installed, or has no plugin for Sley"
-        raise PluginError("plugin-missing", message, hint="use `train-cli plugins` to list the installed ones")
-    return EXIT_RUN_FAILED if "failed" in statuses else EXIT_OK
 
 
 def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,9 +23,6 @@ from train_cli.preflight import RankErrorReporter, check_launcher_variables
 from train_cli.run_folder import FAULTS, check_run_folder, is_folder_of_restarted_run, locked_run_folder
 from train_cli.saved import AUTO, RESTART, check_checkpoint_path, is_folder_continued, is_restarted, run_folder
 from train_cli.stopping import sigterm_timeout_s
-
-_CODES_WITH_REPORTS = frozenset({"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"})
-"""Codes of faults for which the ranks' reports have more information."""
 
 ResumeOption = Annotated[
     str | None,
@@ -78,8 +74,17 @@ def run(
         if not is_rank or os.environ["RANK"] == "0":
             stack.enter_context(locked_run_folder(resolved, overwrite=overwrite, resume=keeps_folder))
         if not is_rank and size > 1:
+            from train_cli.local_launch import launch
+
             arguments = {"path": str(plan), "changes": changes, "resume": start}
-            code = _launch(arguments, size, folder, settings, resolved)
+            limit_s, signals = sigterm_timeout_s(resolved), resolved.run.stop_signals
+            target = "train_cli.rank:train_plan"
+            fault = launch(target, arguments, size, folder, sigterm_timeout_s=limit_s, stop_signals=signals)
+            print_fault(fault, settings)
+            codes_with_reports = {"rank-died", "rank-hung", "collective-failed", "ranks-differ", "stages-differ"}
+            if (folder / FAULTS).exists() and any(problem.code in codes_with_reports for problem in fault.diagnostics):
+                print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
+            code = fault.exit_code
         else:
             from train_cli.rank import train
 
@@ -87,18 +92,6 @@ def run(
                 reporter.is_training = True
             code = train(resolved, folder, resume=start)
     raise typer.Exit(code)
-
-
-def _launch(arguments: dict[str, Any], size: int, folder: Path, settings: Settings, plan: Plan) -> int:
-    """Starts the local ranks, waits for them, prints their failure if there is one, and returns the exit code."""
-    from train_cli.local_launch import launch
-
-    limit_s, signals = sigterm_timeout_s(plan), plan.run.stop_signals
-    fault = launch("train_cli.rank:train_plan", arguments, size, folder, sigterm_timeout_s=limit_s, stop_signals=signals)
-    print_fault(fault, settings)
-    if (folder / FAULTS).exists() and any(diagnostic.code in _CODES_WITH_REPORTS for diagnostic in fault.diagnostics):
-        print_line(f"use `train-cli doctor {folder}` to see the state of each rank")
-    return fault.exit_code
 
 
 def check_world_size(plan: Plan, world_size: int) -> int:

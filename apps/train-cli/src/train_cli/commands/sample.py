@@ -115,10 +115,9 @@ def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
 
 
 def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Yields token ids that continue `ids`, without an end. Each id is computed from the last ids, at most as many as a sample
-    has.
+    """Yields token ids that continue `ids`, without an end. The context of each id is as long as a sample at most.
 
-    size: the number of ids. temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids.
+    size: the number of possible ids. temperature: 0 takes the most likely id. top_k: samples from this number of likely ids.
     Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
     """
     import torch
@@ -193,10 +192,6 @@ def eval(
             help="Change a key of [data], such as 'held_out_files=[\"other.txt\"]'; VALUE is TOML. Can be repeated.",
         ),
     ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option("--batches", metavar="N", min=1, help="Batches of batch.global_size; default: evaluation.steps."),
-    ] = None,
     harness: Annotated[
         str | None,
         typer.Option("--harness", metavar="TASKS", help="Tasks of lm-eval, separated by commas, in place of [evaluation]."),
@@ -207,13 +202,13 @@ def eval(
     ] = None,
     best: BestOption = False,
 ) -> None:
-    """Print the numbers of `[evaluation]` of a run's weights, and bits per byte if the tokens are bytes."""
+    """Print the metrics of `[evaluation]` for a run's weights, and bits per byte if the tokens are bytes."""
     if harness is not None:
-        if data or batches:
-            raise UsageError("harness-task", "tasks of lm-eval have their own data", hint="remove `--data` and `--batches`")
+        if data:
+            raise UsageError("harness-task", "tasks of lm-eval have their own data", hint="remove `--data`")
         _evaluate_tasks(run, harness.split(","), include, best=best)
     else:
-        _evaluate_run(Path(run), data or [], batches, best=best)
+        _evaluate_run(Path(run), data or [], best=best)
 
 
 def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: bool) -> None:
@@ -229,15 +224,12 @@ def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: b
         write_json(summary, content)
 
 
-def _evaluate_run(run: Path, data: list[str], batches: int | None, *, best: bool) -> None:
-    """Prints the metrics of `[evaluation]`.
-
-    data: changes of `[data]`. batches: the number of batches; None for the plan's.
-    """
+def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
+    """Prints the metrics of `[evaluation]`. data: changes of `[data]`."""
     plan = plan_with_data(run, data)
     with ExitStack() as stack:
         try:
-            model = stack.enter_context(open_trained_run(run, plan, best=best, with_evaluation=True, batches=batches))
+            model = stack.enter_context(open_trained_run(run, plan, best=best, with_evaluation=True))
         except PlanError as error:
             # Another split of the run's own data would hold out samples on which it was trained.
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"

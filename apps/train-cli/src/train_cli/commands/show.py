@@ -153,9 +153,6 @@ _COLUMNS_PER_ACTION = 3
 _OMISSION = " / "
 """Replaces the middle of a long step."""
 
-_MIN_COLUMNS = 16
-"""The number of columns of a row in a narrow terminal."""
-
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
     """Returns a timeline as text for a terminal of `width` columns, with a legend.
@@ -170,7 +167,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     stages = range(timeline.stages)
     notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]
     indent = len(f"stage {timeline.stages - 1}  ")
-    max_columns = max(_MIN_COLUMNS, width - indent - max(map(len, notes)))
+    max_columns = max(16, width - indent - max(map(len, notes)))
     scale = _columns_per_second(timeline, max_columns)
     rows = [_draw_row(timeline, stage, scale, max_columns) for stage in stages]
     lines = [f"{f'stage {stage}':{indent}}{rows[stage]}{notes[stage]}" for stage in stages]

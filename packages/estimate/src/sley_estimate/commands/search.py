@@ -16,7 +16,7 @@ from sley_core.plan.plan import plan_sections
 from sley_estimate.commands.estimate import parse_size
 from sley_estimate.machine import load_machine
 from sley_estimate.search.layouts import AXES
-from train_cli.console import PlanArgument, SetOption, has_styles
+from train_cli.console import PlanArgument, SetOption, can_redraw
 from train_cli.environment import num_cores
 from train_cli.progress import format_bytes
 
@@ -64,7 +64,7 @@ def search(
             raise PlanError.from_diagnostics(located)
         choices = list_choices(resolved)
         space = Layouts(resolved, world, choices, keep_axes or ())
-        with Progress(console=Console(stderr=True), transient=True, disable=not has_styles(sys.stderr)) as progress:
+        with Progress(console=Console(stderr=True), transient=True, disable=not can_redraw(sys.stderr)) as progress:
             task = progress.add_task("ranking all layouts", total=None)
 
             def report_progress(done: int, total: int) -> None:
