@@ -41,7 +41,7 @@ def stage() -> Group:
 def run_exchanges() -> list[float]:
     """Returns the sums of more exchanges than offers can be open, with a different late rank each time."""
     group = wp()
-    offers.RING = 4
+    offers.MAX_OPEN_OFFERS = 4
     sums = []
     shard = torch.empty(3)
     for step in range(20):
@@ -216,7 +216,7 @@ def test_no_process_with_a_peers_reused_pid_is_written(ranks):
 def run_many_exchanges() -> list[list[float]]:
     """Returns the results of twenty concurrent exchanges of each type, of which four can be open, and the number still open."""
     group = wp()
-    offers.RING = 4
+    offers.MAX_OPEN_OFFERS = 4
     size, coord = group.size, group.coord
     exchanges, results = [], []
     for number in range(20):
@@ -335,9 +335,9 @@ def test_sums_complete_in_order(ranks):
 # -- copies of any length ----------------------------------------------------------------------------------------------
 
 
-def check_long_copies() -> None:
-    """Checks copies of several spans with at most 1000 bytes per call."""
-    process_vm.MAX_BYTES = 1000
+def test_copies_longer_than_one_call(monkeypatch):
+    """Copies several spans with at most 1000 bytes per call."""
+    monkeypatch.setattr(process_vm, "MAX_BYTES", 1000)
     lengths = [1, 999, 0, 1000, 4321, 7, 1993]
     source = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
     target = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
@@ -346,8 +346,3 @@ def check_long_copies() -> None:
     assert read(os.getpid(), local, remote) == sum(lengths)
     assert all(map(torch.equal, source, target))
     assert read(os.getpid(), local, [*remote[:-1], MemorySpan(8, lengths[-1])]) == -1
-
-
-def test_copies_longer_than_one_call(monkeypatch):
-    monkeypatch.setattr(process_vm, "MAX_BYTES", process_vm.MAX_BYTES)
-    check_long_copies()

@@ -20,7 +20,6 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.runs import running
 from sley_trainer.assemble import assemble
-from sley_trainer.run import Run
 
 
 def first_errors(plans: list[dict[str, Any]], folder: Path) -> list[tuple[str, str]]:
@@ -103,40 +102,14 @@ def test_reads_of_frozen_weights_and_of_tables_are_refused(ranks, sharded, texts
             assert name in message
 
 
-# -- closed runs and failed assemblies ---------------------------------------------------------------------------------
+# -- failed assemblies -------------------------------------------------------------------------------------------------
 
 
-VARIANTS: list[dict[str, Any]] = [{"unit": "module", "launch": "attention"}, {"head": "vocabulary", "embedding": "hidden"}]
 SPLIT: dict[str, Any] = {"dp": 1, "parallel": {"sp": 2}, "sequence": {"use": "isp.all_to_all"}}
 
 
 def fail(*args: Any, **more: Any) -> None:
     raise ValueError("the test's failure")
-
-
-def run_failed_step(run: Run) -> None:
-    """Runs a step that fails in its backward on all ranks after a gather, so that no rank waits."""
-    run.step()
-    handle = run.layers[1].module.register_forward_hook(lambda module, args, result: [result.register_hook(fail)].clear())
-    with pytest.raises(ValueError, match="the test's failure"):
-        run.step()
-    handle.remove()
-
-
-def close_after_failures(plans: list[dict[str, Any]], folder: Path) -> None:
-    """Asserts that a run with a failed step leaves no trace in the model."""
-    for tables in plans:
-        with World.join("cpu") as world, record_built_models() as kept:
-            with assemble(plan_from_dict(tables, folder), world) as run:
-                run_failed_step(run)
-            run.close()
-            ((model, traces),) = kept
-            assert_untouched(traces, model.layers)
-
-
-def test_a_closed_run(ranks, sharded, texts):
-    """Also uses slices. The contract tests runs without failures, and calls of layers after a run."""
-    ranks(2, 120)(close_after_failures, [sharded(2, weights=options, **SPLIT) for options in VARIANTS], texts)
 
 
 def assembly_errors(plans: list[tuple[dict[str, Any], str]], folder: Path) -> list[str]:
@@ -163,7 +136,8 @@ def test_failed_assemblies(ranks, texts, sharded):
         (sharded(2, weights={"groups": [{"match": "nowhere"}]}, **SPLIT), "", "group-unmatched"),
         (sharded(2, **SPLIT), "sley_trainer.assemble.build_samples", "the test's failure"),
     ]
+    columns = sharded(2, weights={"head": "vocabulary", "embedding": "hidden"})
     for place in ("communicator.StandIn.replace", "reduce_scatter.GradientReducer.register", "communicator.prefetch_points"):
-        cases.append((sharded(2, weights=VARIANTS[-1]), f"sley_isp.{place}", "the test's failure"))
+        cases.append((columns, f"sley_isp.{place}", "the test's failure"))
     errors = [error for _, _, error in cases]
     assert ranks(2, 120)(assembly_errors, [(tables, place) for tables, place, _ in cases], texts) == [errors, errors]

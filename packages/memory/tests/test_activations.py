@@ -18,7 +18,7 @@ from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_memory.selective import ATTENTION, SelectiveRecompute
+from sley_memory.selective import ATTENTION_OPERATORS, SelectiveRecompute
 from sley_testing.habits import HABITS
 from sley_testing.plans import small_plan
 from sley_trainer.assemble import assemble
@@ -219,7 +219,7 @@ class Attentions(TorchDispatchMode):
         self.num, self.num_others = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_one = func in ATTENTION
+        is_one = func in ATTENTION_OPERATORS
         self.num, self.num_others = self.num + is_one, self.num_others + (not is_one)
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,6 @@ from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import record, record_reference, weights
 from sley_trainer.assemble import assemble
-from sley_trainer.update import states_of
 
 STEPS = 5
 
@@ -82,11 +81,3 @@ def test_the_host_holds_only_two_buckets_of_gradients(texts):
         run.memory.offload().wait()
         run.memory.onload().wait()
         run.step()
-
-
-def test_fp32_weights_have_masters_too(texts):
-    plan = plan_from_dict(small_plan(precision__compute="fp32", offload=ONE_BUCKET), texts)
-    with World.join("cpu") as world, assemble(plan, world) as run:
-        run.step()
-        masters = {one.name for one in states_of(run.stepper.update) if one.state == "master"}
-        assert masters == {param.name for param in run.registry}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pp_parts import write_csv
 from torch.distributed.pipelining import schedules as stock
 
 from sley_core.actions.action import Action, Kind, Placement, loop, v_placement
@@ -78,14 +77,6 @@ def test_zero_bubble_v_has_the_same_pattern_and_is_not_longer(stages, micros):
         assert makespan(ours, placement, micros) < makespan(theirs, placement, micros)
     if micros >= 2 * stages - 1:
         assert makespan(ours, placement, micros, link=0.5) == makespan(theirs, placement, micros, link=0.5)
-
-
-def test_torch_reads_written_schedules():
-    placement = v_placement(4)
-    text = write_csv(zero_bubble_v(4, 2, 8), placement)
-    rows = [[stock._Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
-    mapping = stock._validate_schedule(dict(enumerate(rows)), 4, 8, 8)
-    assert mapping == {position: placement.holder(position).stage for position in range(8)}
 
 
 def test_a_schedule_of_torch_can_be_read_and_run():

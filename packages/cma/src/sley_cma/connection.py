@@ -28,6 +28,7 @@ from sley_core.api.comm import Members, Turn, gather_values
 from sley_core.errors import RunError
 
 WORD_BYTES = 8
+"""The bytes of a word of an inbox."""
 
 SLOTS = 1024
 """The number of offers in a ring."""
@@ -55,6 +56,8 @@ class Offer(ctypes.Structure):
 
 
 OFFER_BYTES = ctypes.sizeof(Offer)
+"""The bytes of an offer."""
+
 NUMBER_OFFSET = OFFER_BYTES - WORD_BYTES
 """The byte offset of the number in an offer."""
 
@@ -116,7 +119,10 @@ _PEER_CHECK_S = 0.5
 """The interval at which a waiting rank checks whether its peer is alive."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""The file with a random number of the running kernel."""
+
 PID_NAMESPACE = Path("/proc/self/ns/pid")
+"""The file whose inode identifies the namespace of this process's pid."""
 
 
 class _Address(NamedTuple):

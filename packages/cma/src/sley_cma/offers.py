@@ -14,10 +14,11 @@ from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Turn
 from sley_core.errors import RunError
 
-RING = SLOTS
+MAX_OPEN_OFFERS = SLOTS
 """The maximum number of open offers. If all are open, the next offer of every rank first completes the oldest."""
 
 _Table = ctypes.Array[ctypes.c_int64]
+"""The addresses of an offer's tensors."""
 
 
 class Offers:
@@ -45,19 +46,19 @@ class Offers:
         """Lets every peer read `tensors`, and returns the number of the offer.
 
         complete: a function that reads the peers' offers of this number, and waits until the peers have read this offer. If
-        RING offers are open, the oldest is completed first, since otherwise ranks could wait for each other. All members must
-        make their offers in the same order, which `wait_table` checks by `mark`.
+        MAX_OPEN_OFFERS are open, the oldest is completed first, since otherwise ranks could wait for each other. All members
+        must make their offers in the same order, which `wait_table` checks by `mark`.
         """
         number = self._num_offers = self._num_offers + 1
         self._progress.add_turn(
             Turn("exchange", self.connection.members, mark.label, self._queue, number, None, mark.num_bytes)
         )
-        slot = number % RING
-        if number > RING:
-            complete_oldest = self._open_offers.pop(number - RING, None)
+        slot = number % MAX_OPEN_OFFERS
+        if number > MAX_OPEN_OFFERS:
+            complete_oldest = self._open_offers.pop(number - MAX_OPEN_OFFERS, None)
             if complete_oldest is not None:
                 complete_oldest()
-            self.wait_read(number - RING, mark.label)
+            self.wait_read(number - MAX_OPEN_OFFERS, mark.label)
         if complete is not None:
             self._open_offers[number] = complete
         table = (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
@@ -74,7 +75,7 @@ class Offers:
         Raises RunError `ranks-differ` if this rank's offer `number` has another mark or size, and `collective-failed` if the
         peer has ended or exceeds the time limit.
         """
-        slot = number % RING
+        slot = number % MAX_OPEN_OFFERS
         self._wait_word(self._inbox.number_index(peer, self._ring, slot), number, peer, label, self._queue)
         offer = self._inbox.offer(peer, self._ring, slot)
         mark = self._marks[slot]
@@ -91,7 +92,7 @@ class Offers:
     def finish_read(self, peer: int, number: int, label: str) -> None:
         """Confirms to the peer that this rank no longer reads the peer's offer `number`, and records it as progress."""
         word = ctypes.c_int64(number)
-        index = self._inbox.confirmation_index(self.coord, self._ring, number % RING)
+        index = self._inbox.confirmation_index(self.coord, self._ring, number % MAX_OPEN_OFFERS)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], index, label)
         queue, numbers = self._read_queues[peer], self._progress.numbers
         numbers[queue] = max(number, numbers.get(queue, 0))
@@ -110,7 +111,7 @@ class Offers:
         Raises RunError `collective-failed` if a peer has ended or exceeds the time limit.
         """
         for peer in self.peers:
-            index = self._inbox.confirmation_index(peer, self._ring, number % RING)
+            index = self._inbox.confirmation_index(peer, self._ring, number % MAX_OPEN_OFFERS)
             self._wait_word(index, number, peer, label, self._read_queues[self.coord])
         self._open_offers.pop(number, None)
 
@@ -137,7 +138,7 @@ class Offers:
 
         word_index: returns the index of the word for a peer, a ring and a slot.
         """
-        words, slot = self._inbox.words, number % RING
+        words, slot = self._inbox.words, number % MAX_OPEN_OFFERS
         return next((peer for peer in self.peers if words[word_index(peer, self._ring, slot)] < number), None)
 
     def _push(self, offer: Offer, slot: int, label: str) -> None:

@@ -72,7 +72,7 @@ class Gather(_Exchange):
     def _read_peers(self) -> None:
         for peer in self._offers.peers:
             addresses = self._offers.wait_table(peer, self._number, self._label)
-            local = [span_of(rows[peer]) for rows in self._rows]
+            local = [memory_span(rows[peer]) for rows in self._rows]
             remote = [MemorySpan(address, span.num_bytes) for address, span in zip(addresses, local, strict=True)]
             self._offers.connection.read(peer, local, remote, self._label)
             self._offers.finish_read(peer, self._number, self._label)
@@ -108,7 +108,7 @@ class AllToAll(_Exchange):
         offers = self._offers
         for peer in offers.peers:
             (address,) = offers.wait_table(peer, self._number, self._label)
-            local = span_of(self._output[peer])
+            local = memory_span(self._output[peer])
             remote = MemorySpan(address + offers.coord * local.num_bytes, local.num_bytes)
             offers.connection.read(peer, [local], [remote], self._label)
             offers.finish_read(peer, self._number, self._label)
@@ -166,7 +166,7 @@ class _PublishedGather(Work):
         if self._is_open:
             self._is_open = False
             for peer in self._published.offers.peers:
-                self._published.read(peer, self._indices, [span_of(rows[peer]) for rows in self._rows])
+                self._published.read(peer, self._indices, [memory_span(rows[peer]) for rows in self._rows])
 
     def release(self) -> None:
         """Drops the result, and reads no more data."""
@@ -198,21 +198,21 @@ def add_peer_tensors(offers: Offers, total: Tensor, addresses: Sequence[int], la
     addresses: the address of the tensor in each peer's memory. The caller must have waited for the peers' offers.
     """
     length = BLOCK_BYTES // total.element_size()
-    memory = scratch(total)
+    memory = allocate_scratch(total)
     for start in range(0, total.numel(), length):
         target = total[start : start + length]
         block = memory[: target.numel()]
         for peer, address in zip(offers.peers, addresses, strict=True):
             remote = MemorySpan(address + start * total.element_size(), target.nbytes)
-            offers.connection.read(peer, [span_of(block)], [remote], label)
+            offers.connection.read(peer, [memory_span(block)], [remote], label)
             target.add_(block)
 
 
-def scratch(total: Tensor) -> Tensor:
+def allocate_scratch(total: Tensor) -> Tensor:
     """Allocates memory for a block of a peer's tensor that is added to `total`, at most 256 KiB. Memory estimates call this."""
     return torch.empty(min(BLOCK_BYTES // total.element_size(), total.numel()), dtype=total.dtype)
 
 
-def span_of(tensor: Tensor) -> MemorySpan:
+def memory_span(tensor: Tensor) -> MemorySpan:
     """Returns the memory span of a contiguous tensor."""
     return MemorySpan(tensor.data_ptr(), tensor.nbytes)

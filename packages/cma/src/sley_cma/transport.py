@@ -11,7 +11,7 @@ from torch import Tensor
 from sley_cma.connection import Connection
 from sley_cma.offers import Offers
 from sley_cma.process_vm import MemorySpan
-from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_peer_tensors, span_of
+from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_peer_tensors, memory_span
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
@@ -31,6 +31,7 @@ class CmaTransport(Transport):
         self.sums = SumQueue(inputs, slices)
 
     def all_gather(self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
+        """Offers `shards`, and returns a handle that reads those of peers into `outputs` in its `wait`."""
         return Gather(self.rows, outputs, shards, Mark.from_tensors("all-gather", label, shards))
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
@@ -185,7 +186,7 @@ class Sum(Work):
         """Reads the peers' summed slices, which completes the sum."""
         slices = self._queue.slices
         for peer in slices.peers:
-            local = span_of(self._slices[peer])
+            local = memory_span(self._slices[peer])
             (address,) = slices.wait_table(peer, self._number, self._label)
             slices.connection.read(peer, [local], [MemorySpan(address, local.num_bytes)], self._label)
             slices.finish_read(peer, self._number, self._label)

@@ -49,7 +49,7 @@ class BucketedReducer(GradientHandler):
         """Discards the sums of a failed step. The buckets have changed if parameters were frozen or unfrozen."""
         self.sums.discard()
         self._sent.begin_step()
-        self._last_params = last_params(self._store.buffers)
+        self._last_params = find_last_params(self._store.buffers)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
         """Starts the sum of a bucket whose last gradient is that of `param`.
@@ -78,7 +78,7 @@ class BucketedReducer(GradientHandler):
         return Layout(buckets, params, unreduced)
 
 
-def last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
+def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
     """Returns the parameter of each bucket that the store reports last. Reports follow the reverse order of the registry."""
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 

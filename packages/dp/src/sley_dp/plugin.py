@@ -56,8 +56,10 @@ class ShardedConfig(ReducerConfig):
 
 
 SUMS = "sums"
+"""The channel of a shards axis on which gradients are summed."""
+
 WEIGHTS = "weights"
-"""The two channels of a shards axis. A gather of weights may wait for a layer, and must not delay a sum."""
+"""The channel of a shards axis on which weights are gathered. A gather may wait for a layer, and must not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:
@@ -72,6 +74,7 @@ def copies_axis(reduce_group: str) -> str:
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+    """Returns the two reducers."""
     return [
         GradientHandlerRecord(
             name="bucketed",
@@ -94,11 +97,13 @@ def sley_gradient_handlers() -> list[GradientHandlerRecord]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
+    """Returns the variants of each reducer that a search tries."""
     return {"dp.bucketed": {"variants": [{}]}, "dp.sharded": {"variants": [{}]}}
 
 
 @hookimpl
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
+    """Yields the groups of each `dp.sharded` of the plan."""
     for handler in plan.gradient_handlers:
         if isinstance(handler.config, ShardedConfig):
             yield from shard_groups(handler.config.shards, topology)

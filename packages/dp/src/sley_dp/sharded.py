@@ -18,7 +18,7 @@ from sley_core.api.comm import SentBytes
 from sley_core.api.parts import BufferShard, Layout, split_by_size
 from sley_core.errors import RunError
 from sley_core.protocols import GradientHandler
-from sley_dp.bucketed import last_params, split_by_family
+from sley_dp.bucketed import find_last_params, split_by_family
 from sley_dp.plugin import SUMS, WEIGHTS, shards_axis
 from sley_dp.sums import ShardSums
 
@@ -89,7 +89,7 @@ class ShardedReducer(GradientHandler):
         """Lays out gradients and weights in the same buckets, and makes layers wait for their weights."""
         self._parts = parts
         parts.store.lay_out(self._plan_layout)
-        self._last_params = last_params(parts.store.buffers)
+        self._last_params = find_last_params(parts.store.buffers)
         shard_sums = ShardSums(parts.groups, is_async=parts.world.device.is_async)
         self.sums: Sums = parts.store.reduction.sums(parts.store, SentBytes(), SUMS) or shard_sums
         # Buckets are in backward order, gathers in forward order.

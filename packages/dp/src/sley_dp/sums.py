@@ -38,6 +38,7 @@ class ExactSums(Sums):
         self._handles: list[Work] = []
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
+        """Starts the all-reduce of `buffer`, and advances the earlier ones."""
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
         self._handles.append(group.transport().all_reduce(buffer.data, label=describe_bucket(buffer), contents=buffer.contents))
         self.sent.add(buffer.data, group, passes=2)
@@ -80,7 +81,7 @@ class Bf16Sums(Sums):
 
     def discard(self) -> None:
         while self._sums:
-            self._sums.popleft().pending.wait()
+            self._sums.popleft().work.wait()
 
 
 class _Bf16Sum:
@@ -94,22 +95,22 @@ class _Bf16Sum:
         self.send_row[: buffer.data.numel()].copy_(buffer.data)
         self._has_gathered = False
         # Over the bucket's reduce group, whose ranks start their buckets in the same order.
-        self.pending: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
+        self.work: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
         """Waits for the exchange, sums this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
         if self._has_gathered:
             return
         self._has_gathered = True
-        self.pending.wait()
+        self.work.wait()
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
         # Over the same group, whose ranks all call this between the same two starts, or after the last start.
-        self.pending = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
+        self.work = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
 
     def finish(self) -> None:
         """Waits for the all-gather and writes the sum into the buffer."""
-        self.pending.wait()
+        self.work.wait()
         self.buffer.data.copy_(self.send_row[: self.buffer.data.numel()])
 
 
@@ -184,7 +185,7 @@ class _ShardSum:
         self._has_scattered = False
 
     def advance(self) -> bool:
-        """Advances without waiting. Returns whether the reduce-scatter is complete, so that the next sum may advance."""
+        """Advances this sum without waiting. Returns whether its reduce-scatter is complete, so that the next may advance."""
         if not self._has_scattered and self.scatter.is_completed():
             self.reduce_copies()
         if self._reduction is not None:
@@ -216,5 +217,5 @@ class _ShardSum:
 
 
 def describe_bucket(buffer: GradientBuffer) -> str:
-    """Returns the description of a bucket for errors of collectives."""
+    """Returns the name of a bucket in errors of collectives."""
     return f"the bucket of {buffer.params[0].name}"

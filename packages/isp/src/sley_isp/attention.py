@@ -56,6 +56,7 @@ class SequenceAttention(nn.Module):
         self.attention = attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the context of full sequences."""
         return self.attention(*args, **kwargs)
 
 
@@ -73,7 +74,7 @@ def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Calls `attention` on slices, outside of any compiled graph, since exchanges cannot be compiled."""
+    """Returns the context of this rank's slice. Runs outside of compiled graphs, since exchanges cannot be compiled."""
     tensors, probe = _select_tensors(args, group.size), RUNNING_PROBE.get()
     call = partial(_exchange_and_attend, attention, group, tensors, args[len(tensors) :], kwargs)
     return call() if probe is None else probe.attend(tensors, call)
@@ -82,7 +83,7 @@ def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwa
 def _exchange_and_attend(
     attention: Callable[..., Tensor], group: Group, tensors: Sequence[Tensor], options: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Exchanges `tensors` (q, k and v) for full sequences, calls the attention, and exchanges the context back for a slice."""
+    """Exchanges `tensors` (q, k, v) for full sequences, calls the attention, and returns this rank's slice of its context."""
     contents = _checksum_call(attention, options, kwargs)
     scatter = partial(_Exchange.apply, group, True, "queries, keys and values", contents)
     repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
@@ -146,7 +147,7 @@ class AllToAllAttention(SequenceCommunicator):
         self._undo = ExitStack()
 
     def prepare(self, data: DataInfo) -> None:
-        """Prepares the check of each layer's first call in training."""
+        """Creates the probe that checks each layer's first call in training."""
         self._probe = PositionProbe(data, self.group.size, self.unchecked_layers)
 
     def attach(self, layers: Sequence[Layer]) -> None:

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from sley_isp.plugin import CommunicatorConfig
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+"""The types of actions in which a forward is a recomputation."""
 
 
 class Counters(SentBytes):
-    """Counts the exchanges of one rank, for `protocols.Counts`. totals: the counts of the running step."""
+    """Counts the exchanges of one rank, as `protocols.Counts` requires. totals: the counts of the running step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Patches the forwards of all sharded modules, and replaces their weights by stand-ins. Undoes all after an error."""
+        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores all modules after an error."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -142,7 +143,7 @@ class Communicator(WeightCommunicator):
             raise
 
     def _shard_layer(self, layer: Layer) -> None:
-        """Assigns the sharded parameters of `layer` to groups, and patches the forwards of their modules."""
+        """Assigns the sharded parameters of `layer` to groups, and replaces the forwards of their modules."""
         config, parts = self.config, self._parts
         points = prefetch_points(layer, config.launch)
         groups: dict[Hashable, ParamGroup] = {}
@@ -247,7 +248,7 @@ class Communicator(WeightCommunicator):
                 self.counters.end_step()
 
     def counts(self) -> dict[str, float]:
-        """Returns the counts of the last step and the peaks, as `protocols.Counts`."""
+        """Returns the counts of the last training step and the peaks of all steps and evaluations."""
         return self.counters.counts()
 
     @property
@@ -304,7 +305,7 @@ class Communicator(WeightCommunicator):
         if self._open_layer is None or self._open_layer[0] is not layer:
             unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
             self._open_layer = layer, unsharded_groups
-            self._open_stack.enter_context(layer.installed(layer.full_tensors(unsharded_groups)))
+            self._open_stack.enter_context(layer.install(layer.make_full_leaves(unsharded_groups)))
             if self.action is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._close_layer)
         return self._open_layer[1]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sley_core.api.comm import Work
 from sley_core.errors import PlanError
 from sley_isp.reduce_scatter import Reduction
-from sley_isp.sharded_module import ShardedModule, is_shardable, parameter_users
+from sley_isp.sharded_module import ShardedModule, find_parameter_users, is_shardable
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Device, Group
@@ -116,10 +116,10 @@ def check_embeddings(layers: Sequence[Layer]) -> None:
     def is_table(module: nn.Module, attribute: str) -> bool:
         return type(module) is nn.Embedding and is_shardable(module, attribute)
 
-    tables = parameter_users(layers, is_table)
+    tables = find_parameter_users(layers, is_table)
     if not tables:
         raise _embedding_error("no layer has a plain nn.Embedding, whose table could be sharded by columns", "remove the key")
-    for table, name in parameter_users(layers, lambda *location: not is_table(*location)).items():
+    for table, name in find_parameter_users(layers, lambda *location: not is_table(*location)).items():
         if table in tables:
             message = f"`{name}` shares the table of `{tables[table]}` and needs its full rows"
             raise _embedding_error(message, "use a separate weight there (in `models.llama`, set `tie_embeddings = false`)")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sley_core.api.model import row_chunks
 from sley_core.api.weights import HeadChunks, HeadLoss, LazyLogits, LogitsHead, autocast_input
 from sley_core.errors import PlanError
-from sley_isp.sharded_module import ShardedModule, is_shardable, parameter_users
+from sley_isp.sharded_module import ShardedModule, find_parameter_users, is_shardable
 
 if TYPE_CHECKING:
     from sley_core.api.comm import Work
@@ -45,7 +45,7 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
     """
     head = HeadChunks.find(layers, sys.maxsize, *VocabularyHead.refusal)
     weight = cast(nn.Parameter, layers[-1].module.get_submodule(head.path).weight)
-    if (name := parameter_users(layers, lambda *location: not is_shardable(*location)).get(weight)) is not None:
+    if (name := find_parameter_users(layers, lambda *location: not is_shardable(*location)).get(weight)) is not None:
         message = f"`{name}` shares the head's weight, but is not a plain linear or embedding"
         hint = 'use a copy of the weight or a plain linear there, or set `head = "gather"`'
         raise PlanError("head-vocabulary", message, path=("weights", "head"), hint=hint)
@@ -76,12 +76,14 @@ class GatheredHead(LogitsHead):
 
     @contextmanager
     def weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yields the full weight [classes, h] and bias [classes], or None if the head has no bias."""
         sharded = self.sharded
         with sharded.communicator.unshard(sharded.group, can_prefetch=sharded.can_prefetch) as unsharded:
             unsharded.wait()
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Adds the weights' gradients of a chunk, from the logits' `gradient` [c, classes] and the `inputs` [c, h]."""
         self.sharded.sink(gradient, inputs)
 
 

@@ -106,11 +106,11 @@ class PositionProbe:
         """Returns `attention()`, the context of `tensors` [b, s, ...], or in the second run the recorded context."""
         if not self.is_second:
             context = attention()
-            state = _generator(context.device).get_state()
+            state = _default_generator(context.device).get_state()
             self._calls.append(([tensor.detach().clone() for tensor in tensors], context.detach().clone(), state))
             return context
         before, context, state = self._calls.pop(0)
-        _generator(context.device).set_state(state)  # as if it had drawn
+        _default_generator(context.device).set_state(state)  # as if it had drawn
         self.is_mixed |= any(self.has_difference(expected, actual, 1) for expected, actual in zip(before, tensors, strict=True))
         return context.clone()
 
@@ -144,13 +144,14 @@ class PositionProbe:
         return not all(torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True) for pair in pairs)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _default_generator(device: torch.device) -> torch.Generator:
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[device.index or 0]
 
 
 RUNNING_PROBE: ContextVar[PositionProbe | None] = ContextVar("probe", default=None)
+"""The probe whose layer is running, to which attentions report their calls."""
 
 
 @contextmanager

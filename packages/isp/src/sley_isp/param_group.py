@@ -34,13 +34,17 @@ if TYPE_CHECKING:
 
 
 BLOCK = 128
+"""The number of elements that share a scale."""
+
 SCALE_BYTES = 4
+"""The bytes of a scale, which is an fp32 number."""
+
 MAX_CODE = 448.0
 """The largest number of e4m3."""
 
 
 def encode(shard: Tensor) -> Tensor:
-    """Returns the bytes of `shard`, uint8 [132 x blocks]. A block with NaN or infinity becomes NaN."""
+    """Returns the e4m3 codes and scales of `shard`, uint8 [132 x blocks]. A block with NaN or infinity becomes NaN."""
     blocks = F.pad(shard.reshape(-1).float(), (0, -shard.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1, keepdim=True)
     mantissas, exponents = torch.frexp(largest)
@@ -52,9 +56,9 @@ def encode(shard: Tensor) -> Tensor:
 
 
 def decode(rows: Tensor, full: Tensor) -> None:
-    """Writes the shards of several ranks into the full parameter.
+    """Writes the decoded shards of all ranks into `full` [size x n, ...], a contiguous full parameter.
 
-    rows: the bytes of each rank's shard, uint8 [size, 132 x blocks]. full: [size x n, ...], contiguous.
+    rows: the result of `encode` for each rank's shard, uint8 [size, 132 x blocks].
     """
     if not full.numel():
         return
@@ -106,7 +110,7 @@ class ParamGroup:
         """A number that changes with every write to a shard."""
         return sum(parameter._version for parameter in self.parameters)
 
-    def sent_shards(self) -> list[Tensor]:
+    def shards_to_send(self) -> list[Tensor]:
         """Returns the tensors that this rank sends: the shards, or their bytes in e4m3 numbers."""
         is_encoded = self.options.gather_precision == "fp8"
         return [encode(shard.detach()) if is_encoded else shard.detach() for shard in self.parameters]
@@ -115,7 +119,7 @@ class ParamGroup:
 class UnshardedGroup:
     """Holds the full weights of `group` in a buffer that is leased until `reshard`. They are complete after `wait`.
 
-    source: the transport or published shards that gather the weights. shards: the group's `sent_shards`. size: the number of
+    source: the transport or published shards that gather the weights. shards: the group's `shards_to_send`. size: the number of
     ranks. version: the group's version. full_tensors: the full parameters without padding, from `wait` until `reshard`.
     num_received_bytes: the size of the shards from peers. Local shards must not be written before `wait_sent` returns.
     """
@@ -145,7 +149,7 @@ class UnshardedGroup:
         self._encoded = []
         self._received_lease.close()
 
-    def position(self, tensor: Tensor) -> int | None:
+    def offset_of(self, tensor: Tensor) -> int | None:
         """Returns the offset of `tensor` in the buffer, in elements of its dtype, or None if it is elsewhere."""
         if tensor.untyped_storage()._cdata != self.buffer.untyped_storage()._cdata:
             return None
@@ -182,7 +186,7 @@ class PublishedShards:
 
     def publish(self, groups: Sequence[ParamGroup]) -> None:
         """Publishes the shards of all `groups` that are not still being computed. The others are sent in each all-gather."""
-        self._shards = {group: (group.version, group.sent_shards()) for group in groups if not self._is_due(group.layer)}
+        self._shards = {group: (group.version, group.shards_to_send()) for group in groups if not self._is_due(group.layer)}
         if self._shards:
             due_names = ", ".join(group.name for group in groups if group not in self._shards)
             shards = [shard for _, group_shards in self._shards.values() for shard in group_shards]
@@ -198,7 +202,7 @@ class PublishedShards:
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:
             return UnshardedGroup(group, self._published, shards, self._group.size)
-        return UnshardedGroup(group, self._group.transport("gather"), group.sent_shards(), self._group.size)
+        return UnshardedGroup(group, self._group.transport("gather"), group.shards_to_send(), self._group.size)
 
     def finish(self) -> None:
         """Blocks until all peers have received this rank's shards, so that they may be written."""

@@ -113,7 +113,7 @@ class AllToAllConfig(SequenceConfig):
     """Patterns of the names of layers that are not checked for mixing positions."""
 
 
-CANONICAL = {
+CANONICAL_VALUES = {
     "reduce": ("micro_batch", "sums microbatches before it sums ranks"),
     "head": ("gather", "sums over slices of the vocabulary, whose matrix products have different shapes"),
     "embedding": ("gather", "sums the tokens of all ranks at once"),
@@ -124,6 +124,7 @@ CANONICAL = {
 
 @hookimpl
 def sley_records() -> list[Record]:
+    """Returns the weight communicator and the sequence attention."""
     return [
         WeightCommunicatorRecord(
             name="communicator",
@@ -141,6 +142,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
+    """Returns the variants of both records that a search tries."""
     return {"isp.communicator": {"variants": [{}, {"reduce": "step"}]}, "isp.all_to_all": {"variants": [{}]}}
 
 
@@ -166,7 +168,7 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
         return
     tables: list[tuple[tuple[str | int, ...], Any]] = [((), config)]
     tables += [(("groups", index), group) for index, group in enumerate(config.groups)]
-    for (path, table), (key, (canonical_value, reason)) in product(tables, CANONICAL.items()):
+    for (path, table), (key, (canonical_value, reason)) in product(tables, CANONICAL_VALUES.items()):
         if (value := getattr(table, key, None)) not in (canonical_value, None):
             message = f'`{key} = "{value}"` {reason}, so `reduction = "canonical"` is not possible'
             hint = f'set {key} = "{canonical_value}", or `[parallel] reduction = "fast"`'

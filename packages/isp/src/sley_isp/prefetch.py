@@ -26,6 +26,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 Group = Hashable
+"""A parameter group. The policy only compares groups."""
+
 Key = Hashable
 """The phase, type and chunk of a pass. Passes with equal keys usually use the same groups in the same order."""
 
@@ -38,6 +40,7 @@ class Decision(NamedTuple):
 
 
 NO_CHANGE = Decision([], [])
+"""The decision of a use that changes nothing."""
 
 
 class PrefetchPolicy:

@@ -96,22 +96,22 @@ class ShardedLayer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer with full parameters. All ranks of `wp` must call it in the same order."""
         with self.communicator.unshard_layer(self) as unsharded_groups:
-            tensors = self.full_tensors(unsharded_groups)
+            tensors = self.make_full_leaves(unsharded_groups)
             versions = {param: tensor._version for param, tensor in tensors.items()}
-            with self.installed(tensors), self._saved_by_position(unsharded_groups):
+            with self.install(tensors), self._save_positions(unsharded_groups):
                 output = self.patch.__wrapped__(*args, **kwargs)
             for param, tensor in tensors.items():
                 if tensor._version != versions[param]:
                     raise self._error("sharded-weight-written", "writes to", f"the parameter {param.name!r}")
             outputs = list(tensors_in((output,)))
-            if any(unsharded.position(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
+            if any(unsharded.offset_of(tensor) is not None for unsharded in unsharded_groups for tensor in outputs):
                 raise self._error("sharded-weight-returned", "returns", "a view of a parameter")
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def full_tensors(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
+    def make_full_leaves(self, unsharded_groups: Sequence[UnshardedGroup]) -> dict[Param, Tensor]:
         """Returns the full parameters as leaves, whose gradients go to the sinks.
 
         unsharded_groups: the unsharded group for each group of `params`.
@@ -133,7 +133,7 @@ class ShardedLayer:
         self.sinks[param](gradient, gradient, is_shared=self.sinks[param].shares_memory(gradient))
 
     @contextmanager
-    def installed(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
+    def install(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
         """Makes the modules of the layer use `tensors` in place of the parameters in the block."""
         previous = []
         for param, tensor in tensors.items():
@@ -149,7 +149,7 @@ class ShardedLayer:
                 attributes[name] = value
 
     @contextmanager
-    def _saved_by_position(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
+    def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
         """Makes autograd save positions in place of tensors in the buffers of groups, which a later gather may move.
 
         Other tensors go to the hooks of an activation policy, which surround the layer.
@@ -159,17 +159,17 @@ class ShardedLayer:
 
         def pack(tensor: Tensor) -> Any:
             for index, unsharded in enumerate(unsharded_groups):
-                if (offset := unsharded.position(tensor)) is not None:
+                if (offset := unsharded.offset_of(tensor)) is not None:
                     return _Position(index, tensor.dtype, tensor.shape, tensor.stride(), offset)
             return outer_pack(tensor)
 
         def unpack(value: Any) -> Any:
-            return self._read(value) if isinstance(value, _Position) else outer_unpack(value)
+            return self._read_saved(value) if isinstance(value, _Position) else outer_unpack(value)
 
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _read(self, saved: _Position) -> Tensor:
+    def _read_saved(self, saved: _Position) -> Tensor:
         """Returns the tensor at the position `saved` in the buffer that the running backward has gathered."""
         buffer = self.communicator.open_layer(self)[saved.group].buffer.view(saved.dtype)
         return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)

@@ -47,7 +47,7 @@ def is_shardable(module: nn.Module, attribute: str) -> bool:
     return type(module) is nn.Linear and attribute in ("weight", "bias")
 
 
-def parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, str], bool]) -> dict[nn.Parameter, str]:
+def find_parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, str], bool]) -> dict[nn.Parameter, str]:
     """Returns the parameters that `is_user(module, attribute)` selects, with the name of the last such module."""
     return {
         parameter: name

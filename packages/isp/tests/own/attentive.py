@@ -17,7 +17,7 @@ HEADS = 4
 
 
 class TokenEmbed(nn.Module):
-    """A dataset of tokens without positions."""
+    """Embeds tokens without positions."""
 
     def __init__(self, data: DataInfo, hidden: int) -> None:
         super().__init__()
@@ -63,11 +63,6 @@ class Block(nn.Module):
         q, k, v = self.project(self.norm(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         context = self.attend(q, k, v)
         return hidden + self.out(context)
-
-
-class Head(nn.Linear):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
 
 
 class TorchAttentionBlock(nn.Module):
@@ -152,7 +147,7 @@ def layers(data: DataInfo, wrapped: bool = False, places: bool = True, heads: in
     attends: list[Any] = [SequenceAttention(Attend()) if wrapped else Attend() for _ in range(2)]
     blocks = [(f"blocks.{at}", Block(hidden, attend, heads)) for at, attend in enumerate(attends)]
     embed = Embed(data, hidden) if places else TokenEmbed(data, hidden)
-    return [("embed", embed), *blocks, ("head", Head(hidden, data.vocab_size))]
+    return [("embed", embed), *blocks, ("head", nn.Linear(hidden, data.vocab_size))]
 
 
 # -- losses over positions: one is a sum over them, and some look from one to another ---------------------------------------

@@ -24,7 +24,7 @@ from sley_core.api.memory import Moved, Part, Stepped, Where
 from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Parts
 from sley_memory.movers import Mover, Streams, TimedCopies, split_by_bytes
 
-RING = 2
+NUM_HOST_BUCKETS = 2
 """The number of buckets with gradients on the host: one is updated while the next is copied."""
 
 
@@ -69,7 +69,7 @@ class HostOptimizer(Mover):
         streams = self._streams
         streams.to_host.wait_for_device()  # gradients are clipped
         streams.to_device.wait_for_device()  # the backward has read the weights
-        fetches = [self._fetch(index) for index in range(min(RING, len(self._buckets)))]
+        fetches = [self._fetch(index) for index in range(min(NUM_HOST_BUCKETS, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):
                 fetches[index].finish(self._gradient_counters, to_host=True)
@@ -80,8 +80,8 @@ class HostOptimizer(Mover):
                     if host_gradient.dtype != param.parameter.dtype:  # a converted copy: only one bucket has copies at a time
                         param.parameter.grad = None
                 self._send(index)
-                if index + RING < len(self._buckets):
-                    fetches.append(self._fetch(index + RING))
+                if index + NUM_HOST_BUCKETS < len(self._buckets):
+                    fetches.append(self._fetch(index + NUM_HOST_BUCKETS))
         except BaseException:  # if the optimizer fails, earlier buckets stay stepped
             streams.wait()  # the next step may write gradients, or have other buckets
             self._sent.clear()
@@ -106,8 +106,8 @@ class HostOptimizer(Mover):
         """Casts the weights of bucket `index` to the device's dtype on the host, and starts their copies to the device."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
-        if index % RING in self._sent:
-            self._sent[index % RING].finish(self._counters, to_host=False)
+        if index % NUM_HOST_BUCKETS in self._sent:
+            self._sent[index % NUM_HOST_BUCKETS].finish(self._counters, to_host=False)
         if bucket[0].original.dtype == masters[0].dtype and not self._device.is_async:
             weights = masters
         else:
@@ -117,7 +117,7 @@ class HostOptimizer(Mover):
             self._streams.to_device.copy(param.working, value)
         num_bytes = sum(value.nbytes for value in weights)
         self._counters.copied_in += num_bytes
-        self._sent[index % RING] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
+        self._sent[index % NUM_HOST_BUCKETS] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
 
     def _build_buckets(self, stepped: Sequence[Stepped]) -> None:
         """Builds the buckets and host memory for two of them, in the first step and after weights were unfrozen."""
@@ -135,7 +135,7 @@ class HostOptimizer(Mover):
         alignment = ALIGNMENT_BYTES // dtype.itemsize
         layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
         num_bytes = max(layout.numel for layout in layouts) * dtype.itemsize
-        ring = [self._device.host_memory(num_bytes) for _ in range(RING)]
+        ring = [self._device.host_memory(num_bytes) for _ in range(NUM_HOST_BUCKETS)]
         self._ring += ring
         flats = cycle([memory.data.view(dtype) for memory in ring])
         return [layout.views(flat[: layout.numel]) for layout, flat in zip(layouts, flats, strict=False)]

@@ -29,6 +29,7 @@ NUM_OWNERS = 3
 """The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
 
 ListStorages = Callable[[], Sequence[StorageEntry]]
+"""Returns the storages to move, which may change between calls."""
 
 StorageCopy = tuple[StorageEntry, Tensor]
 """A storage, and the host memory of equal size that holds its bytes while it is offloaded."""
@@ -311,6 +312,7 @@ class HostCopy(Mover):
         self._start_move(Where.COMING, start_s, num_bytes)
 
     def require(self) -> None:
+        """Makes later device work wait for the copies to the device, if they are in flight."""
         if self._where is Where.COMING:
             assert self._copies is not None, "memory comes without an event"
             self._copies.end.hold_device()

@@ -121,7 +121,7 @@ class BetweenSteps(Mover):
         return list_storages
 
 
-class Manager(OffloadManager):
+class HostOffloadManager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
     With `when = "between_steps"` optimizer states are on the device only during the update. `memory.host_optimizer` keeps them
@@ -186,6 +186,7 @@ class Manager(OffloadManager):
         return self._movers[part].wait
 
     def onload(self, part: Part) -> Callable[[], None]:
+        """Starts to onload `part`, and returns a function that waits for the copies."""
         self._movers[part].onload()
         self._unhook_layers()
         return self._movers[part].wait

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
-
+"""A number of first blocks, or names and patterns of layers."""
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """Equal to `Part` in `sley_core.api.memory`, which needs torch."""
 
-ALL: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
+ALL_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
+"""All values of `Part`."""
 
 
 class OffloadConfig(Table):
     """Moves memory to the host and back, in copies that overlap with the device's other work."""
 
     MOVES: ClassVar[tuple[Part, ...]] = ()
+    """The parts that a table without the key `parts` moves."""
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
     """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
@@ -85,7 +87,7 @@ class GradientsConfig(OffloadConfig):
 class EverythingConfig(OffloadConfig):
     """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
-    parts: Annotated[Array[Part], Field(min_length=1)] = ALL
+    parts: Annotated[Array[Part], Field(min_length=1)] = ALL_PARTS
     """The parts to move: gradients are freed, pools are trimmed, all others are copied."""
 
 
@@ -157,8 +159,10 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
 
 @hookimpl
 def sley_records() -> list[Record]:
+    """Returns the two activation policies and the offload managers."""
+
     def record(name: str, config: type[OffloadConfig], **options: Any) -> OffloadManagerRecord:
-        build = "sley_memory.offload:Manager"
+        build = "sley_memory.offload:HostOffloadManager"
         return OffloadManagerRecord(name=name, config=config, build=build, parts=_MOVES, scope=_scope, **options)
 
     return [
@@ -175,6 +179,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
+    """Returns the variants that a search tries, and which managers copy memory in each step."""
     in_steps = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {

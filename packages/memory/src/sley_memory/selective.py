@@ -145,10 +145,12 @@ _OPERATOR_NAMES = (
     "_efficient_attention_forward",
     "_cudnn_attention_forward",
 )
-ATTENTION = frozenset(getattr(torch.ops.aten, name).default for name in _OPERATOR_NAMES if hasattr(torch.ops.aten, name))
+ATTENTION_OPERATORS = frozenset(
+    getattr(torch.ops.aten, name).default for name in _OPERATOR_NAMES if hasattr(torch.ops.aten, name)
+)
 """The operators of `F.scaled_dot_product_attention`. The math backend consists of many operators, which are not kept."""
 
-VARLEN = "torch_attn::_varlen_attn"
+VARLEN_OPERATOR = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
 
 
@@ -163,7 +165,7 @@ class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_first_forward = is_first_forward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attention = func in ATTENTION or func.name() == VARLEN
+        is_attention = func in ATTENTION_OPERATORS or func.name() == VARLEN_OPERATOR
         if is_attention and not self._is_first_forward and (result := self._kept.next_result()) is not None:
             return tuple(result)
         result = func(*args, **(kwargs or {}))
@@ -188,7 +190,7 @@ class _AttentionMode(TorchFunctionMode):
         self._operators = _KeepAttentionMode(kept, is_first_forward=is_first_forward)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "").lower()  # also matches operators that a library has registered
+        name = getattr(func, "__name__", "").lower()  # names of operators that a library has registered match, too
         if "attention" not in name and "attn" not in name:
             return func(*args, **(kwargs or {}))
         with self._operators:
@@ -221,7 +223,7 @@ class _AttentionMode(TorchFunctionMode):
 
 def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
     """Decides which results of a compiled layer are saved for its backward."""
-    is_attention = operator in ATTENTION or operator.name() == VARLEN
+    is_attention = operator in ATTENTION_OPERATORS or operator.name() == VARLEN_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 

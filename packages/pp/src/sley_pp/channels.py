@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Operation = Literal["send", "receive"]
+"""The end of a message at which this stage is."""
 
 
 def has_separate_header(device: Device) -> bool:

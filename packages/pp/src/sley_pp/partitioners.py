@@ -91,6 +91,7 @@ def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_
 
 
 Partition = Callable[[Sequence[float], int], Boundaries]
+"""Returns the boundaries of a number of positions, from a cost per layer."""
 
 
 def build_uniform(config: UniformConfig) -> Partition:

@@ -87,6 +87,7 @@ def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
+    """Returns the variants of each schedule that a search tries."""
     return {
         "pp.one_f_one_b": {"variants": [{}]},
         "pp.interleaved": {"variants": [{"chunks": 2}, {"chunks": 4}]},
@@ -97,6 +98,7 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 @hookimpl
 def sley_records() -> list[Record]:
+    """Returns the schedules, the stage link and the partitioners."""
     return [
         _schedule_record("one_f_one_b", OneFOneBConfig),
         _schedule_record("gpipe", GPipeConfig),
@@ -119,6 +121,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl
 def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+    """Returns the handler of parameters that several stages hold."""
     return [
         GradientHandlerRecord(
             name="shared_modules",

@@ -249,8 +249,13 @@ def build_csv(config: CsvConfig) -> Schedule:
 # -- schedules in files ------------------------------------------------------------------------------------------------
 
 ACTION_TYPES = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
+"""The type of an action by its letter in a file."""
+
 ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+"""The text of an action: the position, the letter of its type, and the microbatch."""
+
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+"""The text of actions that torch overlaps, separated by `;`."""
 
 CsvAction = tuple[int, Kind, int]
 """The position, type and microbatch of an action."""
