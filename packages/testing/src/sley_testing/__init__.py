@@ -1,5 +1,4 @@
-"""The test kit: fixtures and helpers for those who write a part of Sley or a plugin of their own.
+"""Contains the test kit: contracts, fixtures and comparisons for tests of plugins and of Sley itself.
 
-Installed with sley-core as the pytest plugin `sley`; `-p no:sley` turns it off. Importing a module of the kit costs no
-torch until a fixture that needs it is used.
+pytest loads `sley_testing.plugin` as the plugin `sley`; `-p no:sley` disables it. Importing it imports no torch.
 """

@@ -20,7 +20,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import assert_resumed_parity, assert_same_run, record, weights
+from sley_testing.runs import assert_resumed_parity, assert_same_run, assert_same_runs, record, weights
 from sley_trainer.assemble import assemble
 
 DP = {"parallel__dp": 2, "gradient_handlers": [{"use": "core.each"}]}
@@ -48,9 +48,7 @@ class CheckpointerContract:
         two_rank_plan = changed(plan, **DP)
         uninterrupted = ranks(2)(record, two_rank_plan, 2 * STEPS, folder=texts)
         ranks(2)(record, two_rank_plan, STEPS, folder=texts, save=tmp_path / "saved")
-        resumed_ranks = ranks(2)(record, two_rank_plan, STEPS, folder=texts, load=tmp_path / "saved")
-        for expected, actual in zip(uninterrupted, resumed_ranks, strict=True):
-            assert_same_run(expected, actual)
+        assert_same_runs(uninterrupted, ranks(2)(record, two_rank_plan, STEPS, folder=texts, load=tmp_path / "saved"))
         resumed = record(plan, STEPS, folder=texts, load=tmp_path / "saved")
         assert_resumed_parity(record(plan, 2 * STEPS, folder=texts), [resumed], plan["precision"]["compute"])
 

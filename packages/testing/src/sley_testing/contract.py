@@ -30,7 +30,7 @@ from sley_core.table import Table
 from sley_testing.collectives import assert_same_sequence
 from sley_testing.parity import assert_close_gradients, assert_same_bits, train_tensors
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_same_run, fail_once, record
+from sley_testing.runs import Recorded, assert_same_runs, fail_once, record
 from sley_trainer.run import Run
 
 Handler = dict[str, Any]
@@ -204,7 +204,7 @@ class GradientHandlerContract:
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
         """Expects the same bits in two runs, and the same gradients on both replicas."""
         first = self._observe(ranks, 3)
-        _assert_same_runs(first, ranks(2)(observe, self._handlers(), 3, False, self._splits_reduce_groups()))
+        assert_same_runs(first, ranks(2)(observe, self._handlers(), 3, False, self._splits_reduce_groups()))
         for steps in zip(first[0].gradients, first[1].gradients, strict=True):
             reduced = [{name: value for name, value in step.items() if not name.startswith(ALONE)} for step in steps]
             assert_same_bits(*reduced)
@@ -224,7 +224,7 @@ class GradientHandlerContract:
     def test_failed_backward_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
         """Expects that the next `begin_step` discards the state of a failed step."""
         failed = ranks(2)(observe, self._handlers(), 3, True, self._splits_reduce_groups())
-        _assert_same_runs(self._observe(ranks, 3), failed)
+        assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
         """Expects the bits of one process if the record declares a fixed order, even after a failed step."""
@@ -237,7 +237,7 @@ class GradientHandlerContract:
         for tensors in ranks(2)(train_tensors, two_ranks, 2):
             assert_same_bits(baseline, tensors)
         clean, failed = (ranks(2)(observe, self._handlers(), 1, fails, False, "canonical") for fails in (False, True))
-        _assert_same_runs(clean, failed)
+        assert_same_runs(clean, failed)
 
     def _observe(
         self, ranks: Callable[..., Ranks], num_micro_batches: int, handlers: list[Handler] | None = None
@@ -261,9 +261,3 @@ class GradientHandlerContract:
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config
-
-
-def _assert_same_runs(expected: list[Recorded], actual: list[Recorded]) -> None:
-    """Asserts that two runs are bit-identical on each rank."""
-    for expected_rank, actual_rank in zip(expected, actual, strict=True):
-        assert_same_run(expected_rank, actual_rank)

@@ -24,14 +24,12 @@ from sley_core.errors import StateError
 from sley_core.memory import COPIED, OffloadManager, Part, Where
 from sley_core.plan.load import plan_from_dict
 from sley_testing.drawn_copies import DrawnDevice
-from sley_testing.parity import have_same_bits
+from sley_testing.parity import assert_same_bits
 from sley_testing.plans import changed, small_plan
 from sley_testing.runs import fail_once, weights
 from sley_trainer.assemble import assemble
 from sley_trainer.loop import Row
 from sley_trainer.run import Run
-
-TensorsByPart = dict[tuple[str, str], Tensor]
 
 NUM_STEPS = 2
 PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="bf16")  # two microbatches
@@ -58,7 +56,7 @@ class OffloadManagerContract:
                 for key in ("loss", "grad_norm"):
                     values, offloaded_values = ([row[key] for row in run_rows] for run_rows in (rows, offloaded_rows))
                     assert offloaded_values == values, f"order {order}: {key} is {offloaded_values}, not {values}"
-                _assert_same_bits(expected, _copy_tensors(run, COPIED), f"order {order}, after {NUM_STEPS} steps")
+                assert_same_bits(expected, _copy_tensors(run, COPIED))
 
     def test_use_of_offloaded_part_is_refused(self, texts: Path) -> None:
         """Expects an error that names the offloaded part, and a successful step after its reload."""
@@ -91,9 +89,7 @@ class OffloadManagerContract:
                 assert num_freed >= num_bytes, f"{part} had {num_bytes} bytes, but {num_freed} are reported as given back"
                 is_copied = part not in COPIED or num_copied >= num_bytes
                 assert is_copied, f"{part}: {num_copied} of {num_bytes} bytes are reported as copied"
-                _assert_same_bits(
-                    bits_before, _copy_tensors(run, [part]) if part in COPIED else {}, "after two offloads and two reloads"
-                )
+                assert_same_bits(bits_before, _copy_tensors(run, [part]) if part in COPIED else {})
 
     def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
         """Expects ordinary modules with their weights after the run."""
@@ -135,10 +131,10 @@ class OffloadManagerContract:
         for part in parts:
             num_bytes = run.memory.bytes[part]
             assert not num_bytes, f"{part} are offloaded, but {num_bytes} bytes of them are still on the device"
-        _assert_same_bits(bits_before, _copy_tensors(run, copied_parts), "on the host, while offloaded")
+        assert_same_bits(bits_before, _copy_tensors(run, copied_parts))
         run.memory.onload(*parts)
         run.memory.require("the contract", parts)
-        _assert_same_bits(bits_before, _copy_tensors(run, copied_parts), "after the reload")
+        assert_same_bits(bits_before, _copy_tensors(run, copied_parts))
 
 
 def _train(run: Run, between_steps: Callable[[], None]) -> list[Row]:
@@ -159,13 +155,6 @@ def _num_copied(manager: OffloadManager, part: Part) -> int:
     return stats.copied_out + stats.copied_in
 
 
-def _copy_tensors(run: Run, parts: Sequence[Part]) -> TensorsByPart:
+def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
     """Returns copies of all tensors of `parts` by part and name, from the device or the host."""
-    return {(part, name): value.clone() for part in parts for name, value in run.memory.host(part)}
-
-
-def _assert_same_bits(expected: TensorsByPart, actual: TensorsByPart, label: str) -> None:
-    """Asserts that both have the same tensors with the same bits. label: the start of the message."""
-    assert expected.keys() == actual.keys(), f"{label}, only one has {sorted(expected.keys() ^ actual.keys())[:3]}"
-    names = [f"{part} {name}" for (part, name), value in expected.items() if not have_same_bits(value, actual[part, name])]
-    assert not names, f"{label}, {len(names)} of {len(expected)} tensors have different bits: {', '.join(names[:3])}"
+    return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}

@@ -152,12 +152,11 @@ def _make_stepped_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields every parameter once, under its name in the first layer that has it."""
-    known_ids: set[int] = set()
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in layers:
         for path, parameter in module.named_parameters(name):
-            if id(parameter) not in known_ids:
-                known_ids.add(id(parameter))
-                yield path, parameter
+            named.setdefault(id(parameter), (path, parameter))
+    yield from named.values()
 
 
 def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:

@@ -39,8 +39,6 @@ from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 
-STATE_PARTS: tuple[Part, ...] = ("masters", "optimizer_states")
-
 BF16_SUMS = "bf16 sums"  # the key, in the tables below, of plans with `[precision] gradients = "bf16"`
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
@@ -122,7 +120,8 @@ def record(
         if save is not None:
             run.save_checkpoint(save)
         recorded.weights = weights(run)
-        for part in STATE_PARTS:
+        parts: tuple[Part, ...] = ("masters", "optimizer_states")
+        for part in parts:
             recorded.states |= {f"{part} {name}": value.clone() for name, value in run.memory.host(part)}
         if run.held_out is not None:
             recorded.held_out = run.evaluate()
@@ -196,6 +195,12 @@ def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
     assert_same_bits(reference.weights, actual_run.weights)
     assert_same_bits(reference.states, actual_run.states)
     assert reference.held_out == actual_run.held_out
+
+
+def assert_same_runs(references: Sequence[Recorded], actual_runs: Sequence[Recorded]) -> None:
+    """Asserts that two runs are bit-identical on each rank, as `assert_same_run` does."""
+    for reference, actual_run in zip(references, actual_runs, strict=True):
+        assert_same_run(reference, actual_run)
 
 
 def assert_resumed_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:

@@ -37,7 +37,7 @@ from sley_testing.runs import (
     Recorded,
     assert_equal_replicas,
     assert_parity,
-    assert_same_run,
+    assert_same_runs,
     fail_once,
     read_counts,
     record,
@@ -184,8 +184,7 @@ class WeightCommunicatorContract:
 
     def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change) -> None:
         """Asserts that a run with `before_step` is bit-identical to a run without."""
-        for expected, actual in zip(self._record(ranks), self._record(ranks, before_step=before_step), strict=True):
-            assert_same_run(expected, actual)
+        assert_same_runs(self._record(ranks), self._record(ranks, before_step=before_step))
 
 
 def _assert_parity(baseline: Recorded, recorded: Sequence[Recorded]) -> None:

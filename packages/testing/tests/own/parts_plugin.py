@@ -24,6 +24,7 @@ class Empty(Table):
 
 MOVABLE_PARTS = ("weights", "buffers", "masters", "optimizer_states")
 PARTS: dict[str, tuple[type[Record], str]] = {
+    "handler": (GradientHandlerRecord, "World Early Chatty Watches Noisy Rounded Coarse"),
     "hook": (SchedulerHookRecord, "Naive Scales Keeps Asks Differs Unbalanced Asked Hooked"),
     "learning_rate": (LRScheduleRecord, "naive counting negative short nothing"),
     "offload": (OffloadManagerRecord, "Naive Careless Skips Open Twice Stays Half Silent"),
@@ -36,45 +37,27 @@ PARTS: dict[str, tuple[type[Record], str]] = {
 EXTRA_FIELDS: dict[str, dict[str, Any]] = {
     "offload": {"parts": lambda _: MOVABLE_PARTS},
     "sequence": {"config": SequenceConfig},
+    "handler": {"role": "reducer"},
+    **{f"handler_{name}": {"role": "reducer", "tolerance": 2**-6} for name in ("Noisy", "Rounded", "Coarse")},
 }
-"""Further fields of the records of a type."""
-
-
-def records(part_type: str) -> list[Any]:
-    record, names = PARTS[part_type]
-    return [
-        record(
-            **{
-                "name": f"{part_type}_{name.lower()}",
-                "config": Empty,
-                "build": f"parts_{part_type}:{name}",
-                **EXTRA_FIELDS.get(part_type, {}),
-            }
-        )
-        for name in names.split()
-    ]
-
-
-@hookimpl
-def sley_gradient_handlers() -> list[GradientHandlerRecord]:
-    inexact = {"Noisy": 2**-6, "Rounded": 2**-6, "Coarse": 2**-6}
-    correct = {"Naive": "Late", "Halves": "Halves", "Hoards": "Hoards"}
-    buggy = "World Early Chatty Watches Noisy Rounded Coarse"
-    builds = {name: f"naive_handlers:{cls}" for name, cls in correct.items()}
-    builds |= {name: f"parts_handler:{name}" for name in buggy.split()}
-    return [
-        GradientHandlerRecord(
-            name=f"handler_{name.lower()}", config=Empty, build=build, role="reducer", tolerance=inexact.get(name, 0.0)
-        )
-        for name, build in builds.items()
-    ]
+"""Further fields of the records of a type, or of one record."""
 
 
 @hookimpl
 def sley_records() -> list[Record]:
-    return [record for part_type in PARTS if part_type != "hook" for record in records(part_type)]
+    records = []
+    for part_type, (record, names) in PARTS.items():
+        for name in names.split():
+            fields = EXTRA_FIELDS.get(f"{part_type}_{name}", EXTRA_FIELDS.get(part_type, {}))
+            build = f"parts_{part_type}:{name}"
+            records.append(record(**{"name": f"{part_type}_{name.lower()}", "config": Empty, "build": build, **fields}))
+    return records
 
 
 @hookimpl
-def sley_scheduler_hooks() -> list[SchedulerHookRecord]:
-    return records("hook")
+def sley_gradient_handlers() -> list[GradientHandlerRecord]:
+    classes = {"naive": "Late", "halves": "Halves", "hoards": "Hoards"}
+    return [
+        GradientHandlerRecord(name=f"handler_{name}", config=Empty, build=f"naive_handlers:{cls}", role="reducer")
+        for name, cls in classes.items()
+    ]
