@@ -21,7 +21,7 @@ from sley_core.plugin import CrossEntropyConfig
 from sley_testing.plain import PlainLoop
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, record, running
+from sley_testing.runs import RunRecord, record, running
 
 STEPS = 10
 ROWS = Field("int64", sequence_dim=1)
@@ -99,11 +99,11 @@ def num_ranks(tables: Tables) -> int:
     return int(parallel.get("dp", 1) * parallel.get("pp", 1))
 
 
-def train_layout(tables: Tables) -> list[Recorded]:
+def train_layout(tables: Tables) -> list[RunRecord]:
     return Ranks(num_ranks(tables), 600)(record, tables, STEPS, batches=global_batches(), folder=Path(__file__).parent)
 
 
-def largest_difference(expected: dict[str, Tensor], ranks: list[Recorded]) -> float:
+def largest_difference(expected: dict[str, Tensor], ranks: list[RunRecord]) -> float:
     differences = [
         float((value - expected[name]).abs().max())
         for recorded in ranks

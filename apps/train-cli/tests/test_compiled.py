@@ -14,7 +14,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import load_plan, plan_from_dict
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, record
+from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, record
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plans"
 REFUSED = {"zero-bubble": "split-compiled", "isp-pp": "split-compiled"}
@@ -30,7 +30,7 @@ def test_a_plan_that_cannot_be_compiled_is_refused_by_name(name: str) -> None:
     assert [problem.code for problem in problems] == ([REFUSED[name]] if name in REFUSED else [])
 
 
-def record_compiled(tables: Tables, folder: Path | None) -> tuple[Recorded, int]:
+def record_compiled(tables: Tables, folder: Path | None) -> tuple[RunRecord, int]:
     """Returns the record of the plan, with its layers compiled, and the number of graphs."""
     from torch._dynamo.utils import counters  # loads the compiler
 

@@ -18,7 +18,15 @@ from sley_checkpoint.reader import read
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.parity import assert_same_bits, train_tensors
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, assert_resumed_parity, assert_same_run, record, running, save_at
+from sley_testing.runs import (
+    RunRecord,
+    assert_parity_of_parts,
+    assert_resumed_parity,
+    assert_same_run,
+    record,
+    running,
+    save_at,
+)
 
 PLAN = small_plan(
     run__steps=6,
@@ -110,7 +118,7 @@ def test_torch_merges_the_pieces_of_a_checkpoint(texts: Path, tmp_path: Path, ra
     assert all(torch.equal(merged.tensor(name), expected[name]) for name in expected if expected.kind(name).shape)
 
 
-def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[Recorded]:
+def train_and_resume(tables: Tables, texts: Path, path: Path) -> list[RunRecord]:
     """Takes four steps with a checkpoint after two, and then two steps from the checkpoint."""
     uninterrupted = record(tables, 4, folder=texts, prepare=partial(save_at, 2, path))
     return [uninterrupted, record(tables, 2, folder=texts, load=path)]
@@ -154,7 +162,7 @@ SHARDED: dict[str, Tables] = {
 Counts = dict[str, dict[str, float]]
 
 
-def record_policies(tables: Tables, folder: Path) -> list[tuple[Recorded, Counts]]:
+def record_policies(tables: Tables, folder: Path) -> list[tuple[RunRecord, Counts]]:
     """Returns the recorded run of each policy on this rank, and its counts."""
     results = []
     for policy in POLICIES:

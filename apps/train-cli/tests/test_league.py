@@ -21,7 +21,7 @@ from sley_core.optim.config import AdamWConfig
 from sley_core.plan.plan import Plan
 from sley_testing.parity import relative_errors
 from sley_testing.plain import Batch, NamedParameters, PlainLoop, decay_groups
-from sley_testing.runs import Recorded, Tensors, gradients, weights
+from sley_testing.runs import RunRecord, Tensors, gradients, weights
 from sley_trainer.assemble import assemble
 
 SAMPLE = ("resume-wp",)
@@ -30,9 +30,9 @@ SAMPLE = ("resume-wp",)
 NUMBERS = ("loss", "grad_norm", "held_out_loss")
 
 
-def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, faulty: bool = False) -> Recorded:
+def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, faulty: bool = False) -> RunRecord:
     """Takes the steps of `row` on this rank. Each layout after the first resumes from the checkpoint of the previous one."""
-    recorded, plans = Recorded(), [row.one_process_plan()] if is_single_process else row.plans()
+    recorded, plans = RunRecord(), [row.one_process_plan()] if is_single_process else row.plans()
     steps = row.num_steps // len(plans)
     with FAULTS[row.name]() if faulty else nullcontext(), World.join("cpu") as world:
         for index, plan in enumerate(plans):
@@ -52,7 +52,7 @@ def train_row(row: LeagueRow, folder: Path, *, is_single_process: bool = False, 
     return recorded
 
 
-def plain_loop(plan: Plan, num_steps: int, first: Tensors) -> Recorded:
+def plain_loop(plan: Plan, num_steps: int, first: Tensors) -> RunRecord:
     """Takes the same steps in a plain loop that shares no code with the engine. Each microbatch is one document, so that no
     token can attend to another document.
     """
@@ -67,7 +67,7 @@ def plain_loop(plan: Plan, num_steps: int, first: Tensors) -> Recorded:
 
     loop = PlainLoop(plan.model.build(samples.info), LabelSum(), optimizer=make_optimizer, clip_norm=config.clip_norm)
     loop.load(first)
-    recorded, size = Recorded(), plan.batch.global_size
+    recorded, size = RunRecord(), plan.batch.global_size
     for step in range(num_steps):
         result = loop.step(documents(samples, range(step * size, (step + 1) * size)))
         row: dict[str, float | int] = {"step": step + 1, "loss": result.loss, "grad_norm": result.grad_norm}
@@ -94,7 +94,7 @@ class LabelSum:
         return F.cross_entropy(output[is_counted], batch["labels"][is_counted], reduction="sum")
 
 
-def differences(reference: Recorded, ranks: Sequence[Recorded], limit: float) -> Iterator[str]:
+def differences(reference: RunRecord, ranks: Sequence[RunRecord], limit: float) -> Iterator[str]:
     """Yields a line for each number and tensor of a rank whose relative error is larger than `limit`."""
 
     def compare(label: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> Iterator[str]:

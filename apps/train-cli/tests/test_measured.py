@@ -11,7 +11,7 @@ from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, record
+from sley_testing.runs import RunRecord, record
 from sley_trainer.run import Run
 
 pytestmark = pytest.mark.timeout(180)
@@ -31,7 +31,7 @@ PLAN: Tables = {
 }
 
 
-def record_costs(plan: Tables) -> tuple[Recorded, list[str], Any]:
+def record_costs(plan: Tables) -> tuple[RunRecord, list[str], Any]:
     """Returns the recorded run, the layers of this rank, and the costs in the resolved plan."""
     runs: list[Run] = []
     recorded = record(plan, 2, prepare=runs.append)

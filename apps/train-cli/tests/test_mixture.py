@@ -17,7 +17,7 @@ from sley_core.errors import RunError
 from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import GRADIENTS, WEIGHTS, Recorded, assert_parity_of_parts, record, weights
+from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parity_of_parts, record, weights
 from sley_trainer.assemble import assemble
 
 NUM_STEPS = 2
@@ -72,7 +72,7 @@ LAYOUTS: dict[str, Tables] = {
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Recorded:
+def reference(folder: Path) -> RunRecord:
     """The steps of a plain loop that processes one document at a time. Rows have the losses and shares of the sources."""
     with World.alone("cpu") as world, assemble(plan_from_dict(mixed_plan(), folder), world) as run:
         first = weights(run)
@@ -80,7 +80,7 @@ def reference(folder: Path) -> Recorded:
         layers = [(layer.name, layer.module) for layer in run.layers]
     loop = loop_of(layers)
     loop.load(first)
-    recorded = Recorded(first=first)
+    recorded = RunRecord(first=first)
     for number, batch in enumerate(batches):
         assert len(set(batch["source"].tolist())) == 2
         by_source: dict[str, list[dict[str, Tensor]]] = {name: [] for name in SOURCES}
@@ -99,7 +99,7 @@ def reference(folder: Path) -> Recorded:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, reference: Recorded, layout: str) -> None:
+def test_a_mixture_trains_like_single_documents(ranks: Any, folder: Path, reference: RunRecord, layout: str) -> None:
     recorded = ranks(2)(record, mixed_plan(**LAYOUTS[layout]), NUM_STEPS, folder=folder)
     assert_parity_of_parts(reference, recorded, "fp64")
     for rank in recorded:

@@ -23,7 +23,7 @@ from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
-from sley_testing.runs import BF16_SUMS, Recorded, assert_parity_of_parts, gradients, running, weights
+from sley_testing.runs import BF16_SUMS, RunRecord, assert_parity_of_parts, gradients, running, weights
 from sley_trainer.assemble import assemble
 
 NUM_STEPS = 3
@@ -31,11 +31,11 @@ Key = tuple[str, str, str]
 """The factors of the reference: model, compute, step."""
 
 
-def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> Recorded:
+def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> RunRecord:
     """Takes three steps on this rank. step: "second skipped" makes the gradients of the second step NaN. late: whether
     exchanges happen as late as the waits allow, since on CUDA only waits order them.
     """
-    recorded = Recorded()
+    recorded = RunRecord()
     with late_exchanges() if late else nullcontext(), running(tables, folder) as run:
         recorded.first = weights(run)
         if step == "second skipped" and run.world.rank == run.world.size - 1:
@@ -55,12 +55,12 @@ def train(tables: Tables, folder: Path, step: str, *, late: bool = False) -> Rec
 
 
 @cache
-def one_process(key: Key, folder: Path) -> Recorded:
+def one_process(key: Key, folder: Path) -> RunRecord:
     return train(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder, key[2])
 
 
 @cache
-def plain_loop(key: Key, folder: Path) -> Recorded:
+def plain_loop(key: Key, folder: Path) -> RunRecord:
     """Takes the same steps with torch's autograd, clipping and optimizer."""
     plan = plan_from_dict(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder)
     with World.alone("cpu") as world, assemble(plan, world) as run:
@@ -77,7 +77,7 @@ def plain_loop(key: Key, folder: Path) -> Recorded:
         clip_kind=float(config.clip_kind),
     )
     loop.load(first | masters)
-    recorded = Recorded(first=first)
+    recorded = RunRecord(first=first)
     for number, micros in enumerate(batches):
         if not (key[2] == "second skipped" and number == 1):
             result, tokens = loop.step(micros), sum(micro["tokens"].numel() for micro in micros)

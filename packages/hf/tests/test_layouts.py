@@ -21,7 +21,7 @@ from sley_hf.attention import uses_interface
 from sley_hf.structure import ModuleNames, find_structure, layer_name
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
-from sley_testing.runs import Recorded, record
+from sley_testing.runs import RunRecord, record
 
 STEPS, GLOBAL, MICRO, LENGTH = 3, 4, 2, 24
 BOUNDS = [[0, 24, 24, 24], [0, 7, 24, 24], [0, 5, 12, 24], [0, 23, 24, 24]]
@@ -58,7 +58,7 @@ def build_tables(folder: Path, layout: str = "", **model: Any) -> Tables:
     )
 
 
-def record_plans(plans: Sequence[Tables], folder: Path, batches: Any) -> list[Recorded]:
+def record_plans(plans: Sequence[Tables], folder: Path, batches: Any) -> list[RunRecord]:
     """Records several plans one after another on the same ranks."""
     return [record(tables, STEPS, folder=folder, batches=batches) for tables in plans]
 
@@ -113,7 +113,7 @@ def plain_loop(reference: Any) -> tuple[list[float], dict[str, Tensor], dict[str
     return losses, first, {name: p.detach().clone() for name, p in reference.named_parameters()}
 
 
-def assert_equals_plain_loop(run: Recorded, expected: Any, structure: ModuleNames, tolerance: float) -> None:
+def assert_equals_plain_loop(run: RunRecord, expected: Any, structure: ModuleNames, tolerance: float) -> None:
     """Compares losses, and the gradients of the first step and the final weights of the parameters that the rank has.
 
     Weights whose gradient is zero but for rounding are left out, since Adam scales any gradient to the same step.

@@ -17,7 +17,7 @@ from sley_hf.decoder import layer_name
 from sley_hf.structure import find_structure
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_parity_of_parts, assert_resumed_parity, record, record_reference
+from sley_testing.runs import RunRecord, assert_parity_of_parts, assert_resumed_parity, record, record_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 
@@ -93,7 +93,7 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     assert_close_gradients(weights, {name: recorded.weights[name] for name in weights}, 1e-10)
 
 
-def record_all(plans: list[Tables], folder: Path) -> list[Recorded]:
+def record_all(plans: list[Tables], folder: Path) -> list[RunRecord]:
     """Records two steps of several plans on the same ranks: in the second, both matrices of an adapter have gradients."""
     return [record(tables, 2, folder=folder) for tables in plans]
 
@@ -157,7 +157,7 @@ def test_checkpoint_has_adapters_only_and_resumes_in_another_layout(
     assert of_adapters < num_bytes < of_adapters + 100_000, "headers, index and states of random generators"
 
 
-def save_and_resume(first: Tables, second: Tables, folder: Path, path: Path) -> Recorded:
+def save_and_resume(first: Tables, second: Tables, folder: Path, path: Path) -> RunRecord:
     record(first, 2, folder=folder, save=path)
     return record(second, 2, folder=folder, load=path)
 

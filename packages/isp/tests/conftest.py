@@ -11,7 +11,7 @@ import pytest
 
 from sley_testing.contract import SQUARES
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, record, record_reference
+from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, record, record_reference
 
 OWN = Path(__file__).parent / "own"
 sys.path.insert(0, str(OWN))
@@ -58,7 +58,7 @@ def sharded() -> Callable[..., Tables]:
     return sharded
 
 
-def record_plans(plans: list[Tables], folder: Path) -> list[Recorded]:
+def record_plans(plans: list[Tables], folder: Path) -> list[RunRecord]:
     """Records several plans one after another on the same ranks."""
     return [record(tables, 2, folder=folder) for tables in plans]
 

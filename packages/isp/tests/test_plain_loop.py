@@ -23,7 +23,7 @@ from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as habit_layers
 from sley_testing.parity import assert_close_gradients, assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
-from sley_testing.runs import Recorded, assert_by_hand, assert_equal_replicas, record
+from sley_testing.runs import RunRecord, assert_by_hand, assert_equal_replicas, record
 
 Case = tuple[dict[str, Any], Any, str]
 """A plan, its layers, and the expected result of its run: "right", or an error code."""
@@ -144,7 +144,7 @@ def test_autocast(ranks, sharded, texts):
 COMPILED = [({}, {}), ({"ahead": 0, "reduce": "step"}, {"activations": {"use": "core.recompute"}})]
 
 
-def record_compiled(tables: dict[str, Any], folder: Path) -> tuple[Recorded, int, dict[str, int]]:
+def record_compiled(tables: dict[str, Any], folder: Path) -> tuple[RunRecord, int, dict[str, int]]:
     """Returns the record of a run with compiled layers, and the numbers of graphs and of graph breaks."""
     from torch._dynamo.utils import counters  # loads the compiler
 

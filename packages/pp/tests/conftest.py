@@ -11,7 +11,7 @@ import pytest
 
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_parity_of_parts, record, record_reference
+from sley_testing.runs import RunRecord, assert_parity_of_parts, record, record_reference
 from sley_trainer.run import Run
 
 OWN = Path(__file__).parent / "own"
@@ -38,13 +38,13 @@ def small(own: Path) -> Callable[..., Tables]:
     return small
 
 
-def record_plans(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[Recorded]:
+def record_plans(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any, prepare: Any) -> list[RunRecord]:
     """Records all plans in the same ranks, since starting ranks takes longer than a small run."""
     return [record(tables, num_steps, folder=folder, batches=batches, prepare=prepare) for tables in plans]
 
 
 @pytest.fixture
-def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[Recorded]]]:
+def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable[..., list[list[RunRecord]]]:
     """`compare_with_one_process(size, plans)` asserts that `size` ranks equal one process, and returns all records.
 
     Compares loss, norm, gradients, last weights, and the bits of the first weights, and checks that every parameter is on a
@@ -58,10 +58,10 @@ def compare_with_one_process(ranks: Callable[..., Ranks], own: Path) -> Callable
         folder: Path = own,
         batches: Any = None,
         prepare: Callable[[Run], None] | None = None,
-    ) -> list[list[Recorded]]:
+    ) -> list[list[RunRecord]]:
         by_rank = ranks(size, 120)(record_plans, plans, num_steps, folder, batches, prepare)
         by_plan = [list(layouts) for layouts in zip(*by_rank, strict=True)]
-        known: dict[str, Recorded] = {}
+        known: dict[str, RunRecord] = {}
         for tables, layouts in zip(plans, by_plan, strict=True):
             parts = ("pipeline", "parallel", "partition", "gradient_handlers")
             same = {key: value for key, value in tables.items() if key not in parts}

@@ -15,7 +15,7 @@ from sley_core.engine.step_batch import BatchSplitter
 from sley_core.errors import RunError
 from sley_testing.collectives import collectives
 from sley_testing.parity import assert_close_gradients
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, record, running, weights
+from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, record, running, weights
 
 FIELDS = {"tokens": Field("int64", 0, 1, "token"), "labels": Field("int64", 0, 1), "ends": Field("int32", 0)}
 INFO = DataInfo(FIELDS, vocab_size=100)
@@ -103,7 +103,7 @@ SIZES = (2, 8, 4)
 
 def own_steps(tables, folder, sizes):
     """Steps on own batches of these sizes, this rank's share of each: rows, weights, and what was sent in each step."""
-    recorded = Recorded()
+    recorded = RunRecord()
     sent = []
     with running(tables, folder) as run:
         recorded.first = weights(run)

@@ -16,7 +16,7 @@ from sley_core.model.layers import Model
 from sley_isp import sharded_layer
 from sley_testing.habits import Block, init
 from sley_testing.plans import Tables
-from sley_testing.runs import Recorded, record
+from sley_testing.runs import RunRecord, record
 
 CLASSES = 7
 POSITIONS = 4
@@ -214,9 +214,9 @@ def all_batches() -> list[dict[str, Tensor]]:
 
 def records_or_codes(
     plans: Sequence[Tables], folder: Path, num_steps: int = 2, batches: Any = None, *, min_bytes: int = sharded_layer.MIN_BYTES
-) -> list[Recorded | str]:
+) -> list[RunRecord | str]:
     """Returns the record of each run of this rank, or its error code. min_bytes: the size from which weights are sharded."""
-    runs: list[Recorded | str] = []
+    runs: list[RunRecord | str] = []
     sharded_layer.MIN_BYTES = min_bytes
     for tables in plans:
         try:

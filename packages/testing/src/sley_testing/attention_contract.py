@@ -31,7 +31,7 @@ from sley_testing.collectives import Collective, assert_same_sequence, collectiv
 from sley_testing.contract_model import model_plan
 from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_equal_replicas, assert_parity, assert_same_run, record
+from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, assert_same_run, record
 
 Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
 
@@ -95,7 +95,7 @@ def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
     return results
 
 
-def train_twice(plan: Tables) -> tuple[float | None, Recorded, Recorded]:
+def train_twice(plan: Tables) -> tuple[float | None, RunRecord, RunRecord]:
     """Returns the initial held-out loss and the records of two equal runs on this rank."""
     return record(plan, 0).held_out, record(plan, NUM_STEPS), record(plan, NUM_STEPS)
 

@@ -30,7 +30,7 @@ from sley_core.table import Table
 from sley_testing.collectives import assert_same_sequence
 from sley_testing.parity import assert_close_gradients, assert_same_bits, train_tensors
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_same_runs, fail_once, record
+from sley_testing.runs import RunRecord, assert_same_runs, fail_once, record
 from sley_trainer.run import Run
 
 Handler = dict[str, Any]
@@ -135,7 +135,7 @@ def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, redu
 
 def observe(
     handlers: list[Handler], num_micro_batches: int, fails: bool, splits: bool = True, reduction: str = "fast"
-) -> Recorded:
+) -> RunRecord:
     """Runs the contract's plan on this rank. fails: whether to add a failing step before the first and before the last step.
 
     A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
@@ -241,7 +241,7 @@ class GradientHandlerContract:
 
     def _observe(
         self, ranks: Callable[..., Ranks], num_micro_batches: int, handlers: list[Handler] | None = None
-    ) -> list[Recorded]:
+    ) -> list[RunRecord]:
         """Returns the results of two ranks, which are cached. handlers: replaces the handlers of the test's plan."""
         return ranks(2).once(observe, handlers or self._handlers(), num_micro_batches, False, self._splits_reduce_groups())
 

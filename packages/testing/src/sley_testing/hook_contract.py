@@ -24,7 +24,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_testing.collectives import assert_same_sequence, assert_untouched, record_built_models
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, assert_same_runs, fail_once, read_counts, record
+from sley_testing.runs import RunRecord, assert_same_runs, fail_once, read_counts, record
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
@@ -45,7 +45,7 @@ class Observation:
     graph after each step but the last. counts: the hook's counts after these steps.
     """
 
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: RunRecord = field(default_factory=RunRecord)
     graphs: list[list[str]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
 

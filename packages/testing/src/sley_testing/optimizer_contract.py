@@ -37,7 +37,7 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plain import NamedParameter
 from sley_testing.plans import small_plan
 from sley_testing.ranks import Ranks
-from sley_testing.runs import Recorded, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
+from sley_testing.runs import RunRecord, Tensors, assert_equal_replicas, assert_same_run, record, running, save_at
 from sley_trainer.optimizer_probe import try_optimizer
 from sley_trainer.run import Run
 
@@ -57,7 +57,7 @@ class Observation:
     the optimizer's parameters before the first step and after the last. step_gradients: the gradients of each step.
     """
 
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: RunRecord = field(default_factory=RunRecord)
     initial_parameters: Tensors = field(default_factory=dict)
     step_gradients: list[Tensors] = field(default_factory=list)
     final_parameters: Tensors = field(default_factory=dict)
@@ -91,7 +91,7 @@ def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately:
     return observation
 
 
-def resume(tables: dict[str, Any], checkpoint: Path) -> Recorded:
+def resume(tables: dict[str, Any], checkpoint: Path) -> RunRecord:
     """Takes the steps after SAVED_AT from a checkpoint in this process. An evaluation precedes the last step."""
     num_steps = NUM_STEPS - SAVED_AT
 

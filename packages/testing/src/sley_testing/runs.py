@@ -49,7 +49,7 @@ GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SU
 
 
 @dataclass
-class Recorded:
+class RunRecord:
     """Holds the results of one rank.
 
     rows: the metrics of each step. first: the initial weights. gradients: the optimizer's gradients of each step, by parameter
@@ -86,7 +86,7 @@ def record(
     before_step: Callable[[Run, int], None] | None = None,
     batches: Sequence[GivenBatch] | None = None,
     records_calls: bool = False,
-) -> Recorded:
+) -> RunRecord:
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
     folder: the plan's folder. load: the checkpoint to resume from. save: the path of a checkpoint after the last step. prepare:
@@ -94,7 +94,7 @@ def record(
     before each step. batches: global batches that replace the plan's data; this rank uses its rows. records_calls: whether to
     record collectives, which takes time.
     """
-    recorded = Recorded()
+    recorded = RunRecord()
     with running(tables, folder) as run:
         if prepare is not None:
             prepare(run)
@@ -128,7 +128,7 @@ def record(
     return recorded
 
 
-def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> Recorded:
+def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> RunRecord:
     """Returns the record of a one-process plan, cached for later calls. Callers must not modify the result.
 
     Use it for references of several layouts, but not in a test that changes a run other than by its plan.
@@ -139,7 +139,7 @@ def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path 
     return _cached_references[key]
 
 
-_cached_references: dict[str, Recorded] = {}
+_cached_references: dict[str, RunRecord] = {}
 
 
 def gradients(run: Run) -> Tensors:
@@ -180,7 +180,7 @@ def save_at(step: int, path: Path, run: Run) -> None:
     run.listeners.append(save)
 
 
-def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
+def assert_same_run(reference: RunRecord, actual_run: RunRecord) -> None:
     """Asserts that rows, gradients, weights, master weights, optimizer states and the held-out loss of two runs of one layout
     are bit-identical. `actual_run` may be a resumed run, whose steps are compared with the last steps of `reference`.
     """
@@ -197,13 +197,13 @@ def assert_same_run(reference: Recorded, actual_run: Recorded) -> None:
     assert reference.held_out == actual_run.held_out
 
 
-def assert_same_runs(references: Sequence[Recorded], actual_runs: Sequence[Recorded]) -> None:
+def assert_same_runs(references: Sequence[RunRecord], actual_runs: Sequence[RunRecord]) -> None:
     """Asserts that two runs are bit-identical on each rank, as `assert_same_run` does."""
     for reference, actual_run in zip(references, actual_runs, strict=True):
         assert_same_run(reference, actual_run)
 
 
-def assert_resumed_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+def assert_resumed_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts that each rank of a resumed run matches the last steps of the one-process `reference` within the tolerance of
     this precision. A rank may hold a part of the model.
     """
@@ -212,7 +212,7 @@ def assert_resumed_parity(reference: Recorded, layouts: Sequence[Recorded], prec
         assert_close_gradients(_select(reference.weights, resumed.weights), resumed.weights, WEIGHTS[precision])
 
 
-def assert_parity(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts that each rank in `layouts` matches the one-process `reference` within the tolerances of this precision."""
     for layout in layouts:
         assert layout.first.keys() == reference.first.keys(), sorted(layout.first.keys() ^ reference.first.keys())
@@ -220,7 +220,7 @@ def assert_parity(reference: Recorded, layouts: Sequence[Recorded], precision: s
     assert_parity_of_parts(reference, layouts, precision)
 
 
-def assert_parity_of_parts(reference: Recorded, layouts: Sequence[Recorded], precision: str) -> None:
+def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
     """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
     weight_tolerance = WEIGHTS[precision]
     # A gradient below this share of the model's largest gradient is rounding noise.
@@ -258,14 +258,14 @@ def _select(tensors: Tensors, names: Iterable[str]) -> Tensors:
     return {name: tensors[name] for name in names}
 
 
-def assert_equal_replicas(recorded: Sequence[Recorded]) -> None:
+def assert_equal_replicas(recorded: Sequence[RunRecord]) -> None:
     """Asserts that the final weights of all replicas are bit-identical."""
     for actual_run in recorded[1:]:
         assert_same_bits(recorded[0].weights, actual_run.weights)
 
 
 def assert_by_hand(
-    recorded: Recorded,
+    recorded: RunRecord,
     named: list[tuple[str, nn.Module]],
     batches: Sequence[Mapping[str, Tensor]],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],

@@ -165,6 +165,7 @@ def _noisy_parameters(ranks: Sequence[RankFindings]) -> list[str]:
 
 
 def _skipped_steps(ranks: Sequence[RankFindings]) -> list[int]:
+    """Returns the steps that at least one rank skipped."""
     return sorted({step for rank in ranks for step in rank.skipped})
 
 
@@ -300,9 +301,10 @@ class StepComparer:
             ]
 
     def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
+        """Compares one tensor. If the error exceeds the limit, elements whose gradient is noise are left out."""
         error = relative_errors({name: expected}, {name: actual})[name]
         norms, factor, num_noise = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error), 0
-        if step > 0 and error > self._limits.limit_for(quantity, step):
+        if step > 0 and error > self._limits.limit_for(quantity, step) and math.isfinite(norms[1]):
             noise = self._noise_masks.get(name) if quantity == "weight" else None
             if name in self._noise_parameters and (quantity == "weight" or norms[1] <= 8 * self._noise_floor):
                 error, num_noise = 0.0, expected.numel()

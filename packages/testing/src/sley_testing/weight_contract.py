@@ -34,7 +34,7 @@ from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import (
-    Recorded,
+    RunRecord,
     assert_equal_replicas,
     assert_parity,
     assert_same_runs,
@@ -177,7 +177,7 @@ class WeightCommunicatorContract:
         wp: int = 2,
         size: int = GLOBAL_SIZE,
         before_step: Change | None = None,
-    ) -> list[Recorded]:
+    ) -> list[RunRecord]:
         launch = ranks(world, 120)
         call = launch.once if before_step is None else launch
         return call(record, tables(self.weights, wp, size), NUM_STEPS, before_step=before_step)
@@ -187,7 +187,7 @@ class WeightCommunicatorContract:
         assert_same_runs(self._record(ranks), self._record(ranks, before_step=before_step))
 
 
-def _assert_parity(baseline: Recorded, recorded: Sequence[Recorded]) -> None:
+def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
     """Asserts that losses, gradients, weights and held-out losses of all ranks match one process."""
     assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
