@@ -1,13 +1,15 @@
 """The last linear and the cross-entropy: with all logits, with torch's functions, and in chunks of tokens. One process.
 
 Each contestant computes forward and backward of one microbatch, and adds the weight's gradient to an accumulator, as a step
-does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels.
+does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels. If liger-kernel is installed,
+its kernel is a contestant, too; on a CPU its bytes count, but not its time (`TRITON_INTERPRET=1`, `--only memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,6 +72,11 @@ class Microbatch:
         options = nn.LinearCrossEntropyOptions()  # from torch 2.13
         return F.linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum", options=options)
 
+    def liger(self) -> Tensor:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        return liger_fused_linear_cross_entropy(self.hidden, self.weight, self.labels, reduction="sum")
+
 
 class _Head(LogitsHead):
     """The head of a microbatch."""
@@ -90,6 +97,8 @@ def contestants(microbatch: Microbatch) -> dict[str, Callable[[], None]]:
     }
     if hasattr(F, "linear_cross_entropy"):
         result["torch linear_cross_entropy"] = partial(microbatch.torchs, microbatch.linear_cross_entropy)
+    if find_spec("liger_kernel") is not None:
+        result["Liger"] = partial(microbatch.torchs, microbatch.liger)
     return result
 
 
