@@ -1,8 +1,8 @@
 """The last linear and the cross-entropy: with all logits, with torch's functions, and in chunks of tokens. One process.
 
 Each contestant computes forward and backward of one microbatch, and adds the weight's gradient to an accumulator, as a step
-does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels. If liger-kernel is installed,
-its kernel is a contestant, too; on a CPU its bytes count, but not its time (`TRITON_INTERPRET=1`, `--only memory`).
+does. Peaks are the live tensor bytes above those of hidden states, weight, accumulator and labels. If liger-kernel is
+installed, its kernel is a contestant, too. On a CPU its bytes count, but not its time (`TRITON_INTERPRET=1`, `--only memory`).
 """
 
 from __future__ import annotations
