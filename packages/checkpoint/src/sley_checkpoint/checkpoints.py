@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from sley_core.protocols import Checkpointer, RestoreResult
 if TYPE_CHECKING:
     from sley_checkpoint.plugin import AnyLayoutConfig
 
-AUTO = "auto"
 FAILURE_CODE = "checkpoint-failed"
 
 
@@ -69,13 +67,13 @@ class AnyLayout(Checkpointer):
         """
         if self.table is None or self.folder is None:
             return
-        folder, timeout_s = self.folder, self.state.plan.limits.collective_timeout_s
+        folder = open_folder(self.folder)
         probe(
-            folder,
-            partial(_probe_folder, folder),
+            folder.text,
+            lambda token: folder.child(f"{STAGING_PREFIX}probe-{token}-{DELETED}"),
             self._control,
-            timeout_s,
-            lambda: self._preparation.find_problem(open_folder(folder)),
+            self.state.plan.limits.collective_timeout_s,
+            lambda: self._preparation.find_problem(folder),
         )
 
     def is_due(self, step: int) -> bool:
@@ -198,7 +196,7 @@ class AnyLayout(Checkpointer):
         """
         self.finish()
         self.state.agree("loading a checkpoint")
-        if is_auto := str(path) == AUTO:
+        if is_auto := str(path) == "auto":
             self._run_folder()
         load_path = None if is_auto else open_folder(path).text
         paths, notes = list_candidates(self.state, load_path, allow_fresh_start=allow_fresh_start)
@@ -225,10 +223,6 @@ class AnyLayout(Checkpointer):
                 hint="pass a path, or pass a folder to `assemble(plan, world, folder=...)`",
             )
         return self.folder
-
-
-def _probe_folder(folder: str, token: str) -> Folder:
-    return open_folder(folder).child(f"{STAGING_PREFIX}probe-{token}-{DELETED}")
 
 
 def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:

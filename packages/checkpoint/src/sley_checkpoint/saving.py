@@ -58,7 +58,7 @@ class SavePreparation:
         world, control, attempt = self.state.parts.world, self._control, self.state.attempt.current
         description = self.state.describe(step)
         pieces, rank_values, problem = self._rank_values()
-        infos = describe_pieces(pieces)
+        infos = [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
         # Only rank 0 has the attempt.
         target = (
             ["", "", ""]
@@ -208,11 +208,6 @@ class PieceInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.rectangle.numel * BY_NAME[self.dtype].itemsize
-
-
-def describe_pieces(pieces: Sequence[TensorPiece]) -> list[PieceInfo]:
-    """Returns the descriptions of a rank's pieces for the other ranks."""
-    return [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
 
 
 def parse_pieces(lists: Sequence[Sequence[Any]]) -> list[PieceInfo]:

@@ -9,13 +9,13 @@ layers. A cause must cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the bloc
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from sley_core.actions.action import in_words
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
 MIN_SHARE = 0.25  # share of a step that a cause must cost
@@ -258,13 +258,6 @@ def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
 
 MIN_SHOWN_S = 5e-5  # shorter times are not shown
 
-_ACTIONS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward for inputs",
-    "W": "backward for weights",
-    "C": "start of the gradients' reduction",
-}
 _LOCATIONS: dict[str, str] = {
     Location.DATA: "wait for data",
     Location.BEGINNING: "beginning of the step",
@@ -285,21 +278,14 @@ _REMEDIES: dict[str, str] = {
 }
 
 
-def describe_location(location: str) -> str:
-    """Returns the description of a location of work: `forward of chunk 0 (F0)` for `F0`."""
-    match = re.fullmatch(r"([FBIWC])(\d+)", location)
-    if match is None:
-        return _LOCATIONS.get(location, location)
-    return f"{_ACTIONS[match[1]]} of chunk {match[2]} ({location})"
-
-
 def describe_cause(cause: Cause) -> str:
     """Returns a sentence that describes the cause, with figures."""
     step = f"in a step of {_format_seconds(cause.step_s)}"
     if cause.kind == "data":
         return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
     usual = _format_seconds(cause.usual_s) if cause.usual_s >= MIN_SHOWN_S else "almost no time"
-    work = f"its {describe_location(cause.location)} takes {_format_seconds(cause.seconds)} longer"
+    location = _LOCATIONS.get(cause.location) or in_words(cause.location).removeprefix("the ")
+    work = f"its {location} takes {_format_seconds(cause.seconds)} longer"
     return f"rank {cause.ranks[0]} makes other ranks wait: {work} than on other ranks {step}; those take {usual}"
 
 

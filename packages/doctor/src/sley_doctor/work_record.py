@@ -211,9 +211,6 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
     recorder.detach()
 
 
-MAX_STEPS = 64  # steps kept per window; more steps hardly change the quartiles
-
-
 class WorkRecorder:
     """Measures the work and the waits of a run. feed: the sample feed that a step waits for. add: writes a line
     to the file.
@@ -278,8 +275,7 @@ class WorkRecorder:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._work_s[Location.BETWEEN])
             self._work_s[Location.BETWEEN] -= data_s
             self._work_s[Location.DATA] += data_s
-            if len(self._samples) < MAX_STEPS:
-                self._samples.append((time_s - self._step_start, self._wait_s, self._work_s))
+            self._samples.append((time_s - self._step_start, self._wait_s, self._work_s))
             self._last = self._step
             self._num_steps += 1
             self._num_window_steps += 1
