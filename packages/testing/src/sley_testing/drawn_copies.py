@@ -42,8 +42,8 @@ from sley_testing.happens_before import (
     MemoryWatch,
     byte_range,
     describe_tensor,
-    get_storage,
     merge_clocks,
+    needed_and_allocated_bytes,
 )
 
 COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
@@ -261,7 +261,7 @@ class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
         self._copies.execute_some()
-        assert_allocated(name, accesses)
+        super().before_operation(name, accesses)
         self._copies.apply_rule(self._copies.ledger.record_operation, name, accesses)
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -324,18 +324,7 @@ def storage_guard() -> AbstractContextManager[None]:
     """Returns a context manager in which an operation of this thread or its backward raises AssertionError if a tensor needs
     more bytes than its storage has. It costs about 0.1 ms per operation.
     """
-    return _StorageGuard().watching()
-
-
-def assert_allocated(name: str, accesses: Sequence[Access]) -> None:
-    """Raises AssertionError if memory of a tensor of the operation `name` is freed."""
-    for access in accesses:
-        needed, allocated = _needed_and_allocated_bytes(access.tensor)
-        verb = "writes" if access.writes else "reads"
-        assert allocated >= needed, (
-            f"{name} {verb} {describe_tensor(access.tensor)}, which needs {needed} bytes of a storage of {allocated}: "
-            "its memory was freed"
-        )
+    return MemoryWatch().watching()
 
 
 def safe_to_print() -> AbstractContextManager[object]:
@@ -344,23 +333,10 @@ def safe_to_print() -> AbstractContextManager[object]:
     original_repr: Callable[..., str] = Tensor.__repr__
 
     def safe_repr(tensor: Tensor, *args: object, **kwargs: object) -> str:
-        needed, allocated = _needed_and_allocated_bytes(tensor)
+        needed, allocated = needed_and_allocated_bytes(tensor)
         return original_repr(tensor, *args, **kwargs) if allocated >= needed else f"<{describe_tensor(tensor)}, freed>"
 
     return mock.patch.object(Tensor, "__repr__", safe_repr)
-
-
-def _needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
-    """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
-    storage = get_storage(tensor)
-    return (0, 0) if storage is None else (byte_range(tensor)[1], storage.nbytes())
-
-
-class _StorageGuard(MemoryWatch):  # type: ignore[no-untyped-call]
-    """Refuses operations on freed memory."""
-
-    def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        assert_allocated(name, accesses)
 
 
 WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEvent, "hold_device"), (DrawnEvent, "wait"))

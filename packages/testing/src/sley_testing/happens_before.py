@@ -223,15 +223,21 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 
+def needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
+    storage = get_storage(tensor)
+    return (0, 0) if storage is None else (byte_range(tensor)[1], storage.nbytes())
+
+
 def describe_tensor(tensor: Tensor) -> str:
     """Returns the dtype and shape as text, such as "float32 [2, 3]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `before_operation` before each operation that reads or writes memory, `after_allocation` with its new tensors, and
-    `before_resize` before a storage is resized. Subclasses override these methods. Their errors propagate to the caller of
-    the operation.
+    """Refuses operations on freed memory. Calls `before_operation` before each operation that reads or writes memory,
+    `after_allocation` with its new tensors, and `before_resize` before a storage is resized. Subclasses may override these
+    methods. Their errors propagate to the caller of the operation.
     """
 
     def __init__(self) -> None:
@@ -239,7 +245,14 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        """Handles the accesses of the operation `name` before it runs; views have no accesses."""
+        """Handles the accesses of the operation `name` before it runs; views have no accesses. Raises AssertionError if memory
+        of a tensor is freed.
+        """
+        for access in accesses:
+            needed, allocated = needed_and_allocated_bytes(access.tensor)
+            if allocated < needed:
+                text = f"{name} {'writes' if access.writes else 'reads'} {describe_tensor(access.tensor)}"
+                raise AssertionError(f"{text}, which needs {needed} bytes of a storage of {allocated}: its memory was freed")
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Handles the new tensors of the operation `name`."""
