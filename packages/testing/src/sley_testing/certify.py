@@ -1,7 +1,7 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
-Each plugin must load: it is imported, its records are well-formed, and what they build can be imported. Then every record must
-pass the contract of its kind, with its default options.
+Each plugin must load: it can be imported, its records are well-formed, and their `build` targets can be imported. Then each
+record must pass the contract of its type with the default options.
 
 A record is skipped if its contract needs inputs of its author, such as the files of a dataset, the batch of a loss, or the
 reader of a writer's files. The author inherits that contract in a test (docs/testing-plugins.md).

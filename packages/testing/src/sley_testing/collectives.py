@@ -397,8 +397,8 @@ class _LateTransport(Transport):
         return self._transport.num_scratch_rows(num_rows)
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
-        for whole, shard in zip(tensors, shards, strict=True):
-            rows = whole.view(self._group.size, *shard.shape)
+        for tensor, shard in zip(tensors, shards, strict=True):
+            rows = tensor.view(self._group.size, *shard.shape)
             for coord, row in enumerate(rows):
                 if coord != self._group.coord or row.data_ptr() != shard.data_ptr():
                     fill_with_nan(row)
