@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError, RunError
-from sley_hf.attention import SleyAttention
+from sley_hf.attention import SleyAttention, call_flash
 from sley_hf.decoder import layers
 from sley_hf.plugin import DecoderConfig
 
@@ -22,26 +25,57 @@ def draw_heads() -> list[Tensor]:
     return [torch.randn(2, 24, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
+def attend_per_document(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, longest: int, longest_key: int, **options: Any
+) -> tuple[Tensor, None]:
+    """Computes documents one by one, as flash-attn describes its `flash_attn_varlen_func`."""
+    assert options["causal"]
+    assert torch.equal(bounds, key_bounds)
+    assert longest == longest_key >= int(bounds.diff().max())
+    assert bounds.dtype == torch.int32
+    left, right = options["window_size"]
+    assert right == 0
+    eager = SleyAttention("eager")
+    scale, window, softcap = options["softmax_scale"], None if left < 0 else left + 1, options["softcap"] or None
+    contexts = [
+        eager(q[None, start:end], k[None, start:end], v[None, start:end], None, scale, window, 0.0, softcap)[0]
+        for start, end in pairwise(bounds.tolist())
+        if end > start
+    ]
+    return torch.cat(contexts), None
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("bounds", [None, [[0, 7, 24, 24], [0, 5, 12, 24]]])
-def test_flex_attention_computes_packed_documents_windows_and_caps(
-    bounds: Any, window: int | None, softcap: float | None
-) -> None:
+def test_kernels_compute_packed_documents_windows_and_caps(bounds: Any, window: int | None, softcap: float | None) -> None:
     q, k, v = draw_heads()
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
     expected = SleyAttention("eager")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     flex = SleyAttention("flex_attention")(q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
     torch.testing.assert_close(flex, expected, rtol=1e-5, atol=1e-5)
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = attend_per_document
+    flash = call_flash(module, q, k, v, cu_seqlens, 0.3, window, 0.0, softcap)
+    torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_kernel_that_lacks_a_feature_is_refused(tmp_path: Path) -> None:
+def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     q, k, v = draw_heads()
-    with pytest.raises(RunError, match="`flex_attention` has no dropout"):
-        SleyAttention("flex_attention")(q, k, v, dropout=0.1)
-    with pytest.raises(RunError, match="`flex_attention` has no backward on cpu"):
-        SleyAttention("flex_attention")(q.requires_grad_(), k, v)
+
+    def refusal_message(kernel: str, q: Tensor = q, dropout: float = 0.0) -> str:
+        with pytest.raises(RunError) as error:
+            SleyAttention(kernel)(q, k, v, dropout=dropout)
+        assert error.value.diagnostics[0].hint == 'set `[model] attention = "auto"`'
+        return error.value.diagnostics[0].message
+
+    assert refusal_message("flex_attention", q.requires_grad_()) == "`flex_attention` has no backward on cpu"
+    assert refusal_message("flash_attention_3", dropout=0.1) == "`flash_attention_3` has no dropout"
+    monkeypatch.setattr("sley_hf.attention.find_spec", lambda name: None)
+    assert "needs the module `flash_attn_interface`" in refusal_message("flash_attention_3")
+    monkeypatch.setattr("sley_hf.attention.find_spec", lambda name: ModuleSpec(name, None))
+    assert refusal_message("flash_attention_2").endswith("but not in torch.float32 on cpu")
     small_config("falcon").save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "attention": "flex_attention"})
     with pytest.raises(PlanError, match="`falcon` computes attention with its own code, which has no `flex_attention`"):

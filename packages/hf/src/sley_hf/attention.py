@@ -9,17 +9,21 @@ from __future__ import annotations
 import sys
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from sley_core.api.model import Attention, attention_mask, once_per_field
+from sley_core.api.model import Attention, attention_mask, flat_bounds, once_per_field
 from sley_core.errors import RunError
 
 NAME = "sley"
 CORE = "sley_core"
+
+FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""The modules of the packages flash-attn and flash-attn-3, by the names of their kernels in transformers."""
 
 
 class SleyAttention(Attention):
@@ -50,13 +54,11 @@ class SleyAttention(Attention):
 
         Raises RunError "hf-attention" if the kernel cannot compute this.
         """
-        if self.kernel == "flex_attention" and not q.is_meta:
-            has_backward = q.device.type == "cuda" or not (torch.is_grad_enabled() and q.requires_grad)
-            if dropout or not has_backward:
-                problem = "dropout" if dropout else f"backward on {q.device.type}"
-                hint = 'set `[model] attention = "auto"`'
-                raise RunError("hf-attention", f"`flex_attention` has no {problem}", hint=hint)
-            return call_flex(q, k, v, cu_seqlens, scale, window, softcap)
+        if self.kernel not in ("sdpa", "eager") and not q.is_meta:
+            _check_call(self.kernel, q, dropout)
+            if self.kernel == "flex_attention":
+                return call_flex(q, k, v, cu_seqlens, scale, window, softcap)
+            return call_flash(import_module(FLASH_MODULES[self.kernel]), q, k, v, cu_seqlens, scale, window, dropout, softcap)
         if softcap is None and self.kernel != "eager":
             return super().forward(q, k, v, cu_seqlens, scale, window, dropout)
         mask = attention_mask(cu_seqlens, window, q)
@@ -69,6 +71,59 @@ class SleyAttention(Attention):
         dtype = torch.promote_types(q.dtype, torch.float32)
         weights = nn.functional.dropout(scores.softmax(-1, dtype=dtype).to(q.dtype), dropout, self.training)
         return (weights @ v).transpose(1, 2)
+
+
+def _check_call(kernel: str, q: Tensor, dropout: float) -> None:
+    """Raises RunError "hf-attention" if a kernel other than `sdpa` and `eager` cannot compute this."""
+    device, problem = q.device.type, ""
+    if dropout and kernel != "flash_attention_2":
+        problem = "has no dropout"
+    elif kernel == "flex_attention":
+        if device != "cuda" and torch.is_grad_enabled() and q.requires_grad:
+            problem = f"has no backward on {device}"
+    elif find_spec(FLASH_MODULES[kernel]) is None:
+        problem = f"needs the module `{FLASH_MODULES[kernel]}`, which is not installed"
+    elif device != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        problem = f"computes in bf16 and fp16 on CUDA, but not in {q.dtype} on {device}"
+    if problem:
+        raise RunError("hf-attention", f"`{kernel}` {problem}", hint='set `[model] attention = "auto"`')
+
+
+def call_flash(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    window: int | None,
+    dropout: float,
+    softcap: float | None,
+) -> Tensor:
+    """Returns the context [b, s, h, d] of `module.flash_attn_varlen_func`, which gets the rows one after another."""
+    batch, length = q.shape[:2]
+    if cu_seqlens is None:
+        bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    else:
+        bounds = flat_bounds(cu_seqlens, length)
+    options: dict[str, Any] = {"dropout_p": dropout} if dropout else {}
+    context = module.flash_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        bounds,
+        bounds,
+        length,
+        length,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+        **options,
+    )
+    context = context[0] if isinstance(context, tuple) else context  # flash-attn-3 may return the log-sum-exp too
+    output: Tensor = context.reshape(batch, length, *context.shape[1:])
+    return output
 
 
 def call_flex(

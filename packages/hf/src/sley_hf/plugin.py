@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 
-Kernel = Literal["auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention"]
+Kernel = Literal[
+    "auto", "cudnn", "flash", "efficient", "math", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"
+]
 
 
 class DecoderConfig(ModelConfig):
@@ -38,7 +40,8 @@ class DecoderConfig(ModelConfig):
 
     attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
     """The attention kernel. The first five values are those of every model, for torch's `scaled_dot_product_attention`. The
-    others are names in transformers: plain matrix products, and torch's `flex_attention`, which trains on CUDA only.
+    others are names in transformers: plain matrix products, torch's `flex_attention`, and the kernels of the packages
+    flash-attn and flash-attn-3. The last three train on CUDA only.
 
     Attentions with soft-capped scores use matrix products instead of `scaled_dot_product_attention`.
     """
