@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from started_program import Result
 
 Cli = Callable[..., Result]
@@ -67,17 +66,6 @@ def test_slurm_gives_each_task_its_rank(stubs: Path) -> None:
         assert (notes["WORLD_SIZE"], notes["LOCAL_WORLD_SIZE"], notes["OMP_NUM_THREADS"]) == ("4", "2", "3")
         assert (notes["MASTER_ADDR"], notes["MASTER_PORT"]) == ("localhost", "20007")
         assert notes["args"] == "run plan.toml --resume auto"
-
-
-@pytest.mark.skipif(not EXAMPLES.exists(), reason="an sdist has no examples")
-def test_examples_of_other_engines_start_torchrun_on_each_host() -> None:
-    """The fields must be those of a TrainJob and its trainer in the API trainer.kubeflow.org/v1alpha1."""
-    job = yaml.safe_load((EXAMPLES / "trainjob.yaml").read_text("utf-8"))
-    assert (job.keys(), job["kind"]) == ({"apiVersion", "kind", "metadata", "spec"}, "TrainJob")
-    fields = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
-    assert job["spec"]["trainer"].keys() <= fields
-    assert job["spec"]["trainer"]["command"][:4] == ["torchrun", "-m", "train_cli", "run"]
-    compile((EXAMPLES / "ray_job.py").read_text("utf-8"), "ray_job.py", "exec")
 
 
 @pytest.mark.parametrize("command", ["check", "show"])

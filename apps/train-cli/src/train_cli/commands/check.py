@@ -65,5 +65,4 @@ def env() -> None:
     from train_cli.environment import machine_info
 
     info = machine_info()
-    width = max(map(len, info))
-    typer.echo("\n".join(f"{name:{width}}  {value}" for name, value in info.items()))
+    typer.echo("\n".join(f"{name:{max(map(len, info))}}  {value}" for name, value in info.items()))

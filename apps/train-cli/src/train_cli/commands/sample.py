@@ -250,9 +250,8 @@ def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
 
 
 def _print_metrics(metrics: Mapping[str, float]) -> None:
-    width = max(map(len, metrics), default=0)
     for name, value in metrics.items():
-        typer.echo(f"{name:<{width}}  {value:.4f}")
+        typer.echo(f"{name:<{max(map(len, metrics))}}  {value:.4f}")
 
 
 def _is_nats_per_byte(plan: Plan) -> bool:
