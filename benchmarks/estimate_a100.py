@@ -1,4 +1,4 @@
-"""Estimates of steps against a public table of A100 times, which a handful of its rows calibrates.
+"""Compares estimated steps with a public table of A100 times, of which a few rows calibrate the machine.
 
     python benchmarks/estimate_a100.py a100_iterations.csv [--seed N] [--rows 16] [--each]
 
@@ -121,32 +121,32 @@ class GPTRow:
 def read_rows(path: Path) -> list[GPTRow]:
     """Returns the rows of a table with the columns of a `GPTRow`, times in milliseconds as `iteration_ms`."""
     with path.open(newline="") as file:
-        found = []
+        rows = []
         for line in csv.DictReader(file):
             seconds = float(line.pop("iteration_ms")) / 1e3
-            found.append(GPTRow(**{name: int(float(value)) for name, value in line.items()}, seconds=seconds))
-    for row in found:
+            rows.append(GPTRow(**{name: int(float(value)) for name, value in line.items()}, seconds=seconds))
+    for row in rows:
         assert row.gpus == row.dp * row.pp, row
         assert row.micros * row.dp * row.micro_batch == row.global_batch, row
         assert row.layers % row.pp == 0, row
-    return found
+    return rows
 
 
 @cache
-def works(hidden: int, heads: int, sequence: int, micro_batch: int) -> list[tuple[LayerWork, int]]:
+def trace_gpt_layers(hidden: int, heads: int, sequence: int, micro_batch: int) -> list[tuple[LayerWork, int]]:
     """Returns the work of embedding, block and head at this shape, each traced once on meta, with their parameters."""
     shape = micro_batch, sequence
     fields = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("tokens", "positions", "labels")}
     with torch.device("meta"):
         modules = [GPTEmbedding(hidden, sequence), GPTBlock(hidden, heads), GPTHead(hidden)]
     policy = Recompute(frozenset({"block"}))
-    found, value = [], None
+    layers, value = [], None
     for name, module in zip(("embedding", "block", "head"), modules, strict=True):
         layer = Layer(name, module, ("tokens", "positions") if name == "embedding" else ())
         loss = TokenLoss() if name == "head" else None
         work, value = trace_layer(layer, value, fields, policy, loss, torch.float16, torch.float16)
-        found.append((work, sum(parameter.numel() for parameter in module.parameters())))
-    return found
+        layers.append((work, sum(parameter.numel() for parameter in module.parameters())))
+    return layers
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ NOISE = 0.04
 """Relative error that the estimator has anyway: weighs rows against priors."""
 
 
-def machine_of(logs: np.ndarray) -> MachineFile:
+def build_machine(logs: np.ndarray) -> MachineFile:
     """Returns the machine file with the constants e^logs, of which the last, the seconds outside operators, is not part."""
     half, small, wide, memory, launch, link, latency, _ = (float(value) for value in np.exp(logs))
     return machine_from_dict(
@@ -194,20 +194,20 @@ def machine_of(logs: np.ndarray) -> MachineFile:
 
 def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
     """Returns the estimator of a row's seconds on the machine with the constants e^logs."""
-    machine, step_s = machine_of(logs), float(np.exp(logs[-1]))
+    machine, step_s = build_machine(logs), float(np.exp(logs[-1]))
 
     @cache
     def seconds(hidden: int, heads: int, sequence: int, micro_batch: int) -> tuple[LayerSeconds, ...]:
-        found = works(hidden, heads, sequence, micro_batch)
-        return tuple(LayerSeconds.from_operators(work, machine.device) for work, _ in found)
+        layers = trace_gpt_layers(hidden, heads, sequence, micro_batch)
+        return tuple(LayerSeconds.from_operators(work, machine.device) for work, _ in layers)
 
     def predict(row: GPTRow) -> float:
         shape = row.hidden, row.heads, row.sequence, row.micro_batch
         embedding, block, head = seconds(*shape)
-        (_, first), (middle, size), (_, last) = works(*shape)
-        parts = [[block] * (row.layers // row.pp) for _ in range(row.pp)]
-        numbers = [size * len(part) for part in parts]
-        parts[0], parts[-1] = [embedding, *parts[0]], [*parts[-1], head]
+        (_, first), (middle, size), (_, last) = trace_gpt_layers(*shape)
+        layers = [[block] * (row.layers // row.pp) for _ in range(row.pp)]
+        numbers = [size * len(part) for part in layers]
+        layers[0], layers[-1] = [embedding, *layers[0]], [*layers[-1], head]
         numbers[0] += first
         numbers[-1] += last if row.pp > 1 else 0  # head and embedding are one weight
         ranks = [range(stage * row.dp, (stage + 1) * row.dp) for stage in range(row.pp)]
@@ -216,18 +216,19 @@ def predictor(logs: np.ndarray) -> Callable[[GPTRow], float]:
             message_cost(middle.output_bytes, stage * row.dp, (stage + 1) * row.dp, machine.links)
             for stage in range(row.pp - 1)
         ]
-        behind: dict[int, list[Begin | Await | Compute]] = {}
+        final_instructions: dict[int, list[Begin | Await | Compute]] = {}
         for stage, (cost, number) in enumerate(zip(sums, numbers, strict=True)):
             summed = Exchange(stage, "sum", (stage,), *cost)
             update_s = number * UPDATE_BYTES / machine.device.memory_bandwidth + step_s
-            behind[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
-        return simulate_without_plan(lists_of(row.pp, row.micros), loop(row.pp), parts, between, behind).seconds
+            final_instructions[stage] = [Begin(summed), Await(summed.key), Compute(update_s)]
+        lists = lower_one_f_one_b(row.pp, row.micros)
+        return simulate_without_plan(lists, loop(row.pp), layers, between, final_instructions).seconds
 
     return predict
 
 
 @cache
-def lists_of(stages: int, micros: int):  # type: ignore[no-untyped-def]
+def lower_one_f_one_b(stages: int, micros: int):  # type: ignore[no-untyped-def]
     """Returns the lowered lists of 1F1B."""
     return lower(one_f_one_b(stages, 1, micros), loop(stages), micros)
 
@@ -238,49 +239,49 @@ def fit(rows: Sequence[GPTRow]) -> np.ndarray:
     """
     start = np.log([constant.prior for constant in CONSTANTS])
     spreads = np.array([constant.spread for constant in CONSTANTS])
-    taken = np.log([row.seconds for row in rows])
+    logs_of_seconds = np.log([row.seconds for row in rows])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         predict = predictor(logs)
-        return np.concatenate([(np.log([predict(row) for row in rows]) - taken) / NOISE, (logs - start) / spreads])
+        return np.concatenate([(np.log([predict(row) for row in rows]) - logs_of_seconds) / NOISE, (logs - start) / spreads])
 
     logs, damping = start, 1e-2
-    found = residuals(logs)
+    current = residuals(logs)
     for _ in range(12):
         steps = 1e-3 * np.eye(len(logs))
-        slopes = np.stack([(residuals(logs + step) - found) / 1e-3 for step in steps], axis=1)
+        slopes = np.stack([(residuals(logs + step) - current) / 1e-3 for step in steps], axis=1)
         normal = slopes.T @ slopes
         while damping < 1e6:
-            trial = logs - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), slopes.T @ found)
+            trial = logs - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), slopes.T @ current)
             after = residuals(trial)
-            if after @ after < found @ found:
+            if after @ after < current @ current:
                 break
             damping *= 10
-        gained = 1 - (after @ after) / (found @ found)
+        gained = 1 - (after @ after) / (current @ current)
         if gained <= 0:
             break
-        logs, found, damping = trial, after, damping / 10
+        logs, current, damping = trial, after, damping / 10
         if gained < 1e-4:
             break
     return logs
 
 
-def errors(rows: Sequence[GPTRow], logs: np.ndarray) -> np.ndarray:
+def relative_errors(rows: Sequence[GPTRow], logs: np.ndarray) -> np.ndarray:
     """Returns the relative error of each row's prediction."""
     predict = predictor(logs)
     return np.array([predict(row) / row.seconds - 1 for row in rows])
 
 
-def show(rows: Sequence[GPTRow], found: np.ndarray, logs: np.ndarray) -> None:
+def print_errors(rows: Sequence[GPTRow], row_errors: np.ndarray, logs: np.ndarray) -> None:
     """Prints the fitted constants, and errors by gpus, dp and pp."""
     for constant, log in zip(CONSTANTS, logs, strict=True):
         print(f"    {constant.name:18} {np.exp(log):.4g}   (prior {constant.prior:.4g})")
     for name in ("gpus", "dp", "pp"):
         by = defaultdict(list)
-        for row, error in zip(rows, found, strict=True):
+        for row, error in zip(rows, row_errors, strict=True):
             by[getattr(row, name)].append(error)
-        parts = [f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())]
-        print(f"    {name:5}", "  ".join(parts))
+        texts = [f"{key}: {np.mean(np.abs(of)):.1%} ({np.mean(of):+.1%}, {len(of)} rows)" for key, of in sorted(by.items())]
+        print(f"    {name:5}", "  ".join(texts))
 
 
 def main() -> None:
@@ -297,21 +298,21 @@ def main() -> None:
     rows = read_rows(options.file)
     means = []
     for seed in range(options.seed, options.seed + SEEDS):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         order = random.Random(seed).sample(rows, len(rows))
         fitted, others = order[: options.rows], order[options.rows :]
         logs = fit(fitted)
-        found = errors(others, logs)
-        means.append(float(np.mean(np.abs(found))))
-        worst = float(np.max(np.abs(found)))
+        row_errors = relative_errors(others, logs)
+        means.append(float(np.mean(np.abs(row_errors))))
+        worst = float(np.max(np.abs(row_errors)))
         print(
             f"seed {seed}: fitted on {len(fitted)} rows, mean absolute error of the other {len(others)}: {means[-1]:.2%}, "
-            f"largest {worst:.2%} ({time.perf_counter() - began:.0f} s)"
+            f"largest {worst:.2%} ({time.perf_counter() - start_s:.0f} s)"
         )
         if seed == options.seed:
-            show(others, found, logs)
+            print_errors(others, row_errors, logs)
         if seed == options.seed and options.each:
-            for row, error in zip(others, found, strict=True):
+            for row, error in zip(others, row_errors, strict=True):
                 print(f"    {row}: predicted {row.seconds * (1 + error):.3f} s, {error:+.1%}")
     met = "met" if max(means) <= TARGET else "not met"
     print(f"means {min(means):.2%} to {max(means):.2%}; target {TARGET:.0%}: {met}")

@@ -1,4 +1,4 @@
-"""Draws how far estimates were from what was measured, plan by plan, from what tests and benchmarks printed.
+"""Draws the errors of estimates, plan by plan, from the output of tests and benchmarks.
 
     python -m pytest -s -m campaign apps/train-cli/tests/test_estimated_bytes.py -k drawn | tee bytes.log
     python benchmarks/estimate_errors.py bytes bytes.log --out docs/estimate-bytes.svg
@@ -9,7 +9,8 @@
     python -m pytest -s -m "gpu and alone" apps/train-cli/tests/test_estimates_on_gpu.py | tee -a seconds.log
     python benchmarks/estimate_errors.py seconds seconds.log --out docs/estimate-seconds.svg
 
-Of bytes a plan counts with the rank that is farthest off. Prints of each group: plans, mean, median, 95 % and most, in percent.
+The error of a plan's bytes is that of its worst rank. Prints for each group the number of plans, and the mean, median, 95 %
+quantile and maximum of their errors in percent.
 """
 
 from __future__ import annotations
@@ -33,42 +34,42 @@ STEPS = {
     "layouts of up to 8 A100, of a public table": re.compile(r"predicted [\d.]+ s, ([+-][\d.]+)%"),
     "plans of one H200": re.compile(r"a step of [\d.]+ s \(([+-][\d.]+)%\)"),
 }
-"""What tells of a step, by where it was measured."""
+"""Patterns of a line with the error of a step in percent, by group."""
 
-LEAST = 1e-4
-"""What is printed as 0: the campaign of bytes rounds to as much."""
+MIN_ERROR = 1e-4
+"""The smallest error in a drawing with a logarithmic axis; the campaign of bytes prints smaller ones as 0."""
 
 
-def errors_of_bytes(text: str) -> dict[str, list[float]]:
-    """Returns, for each number of ranks, how far each plan's worst rank was off, relative."""
-    found: dict[int, list[float]] = defaultdict(list)
-    far = 0.0
+def read_byte_errors(text: str) -> dict[str, list[float]]:
+    """Returns the absolute relative error of each plan's worst rank, by group. A group has one number of ranks."""
+    errors: dict[int, list[float]] = defaultdict(list)
+    largest = 0.0
     for error, rank, world in RANK.findall(text):
-        far = max(far, abs(float(error))) if rank != "0" else abs(float(error))
-        if int(rank) == int(world) - 1:  # a plan of which a rank is missing was not compared
-            found[int(world)].append(far)
-    return {f"plans of {world} ranks" if world > 1 else "plans of 1 rank": found[world] for world in sorted(found)}
+        largest = max(largest, abs(float(error))) if rank != "0" else abs(float(error))
+        if int(rank) == int(world) - 1:  # a plan without a line of its last rank is incomplete
+            errors[int(world)].append(largest)
+    return {f"plans of {world} ranks" if world > 1 else "plans of 1 rank": errors[world] for world in sorted(errors)}
 
 
-def errors_of_seconds(text: str) -> dict[str, list[float]]:
-    """Returns, for each group of layouts, how far each one's step was off, relative."""
+def read_second_errors(text: str) -> dict[str, list[float]]:
+    """Returns the absolute relative error of each layout's step, by group."""
     return {name: [abs(float(error)) / 100 for error in line.findall(text)] for name, line in STEPS.items()}
 
 
-def at(errors: Sequence[float], share: float) -> float:
+def quantile(errors: Sequence[float], share: float) -> float:
     """Returns the error that `share` of the plans do not exceed."""
     return sorted(errors)[int(share * (len(errors) - 1))]
 
 
-def drawn(groups: Mapping[str, Sequence[float]], xlabel: str, bounds: Sequence[float], xscale: str) -> Figure:
-    """Returns the picture: of each group, the share of plans that are at most so far off. bounds: in percent, dotted lines."""
+def draw_errors(groups: Mapping[str, Sequence[float]], xlabel: str, bounds: Sequence[float], xscale: str) -> Figure:
+    """Returns a figure with the cumulative distribution of each group's errors. bounds: errors in percent with dotted lines."""
     mpl.rcParams["svg.hashsalt"] = "sley"
     figure = Figure(figsize=(7.0, 3.2), layout="constrained")
     axes = figure.subplots()
     for name, errors in groups.items():
-        far = [100 * max(error, LEAST) for error in sorted(errors)]
-        shares = [100 * (number + 1) / len(far) for number in range(len(far))]
-        axes.step(far, shares, where="post", label=f"{len(far)} {name}")
+        percentages = [100 * max(error, MIN_ERROR) for error in sorted(errors)]
+        shares = [100 * (number + 1) / len(errors) for number in range(len(errors))]
+        axes.step(percentages, shares, where="post", label=f"{len(errors)} {name}")
     for bound in bounds:
         axes.axvline(bound, color="grey", linewidth=0.8, linestyle=":")
     axes.set(xscale=xscale, xlabel=xlabel, ylabel="plans, in percent", ylim=(0, 102))
@@ -77,30 +78,30 @@ def drawn(groups: Mapping[str, Sequence[float]], xlabel: str, bounds: Sequence[f
 
 
 PICTURES = {
-    "bytes": (errors_of_bytes, ("the peak is off by at most, in percent", (1, 3), "log")),
-    "seconds": (errors_of_seconds, ("the step is off by at most, in percent", (5, 10), "linear")),
+    "bytes": (read_byte_errors, ("the peak is off by at most, in percent", (1, 3), "log")),
+    "seconds": (read_second_errors, ("the step is off by at most, in percent", (5, 10), "linear")),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=PICTURES, nargs="?")
+    parser.add_argument("quantity", choices=PICTURES, nargs="?")
     parser.add_argument("logs", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=Path("errors.svg"), help="the picture (default errors.svg)")
-    given = parser.parse_args()
-    if not given.logs:
-        print("no log is given, so there is nothing to draw")
+    options = parser.parse_args()
+    if not options.logs:
+        print("there is nothing to draw without a log")
         return
-    errors_of, how = PICTURES[given.what]
-    groups = errors_of("\n".join(log.read_text("utf-8", errors="replace") for log in given.logs))
+    read_errors, axes = PICTURES[options.quantity]
+    groups = read_errors("\n".join(log.read_text("utf-8", errors="replace") for log in options.logs))
     for name in [name for name, errors in groups.items() if not errors]:
-        print(f"no line tells of {name}")
+        print(f"no line has an error of {name}")
         del groups[name]
     for name, errors in groups.items():
-        figures = (statistics.mean(errors), at(errors, 0.5), at(errors, 0.95), max(errors))
-        told = " ".join(f"{100 * value:.2f}" for value in figures)
-        print(f"{len(errors)} {name}: mean, median, 95 % and most in percent: {told}")
-    drawn(groups, *how).savefig(given.out, metadata={"Date": None})
+        figures = (statistics.mean(errors), quantile(errors, 0.5), quantile(errors, 0.95), max(errors))
+        text = " ".join(f"{100 * value:.2f}" for value in figures)
+        print(f"{len(errors)} {name}: mean, median, 95 % and maximum in percent: {text}")
+    draw_errors(groups, *axes).savefig(options.out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

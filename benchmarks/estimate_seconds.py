@@ -1,13 +1,12 @@
-"""Estimated steps against real ones: a decoder that really computes, in 24 layouts of two ranks on two cores.
+"""Compares estimated with real steps of a decoder in 24 layouts of two ranks on two cores.
 
-    calibrate   what two ranks exchange, and the layers, on both at once: in each round once per size of a microbatch,
-                policy and axis that cuts layers
-    estimate    each layout, from that machine alone; the median of the rounds
-    run         each layout, all of them interleaved; the median of its steps
-    again       the same layout once more in each round: what it says of the first is the noise
+    calibrate   the links and the layers on both ranks, once per round, microbatch size, policy and axis that cuts layers
+    estimate    each layout, from this machine file only; the median of the rounds
+    run         each layout, interleaved with the others; the median of its steps
+    repeat      each layout once more in each round; its difference from the first run is the noise
 
-Behind each figure stands how much more the largest of the rounds is than the smallest. Targets: the mean of the errors'
-absolute values <= 7 %, the largest <= 15 %.
+After each figure, the benchmark prints the excess of the largest round over the smallest. Targets: the mean absolute error is
+at most 7 %, and the largest at most 15 %.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MEAN, WORST = 0.07, 0.15
 
 @dataclass(frozen=True)
 class Layout:
-    """Two ranks along `axis`. micro: samples of a microbatch. more: tables of the plan.."""
+    """A layout of two ranks along `axis`. micro: the samples of a microbatch. more: further tables of the plan."""
 
     axis: str
     micro: int
@@ -44,56 +43,59 @@ class Layout:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        listed = (*self.more.get("gradient_handlers", ()), *self.more.get("offload", ()))
-        named = [one["use"] for one in (self.more.get("pipeline"), *listed) if one]
-        return " ".join([self.axis, f"micro {self.micro}", self.policy, *named])
+        handlers = (*self.more.get("gradient_handlers", ()), *self.more.get("offload", ()))
+        records = [table["use"] for table in (self.more.get("pipeline"), *handlers) if table]
+        return " ".join([self.axis, f"micro {self.micro}", self.policy, *records])
 
     @property
-    def measured_by(self) -> Hashable:
-        """Layouts with the same need the same layers: stages and replicas have whole ones."""
+    def calibration_key(self) -> Hashable:
+        """Returns a key of the layers; layouts with equal keys share a calibration. Stages and replicas have whole layers."""
         return self.micro, self.policy, self.axis if self.axis in ("wp", "sp") else ""
 
     def tables(self) -> dict[str, Any]:
+        """Returns the tables of the plan."""
         batch = {"global_size": SAMPLES, "micro_size": self.micro}
         return plan(SHAPE, 1, None, batch=batch, parallel={self.axis: RANKS}, activations={"use": self.policy}, **self.more)
 
     @property
     def copies(self) -> bool:
-        """Whether it copies to the host and back in each step."""
+        """Returns whether each step copies memory to the host and back."""
         return self.policy == "memory.host" or "offload" in self.more
 
-    def tables_to_measure(self) -> dict[str, Any]:
+    def calibration_tables(self) -> dict[str, Any]:
+        """Returns the tables of a plan with the same layers, which needs no stages."""
         return self.tables() if self.axis in ("wp", "sp") else Layout("dp", self.micro, self.policy, REDUCED).tables()
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a layout's step, of each round."""
+    """The seconds of a layout's step in each round."""
 
     estimated: list[float] = field(default_factory=list)
     real: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
+    repeated: list[float] = field(default_factory=list)
 
     @property
     def error(self) -> float:
-        """How much longer the estimate is than the real step."""
+        """Returns the relative error of the estimate."""
         return statistics.median(self.estimated) / statistics.median(self.real) - 1
 
     @property
     def noise(self) -> float:
-        """How much longer the same step is, taken again."""
-        return statistics.median(self.again) / statistics.median(self.real) - 1
+        """Returns the relative difference of the repeated step."""
+        return statistics.median(self.repeated) / statistics.median(self.real) - 1
 
 
-def spread(found: Sequence[float]) -> float:
-    return max(found) / min(found) - 1
+def spread(seconds: Sequence[float]) -> float:
+    """Returns the relative excess of the largest value over the smallest."""
+    return max(seconds) / min(seconds) - 1
 
 
 REDUCED = {"gradient_handlers": [{"use": "dp.bucketed"}]}
 
 
 def layouts() -> Iterator[Layout]:
-    """Every axis, reducer, schedule and policy, with few and with many microbatches; the last four copy to the host."""
+    """Yields every axis, reducer, schedule and policy, with few and many microbatches. The last four copy to the host."""
     for reducer in ("dp.bucketed", "dp.sharded"):
         for micro, policy in ((1, "core.keep"), (4, "core.keep"), (2, "core.recompute")):
             yield Layout("dp", micro, policy, {"gradient_handlers": [{"use": reducer}]})
@@ -110,51 +112,51 @@ def layouts() -> Iterator[Layout]:
         yield Layout("dp", 4, more=REDUCED | {"offload": [manager]})
 
 
-def measured(layout: Layout) -> MachineFile | None:
-    """This machine with the layers of a layout, as `train-cli calibrate` measures it; None on all but rank 0."""
+def calibrate(layout: Layout) -> MachineFile | None:
+    """Returns the machine file with the layers of a layout, as `train-cli calibrate` writes it; None on ranks other than 0."""
     with World.join("cpu") as world:
-        return measure_machine(world, plan_from_dict(layout.tables_to_measure()), timeout_s=120)
+        return measure_machine(world, plan_from_dict(layout.calibration_tables()), timeout_s=120)
 
 
-def taken(layout: Layout, steps: int) -> float:
-    """The median seconds of a step, without the first two."""
+def time_step(layout: Layout, steps: int) -> float:
+    """Returns the median seconds of `steps` steps after two warm-up steps."""
     with World.join("cpu") as world, assemble(plan_from_dict(layout.tables()), world) as run:
-        found = []
+        seconds = []
         for _ in range(2 + steps):
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             run.step()
-            found.append(time.perf_counter() - began)
-        return statistics.median(found[2:])
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[2:])
 
 
 def main() -> None:
-    options = parser(__doc__.splitlines()[0], rounds=3)
-    options.add_argument("--steps", type=int, default=7, help="of a layout in each round (default 7)")
-    chosen = options.parse_args()
+    arguments = parser(__doc__.splitlines()[0], rounds=3)
+    arguments.add_argument("--steps", type=int, default=7, help="steps of a layout in each round (default 7)")
+    options = arguments.parse_args()
     ranks, rows = Ranks(RANKS, timeout_s=600), [(layout, Row()) for layout in layouts()]
-    for _ in range(chosen.rounds):
+    for _ in range(options.rounds):
         machines: dict[Hashable, MachineFile] = {}
         for layout, row in rows:
-            if layout.measured_by not in machines:
-                machine = ranks(measured, layout)[0]
+            if layout.calibration_key not in machines:
+                machine = ranks(calibrate, layout)[0]
                 assert machine is not None, layout
-                machines[layout.measured_by] = machine
-            step = estimate_plan(plan_from_dict(layout.tables()), RANKS, machines[layout.measured_by]).step
+                machines[layout.calibration_key] = machine
+            step = estimate_plan(plan_from_dict(layout.tables()), RANKS, machines[layout.calibration_key]).step
             row.estimated.append(step.seconds)
-            row.real.append(max(ranks(taken, layout, chosen.steps)))
+            row.real.append(max(ranks(time_step, layout, options.steps)))
         for layout, row in rows:
-            row.again.append(max(ranks(taken, layout, chosen.steps)))
+            row.repeated.append(max(ranks(time_step, layout, options.steps)))
     for layout, row in rows:
-        told = ", ".join(f"{name} {statistics.median(one):.3f} s (+{spread(one):.0%})" for name, one in vars(row).items())
-        print(f"{layout!s:<50} {told}: {row.error:+6.1%}, noise {row.noise:+6.1%}", flush=True)
-    copying = [row for layout, row in rows if layout.copies]
-    for label, some, targets in (
-        ("layouts", [row for _, row in rows if row not in copying], f" (targets {MEAN:.0%}, {WORST:.0%})"),
-        ("layouts that copy", copying, ""),
+        figures = [f"{name} {statistics.median(seconds):.3f} s (+{spread(seconds):.0%})" for name, seconds in vars(row).items()]
+        print(f"{layout!s:<50} {', '.join(figures)}: {row.error:+6.1%}, noise {row.noise:+6.1%}", flush=True)
+    copying_rows = [row for layout, row in rows if layout.copies]
+    for label, group, targets in (
+        ("layouts", [row for layout, row in rows if not layout.copies], f" (targets {MEAN:.0%}, {WORST:.0%})"),
+        ("layouts that copy", copying_rows, ""),
     ):
-        for name, aims in (("error", targets), ("noise", "")):
-            found = [abs(getattr(row, name)) for row in some]
-            print(f"{name} of {len(found)} {label}: mean {statistics.mean(found):.1%}, largest {max(found):.1%}{aims}")
+        for name, target in (("error", targets), ("noise", "")):
+            values = [abs(getattr(row, name)) for row in group]
+            print(f"{name} of {len(values)} {label}: mean {statistics.mean(values):.1%}, largest {max(values):.1%}{target}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ DEVICES: dict[str, dict[str, float]] = {
 """Products per second, bytes per second of memory, between ranks of a host, and to the host."""
 
 
-def machine_of(name: str) -> Any:
+def build_machine(name: str) -> Any:
     """Returns the machine file of hosts with eight such devices and one network card."""
     device = DEVICES[name]
     products = {"flops_per_s": device["flops_per_s"], "half_flops": 1e10}
@@ -67,7 +67,7 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def plan_of(model: dict[str, Any], folder: Path) -> Any:
+def build_plan(model: dict[str, Any], folder: Path) -> Any:
     """Returns the plan of a model over a file of tokens, which this writes into `folder`."""
     np.zeros(1 << 16, dtype=np.uint32).tofile(folder / "tokens.bin")
     tables = {
@@ -88,10 +88,10 @@ def main() -> None:
     options = parser.parse_args()
     for model, device in product(MODELS, DEVICES):
         with tempfile.TemporaryDirectory() as folder:
-            plan = plan_of(MODELS[model], Path(folder))
+            plan = build_plan(MODELS[model], Path(folder))
             start_s, start_cpu_s = time.perf_counter(), cpu_s()
             space = Layouts(plan, options.world, list_choices(plan))
-            machine = machine_of(device)
+            machine = build_machine(device)
             if options.rough:
                 result, *_ = rank_layouts(space, machine, 80 * GIB)
             else:

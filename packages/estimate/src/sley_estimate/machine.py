@@ -23,7 +23,7 @@ MACHINE_FORMAT = 1
 Bandwidth = Annotated[float, Field(ge=1e3, le=1e15), ValueDescription("bytes per second, from 1e3 to 1e15")]
 Latency = Annotated[float, Field(ge=0, le=10), ValueDescription("seconds, from 0 to 10")]
 Rate = Annotated[float, Field(ge=1e6, le=1e17), ValueDescription("floating-point operations per second, from 1e6 to 1e17")]
-Measured = Annotated[float, Field(ge=0, le=1e5), ValueDescription("seconds, from 0 to 100,000")]
+Seconds = Annotated[float, Field(ge=0, le=1e5), ValueDescription("seconds, from 0 to 100,000")]
 
 
 class MatmulTable(Table):
@@ -157,7 +157,7 @@ class EngineTable(Table):
 
 
 class LayerTable(Table):
-    """Measured seconds of one distinct layer under one activation policy and microbatch size."""
+    """Seconds seconds of one distinct layer under one activation policy and microbatch size."""
 
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), ValueDescription("16 hexadecimal digits")]
     """Digest of the layer's class, parameters and inputs."""
@@ -165,25 +165,25 @@ class LayerTable(Table):
     name: str
     """The first layer of the model with this key."""
 
-    forward: Measured
+    forward: Seconds
     """Seconds of its forward."""
 
-    backward: Measured
+    backward: Seconds
     """Seconds of its whole backward, with recomputation."""
 
-    input_gradient: Measured
+    input_gradient: Seconds
     """Seconds of the first half of a split backward, with recomputation."""
 
-    weight_gradient: Measured
+    weight_gradient: Seconds
     """Seconds of the second half."""
 
-    host_forward: Measured = 0.0
+    host_forward: Seconds = 0.0
     """Seconds of the host to launch the forward, or 0 if the host does not run ahead. Excludes the accumulation of gradients.
     """
 
-    host_backward: Measured = 0.0
-    host_input_gradient: Measured = 0.0
-    host_weight_gradient: Measured = 0.0
+    host_backward: Seconds = 0.0
+    host_input_gradient: Seconds = 0.0
+    host_weight_gradient: Seconds = 0.0
 
     output_bytes: Annotated[int, Field(ge=0, le=10**13), ValueDescription("bytes, from 0 to 1e13")]
     """Bytes of its output."""

@@ -299,8 +299,8 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
                 try:
                     output_by_signature[signature] = meta_output(layer, args, fields, state)
                 except Exception as error:  # the user's forward may fail on meta
-                    message = f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: "
-                    message += f"{type(error).__name__}: {first_line(error)}"
+                    reason = f"{type(error).__name__}: {first_line(error)}"
+                    message = f"the layer {layer.name!r} ({type(layer.module).__name__}) cannot run without values: {reason}"
                     hint = "compute the output of a layer only from the shapes of its input"
                     raise RunError("estimate-layer", message, hint=hint) from error
             args = (output_by_signature[signature],)

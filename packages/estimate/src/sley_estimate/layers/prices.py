@@ -148,15 +148,15 @@ def device_operators_s(operators: Sequence[Operator], device: DeviceTable) -> fl
 
 
 Parameters = ParamSpec("Parameters")
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 
 
-def memoize(method: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+def memoize(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes `method` store its results, and any SleyError that it raises, in its object by positional arguments."""
 
     @wraps(method)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
-        results: dict[Hashable, Value | SleyError] = vars(args[0]).setdefault("_results", {})
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        results: dict[Hashable, Result | SleyError] = vars(args[0]).setdefault("_results", {})
         key = method.__name__, args[1:]
         if key not in results:
             try:

@@ -63,8 +63,8 @@ class LayerCosts(NamedTuple):
     forward: Floats
     backward: Floats
     host: Floats
-    saved: Floats
-    output: Floats
+    saved_bytes: Floats
+    output_bytes: Floats
     backward_bytes: Floats
 
 
@@ -104,7 +104,10 @@ class Roofline:
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
         """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled or priced."""
-        split, num_micro_batches = self._split(layout.pp, layout.schedule), layout.num_micro_batches(self.plan, self.world)
+        split, num_micro_batches = (
+            self._split_stages(layout.pp, layout.schedule),
+            layout.num_micro_batches(self.plan, self.world),
+        )
         if num_micro_batches * len(split.route) > MAX_FORWARDS:
             raise PlanError("schedule-too-long", "the step has too many microbatches")
         forward, backward, host, held_bytes, ramp = self._micro_batch_costs(layout._replace(reducer=None))
@@ -123,16 +126,19 @@ class Roofline:
         """Returns the costs of a microbatch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
         last result is the seconds of its messages.
         """
-        split, num_micro_batches = self._split(layout.pp, layout.schedule), layout.num_micro_batches(self.plan, self.world)
+        split, num_micro_batches = (
+            self._split_stages(layout.pp, layout.schedule),
+            layout.num_micro_batches(self.plan, self.world),
+        )
         layers = self._layer_costs(layout.activations, layout.micro_size, layout.sp, layout.attention)
         gather, reduce = self._shard_exchanges(layout.wp, layout.weights)
         forward = split.by_stage(np.maximum(layers.forward, gather[0]) + gather[1])
         backward = np.maximum(layers.backward, gather[0] + reduce[0]) + gather[1] + reduce[1]
         pending = np.minimum(split.max_pending, num_micro_batches * len(split.positions)) / len(split.positions)
-        held_bytes = pending * split.by_stage(layers.saved)
+        held_bytes = pending * split.by_stage(layers.saved_bytes)
         held_bytes = held_bytes + np.maximum.reduceat(layers.backward_bytes, split.starts)[split.positions].min(axis=0)
         ramp = sum(
-            2 * self._message_s(int(layers.output[last]), ends, layout.pp)
+            2 * self._message_s(int(layers.output_bytes[last]), ends, layout.pp)
             for last, ends in zip(split.starts[1:] - 1, pairwise(split.route), strict=True)
             if ends[0] != ends[1]
         )
@@ -193,11 +199,11 @@ class Roofline:
         if isinstance(weights.record, WeightCommunicatorRecord):
             gathered = weights.record.gathered_bytes(weights.config, self._weight_bytes)
         return (
-            self._exchange("gather", self._num_trained * gathered, topology, "wp"),
-            self._exchange("reduce", self._num_trained * self._gradient_bytes, topology, "wp"),
+            self._exchange_s("gather", self._num_trained * gathered, topology, "wp"),
+            self._exchange_s("reduce", self._num_trained * self._gradient_bytes, topology, "wp"),
         )
 
-    def _exchange(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
+    def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
         """Returns the overlapped and exposed seconds, [2, sizes], of exchanges of `sizes` bytes in the slowest group."""
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
@@ -209,11 +215,11 @@ class Roofline:
         """Returns the costs of a step, [stages]: overlapped sums, overlapped gathers, their exposed part, the update, and the
         bytes between steps. is_shared: whether each replica has a part of the reduced gradients and of the states.
         """
-        split, topology = self._split(pp, schedule), Topology(self.world, pp, wp=wp)
+        split, topology = self._split_stages(pp, schedule), Topology(self.world, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
         owned = shards / topology.wdp if is_shared else shards
-        sums = self._exchange("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
-        gathers = self._exchange("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
+        sums = self._exchange_s("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
+        gathers = self._exchange_s("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
         held_bytes = shards * (self._weight_bytes + self._gradient_bytes) + owned * self._state_bytes
         if wp > 1:  # the computing layer and the next one are gathered at the same time
             two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
@@ -246,7 +252,7 @@ class Roofline:
         return (max(on_device_s, *seconds), 0.0) if is_on_host else (on_device_s + max(seconds), master)
 
     @memoize
-    def _split(self, pp: int, schedule: Choice | None) -> StageSplit:
+    def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
         """Returns the stages of a schedule."""
         reducer = self.choices.reducers[0] if self.world > pp else None
         plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)

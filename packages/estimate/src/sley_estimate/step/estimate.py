@@ -36,7 +36,7 @@ from sley_trainer.assemble import Draft
 Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
 
 
-class Scale(NamedTuple):
+class ActionScale(NamedTuple):
     """The distribution of an action's seconds over its operators. runs_ahead: whether the host launches operators ahead of the
     device. factor: multiplies the operators' own seconds. launch_s: the host's seconds to launch each operator. fixed_s: the
     seconds of a measured action without operators.
@@ -86,17 +86,17 @@ class _StepPricer:
 
         def begin(event: BeginEvent) -> Begin:
             previous = exchanges[event.after.queue][-event.after.distance] if event.after is not None else None
-            exchange = self._exchange(event, stage, counts, previous)
+            exchange = self._price_exchange(event, stage, counts, previous)
             exchanges[event.queue].append(exchange)
             return Begin(exchange)
 
         def instructions(events: Events, action: Action | None) -> Iterator[Instruction]:
-            scale = self._scale(events, stage, action)
+            scale = self._action_scale(events, stage, action)
             if scale.fixed_s:
                 yield Compute(scale.fixed_s, action)
             for event in events:
                 if isinstance(event, ComputeEvent):
-                    part = self._operators_s(event.operators)
+                    part = self._price_operators(event.operators)
                     seconds = part.host_s + (part.device_s if scale.runs_ahead else part.launched_s) * scale.factor
                     host_s = part.host_s + scale.launch_s * part.number
                     yield Compute(seconds, action, 0.0 if self.machine.device.kind == "cpu" else host_s)
@@ -119,25 +119,25 @@ class _StepPricer:
         engine = self.machine.engine
         return engine.seconds(self.records[stage].num_trained, num_micro_batches) if engine else 0.0
 
-    def _scale(self, events: Events, stage: int, action: Action | None) -> Scale:
+    def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
         engine = self.machine.engine
         if action is None:  # the engine's seconds include the host's seconds for these operators
-            return Scale(runs_ahead=engine is not None)
+            return ActionScale(runs_ahead=engine is not None)
         layers = self.measured.get((stage, action.chunk))
         if layers is None:
-            return Scale(launch_s=self.machine.device.launch_s if engine else 0.0)
-        priced = [self._operators_s(event.operators) for event in events if isinstance(event, ComputeEvent)]
+            return ActionScale(launch_s=self.machine.device.launch_s if engine else 0.0)
+        priced = [self._price_operators(event.operators) for event in events if isinstance(event, ComputeEvent)]
         runs_ahead = any(layer.host_forward for layer in layers)
         counted_s = sum(part.device_s if runs_ahead else part.launched_s for part in priced)
         measured_s = sum(layer.action_s(action.kind) for layer in layers)
         if not counted_s:
-            return Scale(runs_ahead, fixed_s=measured_s)
+            return ActionScale(runs_ahead, fixed_s=measured_s)
         launch_s = self.machine.device.launch_s if engine else 0.0
         if runs_ahead:
             launch_s = sum(layer.host_action_s(action.kind) for layer in layers) / sum(part.number for part in priced)
-        return Scale(runs_ahead, measured_s / counted_s, launch_s)
+        return ActionScale(runs_ahead, measured_s / counted_s, launch_s)
 
-    def _operators_s(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
+    def _price_operators(self, operators: tuple[Operator, ...]) -> _OperatorSeconds:
         if id(operators) not in self._prices:
             device = self.machine.device
             on_host = [operator for operator in operators if operator.is_on_host]
@@ -148,7 +148,7 @@ class _StepPricer:
             )
         return self._prices[id(operators)]
 
-    def _exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
+    def _price_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
         """Returns the exchange of `event`, or its copy if the axis is HOST.
 
         counts: the exchanges so far by axis, updated here. previous: the exchange that must end first. The key of an exchange
