@@ -217,9 +217,6 @@ class MachineFile(Table):
     """The timed layers. Other layers are counted from their operators, in proportion to variants listed here."""
 
 
-CALIBRATE_HINT = "use `train-cli calibrate --out machine.toml` to write one"
-
-
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
@@ -229,8 +226,9 @@ def load_machine(path: str | Path) -> MachineFile:
     try:
         document = read_file(path)
     except PlanError as error:
+        hint = "use `train-cli calibrate --out machine.toml` to write one"
         raise PlanError.from_diagnostics(
-            replace(diagnostic, code=diagnostic.code.replace("plan-", "machine-", 1), hint=CALIBRATE_HINT)
+            replace(diagnostic, code=diagnostic.code.replace("plan-", "machine-", 1), hint=hint)
             for diagnostic in error.diagnostics
         ) from None
     return _validate_machine(document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
 """The edge of the products computed before or during an exchange, and how many of them are timed first."""
 
 WORK_S = 2e-3  # seconds of work before an exchange, about half of a layer
-BeginExchange = Callable[[], Callable[[], object]]  # starts an exchange, and returns a function that waits for it
+BeginExchange = Callable[[], list[Work]]  # starts an exchange and returns its handles
 
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
@@ -62,11 +62,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
     shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
     slice_groups = world.groups(Topology.from_sizes(size, sp=size), timeout_s, cross_memory=True)
     stage_groups = world.groups(Topology.from_sizes(size, pp=size), timeout_s, cross_memory=True)
-    timer, groups = LinkTimer(shard_groups, world), (shard_groups["stage"], shard_groups["wp"], slice_groups["sp"])
-    small, large = (
-        {**prepare_collectives(*groups, world, num_bytes), "send": _prepare_messages(stage_groups["pp"], world, num_bytes)}
-        for num_bytes in (SMALL_BYTES, LARGE_BYTES)
-    )
+    timer, device = LinkTimer(shard_groups, world), world.device.torch_device
+    groups = shard_groups["stage"], shard_groups["wp"], slice_groups["sp"], stage_groups["pp"]
+    small, large = (prepare_exchanges(*groups, device, num_bytes) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
     exchanges = {}
     for kind in small:
         seconds = timer.exchange_s if kind == "send" else timer.seconds_after_work
@@ -85,53 +83,36 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
     return {"latency_s": latency_s, "bandwidth": share / slope}
 
 
-def prepare_collectives(stage: Group, shards: Group, slices: Group, world: World, num_bytes: int) -> dict[str, BeginExchange]:
-    """Returns, for each kind, a function that starts an exchange of tensors of about `num_bytes`. Each group has all ranks."""
-    full, received = (
-        torch.ones(world.size, math.ceil(num_bytes / 4 / world.size), device=world.device.torch_device) for _ in range(2)
-    )
-    shard = full[:1].clone()
-    scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=full.device)
-    starts: dict[str, Callable[[], Work]] = {
-        "sum": lambda: stage.transport().all_reduce(full.zero_(), label="a sum to time"),
-        "gather": lambda: shards.transport(GATHER).all_gather([full], [shard], label="a gather to time"),
-        "reduce": lambda: shards.transport(REDUCE).reduce_scatter([full.zero_()], [scratch], label="a reduction to time"),
-        "swap": lambda: slices.transport().all_to_all(received, full, label="a swap to time"),
+def prepare_exchanges(
+    stage: Group, shards: Group, slices: Group, stages: Group, device: torch.device, num_bytes: int
+) -> dict[str, BeginExchange]:
+    """Returns, for each kind, a function that starts an exchange of tensors of about `num_bytes`. Each group has all ranks.
+    Messages go between the first two stages, in both directions at the same time.
+    """
+    full, received = (torch.ones(stage.size, math.ceil(num_bytes / 4 / stage.size), device=device) for _ in range(2))
+    shard, message = full[:1].clone(), torch.ones(2, num_bytes // 4, device=device)
+    scratch = torch.empty(shards.transport(REDUCE).num_scratch_rows(1), *full.shape[1:], device=device)
+
+    def begin_messages() -> list[Work]:
+        if stages.coord > 1:
+            return []
+        send_channel, receive_channel = ("up", "down") if stages.coord == 0 else ("down", "up")
+        receive = stages.receive(message[0], receive_channel, 1 - stages.coord, label="a message to time")
+        return [receive, stages.send(message[1], send_channel, 1 - stages.coord, label="a message to time")]
+
+    return {
+        "sum": lambda: [stage.transport().all_reduce(full.zero_(), label="a sum to time")],
+        "gather": lambda: [shards.transport(GATHER).all_gather([full], [shard], label="a gather to time")],
+        "reduce": lambda: [shards.transport(REDUCE).reduce_scatter([full.zero_()], [scratch], label="a reduction to time")],
+        "swap": lambda: [slices.transport().all_to_all(received, full, label="a swap to time")],
+        "send": begin_messages,
     }
 
-    def begin(start: Callable[[], Work]) -> Callable[[], None]:
-        work = start()
 
-        def end() -> None:
-            """Waits for the result, and for the peers to have this rank's part."""
-            work.wait()
-            work.wait_sent()
-
-        return end
-
-    return {kind: partial(begin, start) for kind, start in starts.items()}
-
-
-def _prepare_messages(group: Group, world: World, num_bytes: int) -> BeginExchange:
-    """Returns a function that starts messages between the first two stages in both directions at the same time."""
-    sent = torch.ones(num_bytes // 4, device=world.device.torch_device)
-    received = torch.empty_like(sent)
-    send_channel, receive_channel = ("up", "down") if group.coord == 0 else ("down", "up")
-
-    def begin() -> Callable[[], None]:
-        if group.coord > 1:
-            return lambda: None
-        peer = 1 - group.coord
-        receive = group.receive(received, receive_channel, peer, label="a message to time")
-        send = group.send(sent, send_channel, peer, label="a message to time")
-
-        def end() -> None:
-            receive.wait()
-            send.wait()
-
-        return end
-
-    return begin
+def end_exchange(works: Sequence[Work]) -> None:
+    """Waits for the results, and for the peers to have this rank's parts."""
+    for work in works:
+        work.wait_sent()
 
 
 class LinkTimer:
@@ -153,7 +134,7 @@ class LinkTimer:
 
     def exchange_s(self, begin: BeginExchange) -> float:
         """Returns the median seconds of an exchange on the slowest rank."""
-        return self.seconds(lambda: begin()())
+        return self.seconds(lambda: end_exchange(begin()))
 
     def seconds_after_work(self, begin: BeginExchange) -> float:
         """Returns the seconds that an exchange adds to work before it, which desynchronizes the ranks; at least its own."""
@@ -161,7 +142,7 @@ class LinkTimer:
 
         def work_and_exchange() -> None:
             work()
-            begin()()
+            end_exchange(begin())
 
         return max(self.exchange_s(begin), self.seconds(work_and_exchange) - self.seconds(work))
 
@@ -176,9 +157,9 @@ class LinkTimer:
         work = self._make_work(exchange_s)
 
         def work_and_exchange() -> None:
-            end = begin()
+            works = begin()
             work()
-            end()
+            end_exchange(works)
 
         work_s, both_s = self.seconds(work), self.seconds(work_and_exchange)
         return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))

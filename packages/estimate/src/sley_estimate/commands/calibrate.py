@@ -16,21 +16,17 @@ from train_cli.faults import Fault, write_report
 
 TIMEOUT_S = 60.0  # the time limit of every wait between ranks
 
-OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, in TOML.")]
-PlanOption = Annotated[
-    Path | None, typer.Option("--plan", metavar="PLAN", help="Also measure each distinct layer of this plan's model.")
-]
-RanksOption = Annotated[
-    int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and measure their communication.")
-]
-
 
 def calibrate(
     context: typer.Context,
-    out: OutOption,
-    plan: PlanOption = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The machine file to write, in TOML.")],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Also measure each distinct layer of this plan's model.")
+    ] = None,
     overrides: SetOption = None,
-    ranks: RanksOption = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", min=2, help="Start N local ranks and measure their communication.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Measure this machine and write its file: the device, the exchanges of ranks, and the layers of a plan."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, wraps
 from itertools import product
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -65,7 +65,7 @@ class LayerSeconds:
     @classmethod
     def from_table(cls, table: LayerTable) -> LayerSeconds:
         """Returns the seconds in a `[[layers]]` table of a machine file."""
-        return cls(**{field.name: getattr(table, field.name) for field in fields(cls)})
+        return cls(**{entry.name: getattr(table, entry.name) for entry in fields(cls)})
 
     @classmethod
     def from_operators(cls, work: LayerWork, device: DeviceTable, *, with_host: bool = False) -> LayerSeconds:
@@ -189,20 +189,24 @@ class MeasuredVariant:
     seconds: LayerSeconds
 
 
+@dataclass(eq=False)
 class LayerPrices:
     """Prices the layers of `model`, on meta for `plan`, in any variant. Each policy is traced once, on its first use.
 
     policies: the policies under which the layers in `machine`, which have whole sequences, may have been measured.
     """
 
-    def __init__(self, plan: Plan, model: Model, dataset: AnyDataset, machine: MachineFile, policies: Sequence[Choice]) -> None:
-        self.plan = plan
-        self.model = model
-        self.dataset = dataset
-        self.machine = machine
-        self.policies = policies
-        self._traced: TracedLayers = {}
-        self._measured_seconds = {table.key: LayerSeconds.from_table(table) for table in machine.layers}
+    plan: Plan
+    model: Model
+    dataset: AnyDataset
+    machine: MachineFile
+    policies: Sequence[Choice]
+    _traced: TracedLayers = field(default_factory=dict)
+
+    @cached_property
+    def _measured_seconds(self) -> dict[str, LayerSeconds]:
+        """Returns the measured seconds of layers by key."""
+        return {table.key: LayerSeconds.from_table(table) for table in self.machine.layers}
 
     @memoize
     def policy(self, choice: Choice) -> ActivationPolicy:

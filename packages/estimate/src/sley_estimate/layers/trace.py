@@ -29,7 +29,7 @@ from sley_core.comm.device import storage_id
 from sley_core.comm.progress import first_line
 from sley_core.engine.boundary import Description
 from sley_core.engine.call import Keep
-from sley_core.engine.direct import DirectLinear, WeightGradientSink, WeightQueue, is_plain_linear
+from sley_core.engine.direct import WeightGradientSink, WeightQueue, is_plain_linear, linear_forward
 from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
@@ -198,15 +198,12 @@ def queue_weight_gradients(module: nn.Module, queue: WeightQueue, dtype: torch.d
         else:
             accumulated.add_(rows.t() @ inputs)
 
-    def forward(linear: nn.Linear, sink: WeightGradientSink, input: Tensor) -> Tensor:
-        result: Tensor = DirectLinear.apply(input, linear.weight, linear.bias, sink, None)  # type: ignore[no-untyped-call]
-        return result
-
     with ExitStack() as patches:
-        for submodule in module.modules():
-            if is_plain_linear(submodule) and submodule.weight.requires_grad:
-                sink = WeightGradientSink(partial(add, torch.zeros_like(submodule.weight, dtype=dtype)), queue)
-                patches.callback(ForwardPatch(submodule, partial(forward, submodule, sink)).undo)
+        for linear in module.modules():
+            if is_plain_linear(linear) and linear.weight.requires_grad:
+                sink = WeightGradientSink(partial(add, torch.zeros_like(linear.weight, dtype=dtype)), queue)
+                forward = partial(linear_forward, linear, linear.weight, sink, linear.bias, None)
+                patches.callback(ForwardPatch(linear, forward).undo)
         yield
 
 
