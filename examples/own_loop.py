@@ -1,6 +1,6 @@
-"""A loop of one's own: the plan lays the run out, the program makes the batches and takes the steps.
+"""Drives a run from your own program: the plan defines the layout, and the program creates the batches and runs the steps.
 
-Alone or under a launcher, it prints the same losses; arguments change the plan, as `--set` does:
+In one process and under a launcher, the program prints the same losses. Arguments change the plan, as `--set` does:
 
     python examples/own_loop.py
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py optimizer.lr=1e-2

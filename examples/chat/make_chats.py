@@ -1,6 +1,6 @@
 """Writes chats.jsonl, questions about the standard library and answers from its docstrings, and a tokenizer for them.
 
-It writes into its own folder, and needs `pip install -e "packages/data[chat]"`. README trains on the chats.
+The files are in the folder of this program, which needs `pip install -e "packages/data[chat]"`. README trains on the chats.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A small model that is no transformer: convolutions over bytes, layers that pass tuples, and a tie.
+"""Defines a small model without attention: convolutions over bytes, layers that return tuples, and tied weights.
 
     [model]
     factory = "conv_tie:layers"
     options = { hidden = 64, num_blocks = 3 }
 
-It has a buffer that is not saved (the taps of a fixed average), and needs no `init_weights`: what constructors write into
-parameters is what a run starts from, in every layout.
+The model has a buffer that is not saved (the taps of a fixed average). It needs no `init_weights`, because in every layout a
+run starts from the values that the constructors write into parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sley_core.api.data import DataInfo
 
 Streams = tuple[Tensor, Tensor]
-"""What goes from layer to layer: features [b, hidden, s], and the byte embeddings [b, hidden, s] that all see again."""
+"""The output of each layer but the last: features [b, hidden, s], and the byte embeddings [b, hidden, s]."""
 
 
 class Embed(nn.Module):

@@ -1,1 +1,1 @@
-"""Gradients of which the largest elements travel: a plugin for Sley that uses its public modules alone."""
+"""Sums only the largest elements of gradients. Uses only the public modules of Sley."""
