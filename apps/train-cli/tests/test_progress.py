@@ -14,6 +14,7 @@ import torch
 
 from sley_core.plan.tables import BestTable
 from sley_trainer.evaluation import Best
+from train_cli import rank
 from train_cli.progress import (
     Reporter,
     RunTotals,
@@ -85,6 +86,18 @@ def test_lines_are_printed_every_log_every_steps_and_at_the_end() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
     assert lines[0] == "step 10/25  loss 2.413  held-out 2.500  wiki 3.000  8.1k tok/s  31.2 GiB  0s left"
+
+
+def test_graphs_are_counted_and_a_late_recompilation_is_noted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    reasons: dict[str, str] = {}
+    monkeypatch.setattr(rank, "count_graphs", lambda: 3)
+    monkeypatch.setattr(rank, "recompile_reasons", lambda: reasons)
+    read_row = rank.make_compile_reader(notes)
+    for step, compile_id in enumerate(["", "0/1", "", "", "0/2"], start=1):
+        reasons |= {compile_id: f"guard of {compile_id}"} if compile_id else {}
+        read_row({"step": step, "seconds": 2.0})
+    assert notes == ["the first step compiled 3 graphs, in 2s", "step 5 compiled again, since a guard failed: guard of 0/2"]
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sley_checkpoint.folders import LocalFolder
-from sley_checkpoint.reader import read, verify
+from sley_checkpoint.reader import newest, read, verify
 from sley_checkpoint.writing import BackgroundWriter
 from sley_core.comm.world import World
 from sley_core.errors import RunError
@@ -178,3 +178,29 @@ def test_a_program_that_writes_to_a_weight_while_it_is_copied_is_told(texts, tmp
         with pytest.raises(RunError, match="the program wrote to"):
             next(background._chunks(piece))
         background.failure = "as asked"
+
+
+def test_a_program_that_calls_step_saves_too(texts, tmp_path):
+    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 3}), texts), World.alone("cpu"), folder=tmp_path) as run:
+        for _ in range(4):
+            run.step()
+    assert newest(tmp_path / "checkpoints") == (str(tmp_path / "checkpoints" / "step-00000003"), [])
+
+
+def test_weights_that_a_program_writes_in_the_middle_of_a_save_are_not_in_it(texts, tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = LocalFolder.write
+
+    def write_late(self: Any, name: str, chunks: Any) -> Any:
+        assert gate.wait(30)
+        return write(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", write_late)
+    with assemble(plan_from_dict(plan(checkpoint={"every_steps": 1}), texts), World.alone("cpu"), folder=tmp_path) as run:
+        run.step()
+        for param in run.registry:
+            param.parameter.detach().fill_(0.5)
+        threading.Timer(0.5, gate.set).start()
+        run.step()
+    saved = read(tmp_path / "checkpoints" / "step-00000001")
+    assert not any(saved[name].eq(0.5).any() for name in saved if name.startswith("weights/") and "norm" not in name)

@@ -33,6 +33,12 @@ def flip_bit(file: Path, _other: Path) -> None:
     file.write_bytes(data)
 
 
+def flip_bit_in_header(file: Path, _other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
 def truncate(file: Path, _other: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
@@ -47,6 +53,7 @@ def copy_other(file: Path, other: Path) -> None:
 
 DAMAGES: dict[tuple[str, Callable[[Path, Path], None]], str] = {
     ("rank-00000.safetensors", flip_bit): "does not match its checksum",
+    ("rank-00000.safetensors", flip_bit_in_header): "does not match its checksum",
     ("rank-00000.safetensors", truncate): "has ",
     ("rank-00000.safetensors", delete): "is missing",
     ("rank-00000.safetensors", copy_other): "does not match its checksum",

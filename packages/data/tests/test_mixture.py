@@ -22,7 +22,7 @@ from sley_core.data.feed import Feed
 from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
-from sley_data.documents import read_documents
+from sley_data.documents import read_documents, read_split
 from sley_data.files import document_files
 from sley_data.mixture import Interleave, integer_shares
 from sley_data.sources import source_component
@@ -333,6 +333,27 @@ def test_a_resolved_plan_is_the_same_mixture(tmp_path: Path) -> None:
     assert again.digest == plan.digest
     other = plan_from_dict(small_plan(data=mixture([{**sources[0], "held_out": 0.5}, sources[1]], sequence=8)), tmp_path)
     assert other != plan
+
+
+def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": one}, {"role": "assistant", "content": "b"}] for one in words(40, 1)]
+    chats = [json.dumps({"messages": each}) for each in turns]
+    (tmp_path / "all.jsonl").write_text("\n".join(chats))
+    (tmp_path / "kept.jsonl").write_text("\n".join(chats[:9]))
+    source = {"use": "data.chat", "files": ["all.jsonl"], "tokenizer": "none", "weight": 1}
+    sources = [{**source, "held_out": 0.0}, {**source, "held_out": 0.2}, {**source, "held_out_files": ["kept.jsonl"]}]
+    config = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path).data.config
+
+    def asked(number: int, split: Split) -> set[str]:
+        chats: Any = source_component(config, number).config
+        pairs = read_split(chats, split, document_files(chats, split)[0])
+        return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
+
+    trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))
+    assert trained[0] == trained[1] == trained[2]
+    assert [len(each) > 0 for each in held_out] == [False, True, True]
+    assert not trained[0] & (held_out[1] | held_out[2])
+    assert trained[0] | held_out[1] | held_out[2] == set(words(40, 1))
 
 
 def test_changed_content_has_another_digest(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sley_core.comm.world import World
+from sley_core.engine.call import count_graphs, recompile_reasons
 from sley_core.errors import EXIT_OK, EXIT_RUN_FAILED, SleyError
 from sley_core.files import WEIGHTS
 from sley_core.json_text import write_json
@@ -25,7 +26,16 @@ from train_cli.environment import num_cores, write_start_record
 from train_cli.faults import Fault, write_report, write_stuck_report
 from train_cli.main import run_to_exit_code
 from train_cli.preflight import RankErrorReporter, open_rendezvous
-from train_cli.progress import SUMMARY, Reporter, RunTotals, describe_repetition, format_closing, format_opening, summarize_run
+from train_cli.progress import (
+    SUMMARY,
+    Reporter,
+    RunTotals,
+    describe_repetition,
+    format_closing,
+    format_duration,
+    format_opening,
+    summarize_run,
+)
 from train_cli.run_folder import load_recorder, write_plan
 from train_cli.saved import AUTO, RESTART, copy_run_files, is_finished, resume_run, run_folder
 from train_cli.stopping import SignalHandler, has_launcher, sigterm_timeout_s
@@ -155,8 +165,29 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     num_bytes = {**run.memory.bytes, "gradients": max(run.memory.bytes["gradients"], gradients)}
     reporter = Reporter(run.plan.run.steps, run.plan.run.log_every, run.notes)
     print_line("\n".join((format_opening(run, num_bytes), *run.notes)))
+    if run.plan.model.config.compile:
+        run.readers.append(make_compile_reader(run.notes))
     run.readers += [totals.add, reporter]
     return reporter
+
+
+def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
+    """Returns a reader of a compiled run's rows. It adds notes on the first step's graphs, and on later steps that compile."""
+    num_steps = 0
+    known_ids: set[str] = set()
+
+    def read_row(row: Mapping[str, float]) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 1:
+            notes.append(f"the first step compiled {count_graphs()} graphs, in {format_duration(row['seconds'])}")
+        reasons = recompile_reasons()
+        new_reasons = [reason for compile_id, reason in reasons.items() if compile_id not in known_ids]
+        known_ids.update(reasons)
+        if num_steps > 3 and new_reasons:
+            notes.append(f"step {row['step']:.0f} compiled again, since a guard failed: {'; '.join(new_reasons)}")
+
+    return read_row
 
 
 def _print_finished(run: Run, weights: Path | None) -> None:
