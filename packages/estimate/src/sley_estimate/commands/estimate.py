@@ -62,7 +62,7 @@ WAITS = {
     "to_host": "copies to the host",
     "to_device": "copies from the host",
 }
-"""Descriptions of waits by the first word of an exchange's lane."""
+"""Descriptions of waits by the first word of an exchange's channel."""
 
 
 def estimate(
