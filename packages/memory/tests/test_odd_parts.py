@@ -41,32 +41,6 @@ def test_parameters_and_buffers_of_every_kind():
     assert train_digest(BETWEEN, moves=False) == plain
 
 
-def test_hooks_of_a_program_fire_once_per_backward():
-    """Parameters and their nodes in autograd's graph stay the same objects."""
-    with running({**PLAN, "precision": {"compute": "bf16"}, "offload": EVERYTHING}) as run:
-        weight, seen = run.layers[1].module.across, []
-        node = weight.view_as(weight).grad_fn.next_functions[0][0]
-        node.register_prehook(lambda *_: seen.append("before its node"))
-        node.register_hook(lambda *_: seen.append("after its node"))
-        del node  # autograd keeps it for the hooks
-        weight.register_hook(lambda gradient: seen.append("gradient"))
-        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
-        run.layers[0].module.register_forward_hook(lambda *_: seen.append("forward"))
-        run.layers[1].module.register_full_backward_hook(lambda *_: seen.append("backward"))
-        run.step()
-        wanted = sorted(seen)
-        seen.clear()
-        for _ in range(5):
-            for _ in range(3):
-                offload_and_onload(run)
-            run.step()
-            assert sorted(seen) == wanted
-            seen.clear()
-        assert {name: wanted.count(name) for name in wanted} == dict.fromkeys(wanted, 2), "two microbatches"
-        assert {"forward", "backward", "gradient", "accumulated"} <= {*wanted}
-        assert all(not module._forward_pre_hooks for layer in run.layers for module in layer.module.modules())
-
-
 def test_foreign_memory_stays_with_a_warning():
     """The memory belongs to numpy, or is shared between processes."""
     numpy = pytest.importorskip("numpy")

@@ -12,7 +12,6 @@ import torch
 from pp_parts import write_csv
 
 from sley_core.actions.action import Placement
-from sley_core.comm.group import Group
 from sley_core.errors import RunError, SleyError
 from sley_testing.habits import FULL_GRADIENT_HABITS, HABITS
 from sley_testing.habits import layers as layers_of
@@ -40,15 +39,6 @@ def test_any_number_of_micro_batches(compare_with_one_process, small, pp, micros
     batches = [{"global_size": 24, "micro_size": 24 // number} for number in micros]
     changes = {"model": WIDE, "precision__compute": precision}
     compare_with_one_process(pp, [small(schedule, pp, batch=batch, **changes) for schedule in SCHEDULES for batch in batches])
-
-
-def send_through_host(_run):
-    Group.needs_host_copy = lambda *_: True
-
-
-def test_messages_through_the_host(compare_with_one_process, texts):
-    """Stages that share a device send messages in this way, since gloo cannot send device tensors."""
-    compare_with_one_process(2, [plan("pp.one_f_one_b", 2)], folder=texts, prepare=send_through_host)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ TIES = {
     "a copy that may have no gradient": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "sometimes": [2]},
     "the ends and two more": {"ends": True, "ties": [["one", [1, 2]], ["gain", [0, 3]]]},
     "one matrix without its bias": {"ties": [["one.weight", [0, 2]]]},
-    "declared in opposite order": {"ties": [["one", [1, 2]], ["two", [1, 2]]], "reverse": [2]},
 }
 
 

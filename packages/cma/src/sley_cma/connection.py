@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -233,15 +234,16 @@ class Connection:
 
         Needs Linux 5.3.
         """
-        descriptors: list[int] = []
-        weakref.finalize(self, _close_descriptors, descriptors)
+        descriptors = ExitStack()
+        weakref.finalize(self, descriptors.close)
         for peer in self.peers:
             try:
-                descriptors.append(os.pidfd_open(self._addresses[peer].pid))
+                descriptor = os.pidfd_open(self._addresses[peer].pid)
             except (AttributeError, OSError):
                 return False
+            descriptors.callback(os.close, descriptor)
             self._process_polls[peer] = select.poll()
-            self._process_polls[peer].register(descriptors[-1], select.POLLIN)
+            self._process_polls[peer].register(descriptor, select.POLLIN)
         return True
 
     def _has_ended(self, peer: int) -> bool:
@@ -258,11 +260,6 @@ class Connection:
         if read(address.pid, local, remote) != WORD_BYTES or word.value != address.token:
             return False
         return write(address.pid, local, remote) == WORD_BYTES
-
-
-def _close_descriptors(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _host_id() -> Hashable:

@@ -76,7 +76,7 @@ class Offers:
         peer has ended or exceeds the time limit.
         """
         slot = number % MAX_OPEN_OFFERS
-        self._wait_word(self._inbox.number_index(peer, self._ring, slot), number, peer, label, self._queue)
+        self._wait_word(self._inbox.number_index(peer, self._ring, slot), number, peer, label, is_read=False)
         offer = self._inbox.offer(peer, self._ring, slot)
         mark = self._marks[slot]
         if (offer.mark, offer.num_bytes) != (mark.number, mark.num_bytes):
@@ -112,25 +112,19 @@ class Offers:
         """
         for peer in self.peers:
             index = self._inbox.confirmation_index(peer, self._ring, number % MAX_OPEN_OFFERS)
-            self._wait_word(index, number, peer, label, self._read_queues[self.coord])
+            self._wait_word(index, number, peer, label, is_read=True)
         self._open_offers.pop(number, None)
 
-    def turn(self, number: int, label: str) -> Turn:
-        """Returns the description of a wait for the peers' offers `number`."""
-        return Turn("exchange", self.connection.members, label, self._queue, number)
+    def turn(self, number: int, label: str, *, is_read: bool = False) -> Turn:
+        """Returns the description of a wait for the peers' offers `number`, or for their reads of this rank's if `is_read`."""
+        queue = self._read_queues[self.coord] if is_read else self._queue
+        return Turn("exchange", self.connection.members, label, queue, number)
 
-    def read_turn(self, number: int, label: str) -> Turn:
-        """Returns the description of a wait until peers have read this rank's offer `number`."""
-        return Turn("exchange", self.connection.members, label, self._read_queues[self.coord], number)
-
-    def _wait_word(self, index: int, number: int, peer: int, label: str, queue: str) -> None:
-        """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`.
-
-        queue: the name of the sequence of offers in progress reports.
-        """
+    def _wait_word(self, index: int, number: int, peer: int, label: str, *, is_read: bool) -> None:
+        """Waits until the word `index` of the inbox, which `peer` writes, is at least `number`. is_read: as in `turn`."""
         words = self._inbox.words
         if words[index] < number:
-            turn = Turn("exchange", self.connection.members, label, queue, number)
+            turn = self.turn(number, label, is_read=is_read)
             self.connection.wait_until(lambda: words[index] >= number, lambda: peer, turn)
 
     def _late_peer(self, word_index: Callable[[int, int, int], int], number: int) -> int | None:

@@ -139,7 +139,8 @@ class Sum(Work):
     def _wait_read(self, offers: Offers) -> None:
         """Waits until the peers have read this rank's offer in `offers`."""
         late_reader = partial(offers.late_reader, self._number)
-        self._wait_until(lambda: late_reader() is None, late_reader, partial(offers.read_turn, self._number, self._label))
+        turn = partial(offers.turn, self._number, self._label, is_read=True)
+        self._wait_until(lambda: late_reader() is None, late_reader, turn)
         offers.wait_read(self._number, self._label)
 
     @property

@@ -158,7 +158,7 @@ class Communicator(WeightCommunicator):
             if key not in groups:
                 options = config.with_group(config.group_index(next(iter(params)).name))
                 name = key if isinstance(key, str) else f"{layer.name} ({len(groups) + 1})" if groups else layer.name
-                groups[key] = ParamGroup(name, layer.name, options, parts.pool)
+                groups[key] = ParamGroup(name, layer.name, options, parts.pool, can_prefetch=not points)
                 unit = layer.name if options.unit == "layer" else name
                 self.prefetch.add_group(groups[key], unit=unit, ahead=options.ahead)
             groups[key].params += [param for param in params if param not in groups[key].params]
@@ -177,19 +177,18 @@ class Communicator(WeightCommunicator):
                     others.setdefault(add_to_group(buffer_key(param), [param]), {})[param] = None
             elif isinstance(module, nn.Embedding) and params and config.embedding == "hidden":
                 table = ParamGroup(layer.name, layer.name, config, parts.pool)  # never gathered
-                self._patch(module, ColumnEmbedding(self, table, module, params, parts, can_prefetch=False).forward)
+                self._patch(module, ColumnEmbedding(self, table, module, params, parts).forward)
             elif isinstance(module, nn.Linear | nn.Embedding) and params:
                 head = parts.head if parts.head is not None and parts.head.name == name else None
                 is_vocabulary = head is not None and config.head == "vocabulary"
                 is_unit = is_vocabulary or config.with_group(config.group_index(params["weight"].name)).unit == "module"
                 group = add_to_group(name if is_unit else keys.pop(), params.values())
-                sharded = ShardedModule(self, group, module, params, parts, can_prefetch=not points)
+                sharded = ShardedModule(self, group, module, params, parts)
                 head_class = VocabularyHead if is_vocabulary else GatheredHead
                 self._patch(module, sharded.forward if head is None else head_class(head, sharded).forward)
         self.groups += groups.values()
         if others:
-            sharded_layer = ShardedLayer(self, layer, others, parts, can_prefetch=not points)
-            self._undo.callback(sharded_layer.patch.undo)
+            self._undo.callback(ShardedLayer(self, layer, others, parts).patch.undo)
         for point in points if groups else ():
             hook = partial(self._prefetch_at_point, next(iter(groups.values())))
             self._undo.callback(point.register_forward_pre_hook(hook).remove)
@@ -257,12 +256,12 @@ class Communicator(WeightCommunicator):
         return self.action is not None and self.action.kind in BACKWARDS
 
     @contextmanager
-    def unshard(self, group: ParamGroup, *, num_holds: int = 0, can_prefetch: bool) -> Iterator[UnshardedGroup]:
+    def unshard(self, group: ParamGroup, *, num_holds: int = 0, is_launch: bool = False) -> Iterator[UnshardedGroup]:
         """Unshards `group` for a use in the block, which must call `wait` before it reads weights.
 
-        num_holds: +1 to hold the group after a recomputation until its backward, -1 to end the hold. can_prefetch: whether
-        prefetches may start. During an action, the prefetch policy decides when to reshard the group. Otherwise the group is
-        resharded at the end of the block.
+        num_holds: +1 to hold the group after a recomputation until its backward, -1 in that backward. is_launch: whether a
+        module that `launch` names follows. During an action, the prefetch policy decides when to reshard the group. Otherwise
+        the group is resharded at the end of the block.
         """
         if self.action is None:
             unsharded = self._all_gather(group)
@@ -276,6 +275,7 @@ class Communicator(WeightCommunicator):
         if current is not None and current.version != group.version:
             self._apply(Decision([group], []))
             self.prefetch.unsharded.remove(group)
+        can_prefetch = group.can_prefetch or is_launch or num_holds < 0
         decision = self.prefetch.use(group, num_holds=num_holds, can_prefetch=can_prefetch)
         if decision is not NO_CHANGE:
             self.counters.totals["demand_gathers"] += decision.unshard[:1] == [group]
@@ -290,8 +290,7 @@ class Communicator(WeightCommunicator):
         with ExitStack() as stack:
             unsharded_groups = []
             for group in layer.params:
-                unshard = self.unshard(group, num_holds=1, can_prefetch=layer.can_prefetch)
-                unsharded_groups.append(stack.enter_context(unshard))
+                unsharded_groups.append(stack.enter_context(self.unshard(group, num_holds=1)))
                 stack.callback(self.prefetch.change_holds, group, -1)
             for unsharded in unsharded_groups:
                 unsharded.wait()
@@ -340,7 +339,7 @@ class Communicator(WeightCommunicator):
     def _prefetch_at_point(self, group: ParamGroup, *_: Any) -> None:
         """Starts prefetches before a module that `launch` names, as a use of the layer would."""
         if self.action is not None:
-            with self.unshard(group, can_prefetch=True):
+            with self.unshard(group, is_launch=True):
                 pass
 
     def enqueue_reduction(self, reduction: Reduction) -> None:

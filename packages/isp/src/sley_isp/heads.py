@@ -78,7 +78,7 @@ class GatheredHead(LogitsHead):
     def weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields the full weight [classes, h] and bias [classes], or None if the head has no bias."""
         sharded = self.sharded
-        with sharded.communicator.unshard(sharded.group, can_prefetch=sharded.can_prefetch) as unsharded:
+        with sharded.communicator.unshard(sharded.group) as unsharded:
             unsharded.wait()
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 

@@ -83,8 +83,9 @@ def remove_padding(full: Tensor, param: Param) -> Tensor:
 class ParamGroup:
     """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    layer: the layer's name. options: the table of the parameters. pool: the pool of full parameters and gradients. has_linear:
-    whether a linear uses the parameters. The backward of a linear needs its weights, unlike that of an embedding.
+    layer: the layer's name. options: the table of the parameters. pool: the pool of full parameters and gradients.
+    can_prefetch: whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a linear
+    uses the parameters. The backward of a linear needs its weights, unlike that of an embedding.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ParamGroup:
     options: CommunicatorConfig
     pool: DevicePool
     params: list[Param] = field(default_factory=list)
+    can_prefetch: bool = True
     has_linear: bool = False
 
     @cached_property

@@ -149,8 +149,12 @@ def sley_estimate_hints() -> dict[str, Any]:
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     """Yields the problems of this plugin's tables. Module names and shapes are checked when the model is built."""
-    if plan.sequence is not None and isinstance(plan.sequence.config, AllToAllConfig):
-        yield from _check_heads(plan)
+    sp, heads = plan.parallel.sp, getattr(plan.model.config, "heads", None)
+    is_split = plan.sequence is not None and isinstance(plan.sequence.config, AllToAllConfig)
+    if is_split and isinstance(heads, int) and heads % sp:  # in a custom model, the first attention checks it
+        divisors = [str(divisor) for divisor in range(1, min(heads, sp) + 1) if heads % divisor == 0]
+        message = f"the number of heads must be a multiple of sp = {sp}, but is {heads}"
+        yield Problem(("parallel", "sp"), message, f"set `sp` = {' or '.join(divisors)}", "sequence-heads")
     if plan.weights is None or not isinstance(plan.weights.config, CommunicatorConfig):
         return
     config, loss = plan.weights.config, plan.loss.record
@@ -173,12 +177,3 @@ def sley_check_plan(plan: Plan) -> Iterator[Problem]:
             message = f'`{key} = "{value}"` {reason}, so `reduction = "canonical"` is not possible'
             hint = f'set {key} = "{canonical_value}", or `[parallel] reduction = "fast"`'
             yield Problem(("weights", *path, key), message, hint, "canonical-unsupported")
-
-
-def _check_heads(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem if `sp` does not divide the number of heads. In a custom model, the first attention checks it."""
-    sp, heads = plan.parallel.sp, getattr(plan.model.config, "heads", None)
-    if isinstance(heads, int) and heads % sp:
-        divisors = [str(divisor) for divisor in range(1, min(heads, sp) + 1) if heads % divisor == 0]
-        message = f"the number of heads must be a multiple of sp = {sp}, but is {heads}"
-        yield Problem(("parallel", "sp"), message, f"set `sp` = {' or '.join(divisors)}", "sequence-heads")

@@ -67,22 +67,15 @@ class ShardedLayer:
     """Gathers `params` for each call of `layer`, and again for its backward.
 
     params: the parameters by group, one for each dtype. A group may also contain parameters of sharded modules. sinks: the
-    functions that reduce the full gradient of each parameter. can_prefetch: whether a call may start prefetches.
+    functions that reduce the full gradient of each parameter.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        layer: Layer,
-        params: Mapping[ParamGroup, Collection[Param]],
-        parts: Parts,
-        *,
-        can_prefetch: bool,
+        self, communicator: Communicator, layer: Layer, params: Mapping[ParamGroup, Collection[Param]], parts: Parts
     ) -> None:
         self.communicator = communicator
         self.name = layer.name
         self.params = params
-        self.can_prefetch = can_prefetch
         self.sinks = {
             param: WeightGradientSink(partial(self._reduce, group, param), parts.queue)
             for group, params_of_group in self.params.items()

@@ -62,7 +62,7 @@ class ShardedModule:
     """Replaces the forward of `module` while the run is open.
 
     weight, bias: the module's parameters, or None if absent. sink: a function of the output's gradient and the input, which
-    reduces the weights' gradients. can_prefetch: whether the forward may start prefetches of later groups.
+    reduces the weights' gradients.
     """
 
     def __init__(
@@ -72,8 +72,6 @@ class ShardedModule:
         module: nn.Linear | nn.Embedding,
         params: dict[str, Param],
         parts: Parts,
-        *,
-        can_prefetch: bool,
     ) -> None:
         self.communicator = communicator
         self.group = group
@@ -83,7 +81,6 @@ class ShardedModule:
         self.parts = parts
         self.can_fuse = not parts.store.reduction.fixed_order  # since a fused sum rounds differently
         self.sink = WeightGradientSink(self._reduce, parts.queue)
-        self.can_prefetch = can_prefetch
         self.name = self.weight.name.rpartition(".")[0]
         self.is_embedding = isinstance(module, nn.Embedding)
         group.has_linear = group.has_linear or not self.is_embedding
@@ -105,8 +102,7 @@ class ShardedModule:
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the output and the input for the backward. num_holds: as in `Communicator.unshard`."""
-        unshard = partial(self.communicator.unshard, num_holds=num_holds, can_prefetch=self.can_prefetch)
-        with unshard(self.group) as unsharded:
+        with self.communicator.unshard(self.group, num_holds=num_holds) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]
             if self.is_embedding:
@@ -171,8 +167,8 @@ class _Call(torch.autograd.Function):
         """
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
-        unshard = partial(module.communicator.unshard, module.group, num_holds=-1, can_prefetch=True)
-        with unshard() if module.group.has_linear else nullcontext() as unsharded:
+        unshard = module.communicator.unshard
+        with unshard(module.group, num_holds=-1) if module.group.has_linear else nullcontext() as unsharded:
             is_shared = module.sink.shares_memory(gradient)
             # False if a forward calls `torch.autograd.grad` for other tensors than the shards, which are the inputs after `x`.
             is_summed = any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sley_core.api.comm import CopyEvent, CopyStream
-from sley_core.api.memory import Moved, Stepped, StorageEntry, Where, is_plain, storage_id
+from sley_core.api.memory import MemoryInventory, Moved, Stepped, StorageEntry, Where, is_plain, storage_id
 from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
@@ -180,28 +180,21 @@ class Mover:
 
 
 class FreedGradients(Mover):
-    """Frees gradients on offload, and allocates zeros on onload.
+    """Frees the gradients of `inventory.store` on offload, and allocates zeros on onload."""
 
-    free, build: free and allocate the gradients. num_bytes: returns the bytes of all gradients.
-    """
-
-    def __init__(
-        self, free: Callable[[], None], build: Callable[[], None], num_bytes: Callable[[], int], counters: Moved
-    ) -> None:
+    def __init__(self, inventory: MemoryInventory, counters: Moved) -> None:
         super().__init__(counters)
-        self._free = free
-        self._build = build
-        self._num_bytes = num_bytes
+        self._inventory = inventory
 
     def offload(self) -> None:
         if self._where is Where.HERE:
-            self._counters.given_back = self._num_bytes()
-            self._free()
+            self._counters.given_back = self._inventory.num_bytes("gradients")
+            self._inventory.store.free()
             self._where = Where.AWAY
 
     def onload(self) -> None:
         if self._where is Where.AWAY:
-            self._build()
+            self._inventory.store.build()
             self._where = Where.HERE
 
 

@@ -164,7 +164,7 @@ class HostOffloadManager(OffloadManager):
         assert self._streams is not None, "not attached"
         counters, bucket_bytes = self._moved[part], self.config.bucket_bytes
         if part == "gradients":
-            return FreedGradients(parts.store.free, parts.store.build, partial(inventory.num_bytes, part), counters)
+            return FreedGradients(inventory, counters)
         if part == "pools":
             return TrimmedPools(inventory.trim, counters)
         if part == "optimizer_states" and self.config.steps_in_buckets:

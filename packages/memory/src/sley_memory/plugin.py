@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from sley_core.api.plan import Array, Table, suggestion
 from sley_core.errors import Diagnostic, PlanError
 from sley_core.hookspecs import hookimpl
-from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record, Scope
+from sley_core.records import ActivationPolicyRecord, OffloadManagerRecord, Problem, Record
 
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
@@ -145,9 +145,6 @@ def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str])
     return frozenset(names)
 
 
-_MOVES = attrgetter("moves")
-
-
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
     """Yields a problem for `memory.selective` in compiled layers with `sp`."""
@@ -162,8 +159,14 @@ def sley_records() -> list[Record]:
     """Returns the two activation policies and the offload managers."""
 
     def record(name: str, config: type[OffloadConfig], **options: Any) -> OffloadManagerRecord:
-        build = "sley_memory.offload:HostOffloadManager"
-        return OffloadManagerRecord(name=name, config=config, build=build, parts=_MOVES, scope=_scope, **options)
+        return OffloadManagerRecord(
+            name=name,
+            config=config,
+            build="sley_memory.offload:HostOffloadManager",
+            parts=attrgetter("moves"),
+            scope=lambda config: "per_matrix" if config.steps_in_buckets else "global",
+            **options,
+        )
 
     return [
         ActivationPolicyRecord(name="host", config=HostConfig, build="sley_memory.host:build"),
@@ -187,8 +190,3 @@ def sley_estimate_hints() -> dict[str, Any]:
         "memory.host": {"variants": [{}], "copies": True},
         "memory.selective": {"variants": [{}]},
     }
-
-
-def _scope(config: OffloadConfig) -> Scope:
-    """Returns the scope of an update: one matrix if states are updated in buckets, else all weights."""
-    return "per_matrix" if config.steps_in_buckets else "global"

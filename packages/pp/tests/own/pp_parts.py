@@ -75,10 +75,9 @@ def chain(data: DataInfo, widths: Sequence[int] = (4, 4, 4, 4, 4)) -> Named:
 class Block(nn.Module):
     """Has two linears and a gain, each of which may be shared with another block."""
 
-    def __init__(self, hidden: int, order: Sequence[str]) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        for name in order:
-            self.add_module(name, nn.Linear(hidden, hidden))
+        self.one, self.two = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.gain = nn.Parameter(torch.empty(hidden))
         self.reset_parameters()
 
@@ -101,18 +100,14 @@ def tied(
     ties: Sequence[tuple[str, Sequence[int]]] = (),
     num_blocks: int = 4,
     hidden: int = 4,
-    reverse: Sequence[int] = (),
     sometimes: Sequence[int] = (),
     ends: bool = False,
 ) -> Named:
     """Returns a model whose blocks are tied by `ties`, pairs of a name and blocks. `ends` ties the embedding and the head.
 
-    reverse: blocks that declare their linears in the opposite order. sometimes: blocks that may do nothing.
+    sometimes: blocks that may do nothing.
     """
-    blocks: list[Any] = []
-    for at in range(num_blocks):
-        kind = Sometimes if at in sometimes else Block
-        blocks.append(kind(hidden, ("two", "one") if at in reverse else ("one", "two")))
+    blocks: list[Any] = [(Sometimes if at in sometimes else Block)(hidden) for at in range(num_blocks)]
     for label, (first, *others) in ties:
         *path, attribute = label.split(".")
         for other in others:
