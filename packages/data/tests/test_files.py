@@ -70,10 +70,6 @@ def test_files_are_sorted_within_a_pattern_and_named_from_where_it_starts(corpus
     assert names(corpus / "sub/**/*.txt", corpus / "a.*") == ["c.txt", "deep/d.txt", "a.md", "a.txt"]
 
 
-def test_a_path_that_exists_is_no_pattern(corpus: Path) -> None:
-    assert names(corpus / "what?.txt") == ["what?.txt"]
-
-
 def test_a_file_is_taken_once(corpus: Path) -> None:
     assert names(corpus / "b.txt", corpus / "*.txt", corpus / "sub/../a.txt") == ["b.txt", "a.txt", "what?.txt"]
 
@@ -252,16 +248,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(map(json.dumps, LINES)) + "\n\n", "utf-8")
     return path
-
-
-def test_each_line_is_a_document(path: Path) -> None:
-    table = lines(path, field="text")
-    files, problems = document_files(table, "train")
-    assert not problems
-    found = list(read_documents(files, table, "train"))
-    assert found == [("corpus.jsonl#1", b'a "quoted"\nline'), ("corpus.jsonl#3", "schön".encode())]
-    assert list(check(table, evaluates=False)) == []
-    assert bytes(TokenDataset(table, DataContext())[0]["tokens"].tolist()) == b'a "q'
 
 
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.NDJSON"])

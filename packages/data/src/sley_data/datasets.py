@@ -308,12 +308,8 @@ def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
 
 def _can_count(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> bool:
     """Returns whether a check can load `files`, the files of a split, to count their samples, in about a second."""
-    num_bytes = sum(file.num_bytes for file in files)
-    if isinstance(config, TokensConfig):
-        has_bounds = config.documents == "cut" or all(file.index is not None for file in files)
-        return has_bounds or num_bytes < MAX_BYTES_IN_MEMORY
-    if split == "held_out" and not (config.held_out or config.held_out_files):
+    if split == "held_out" and not (config.held_out_files or getattr(config, "held_out", 0)):
         return True  # without reading, since there are no samples
-    is_plain = config.field is None and config.separator is None and config.tokenizer is None
-    is_plain = is_plain and not any(file.format.is_compressed for file in files)
-    return num_bytes < MAX_BYTES_IN_MEMORY if is_plain else num_bytes <= ALWAYS_READ
+    is_cheap = isinstance(config, TokensConfig) or not (config.field or config.separator or config.tokenizer)
+    is_cheap = is_cheap and not any(file.format.is_compressed for file in files)
+    return sum(file.num_bytes for file in files) <= (MAX_BYTES_IN_MEMORY if is_cheap else ALWAYS_READ)

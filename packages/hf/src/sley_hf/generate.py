@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -98,8 +91,7 @@ class Generator:
                     input_ids=ids.to(self.model.device),
                     attention_mask=mask.to(self.model.device),
                     pad_token_id=self.stop[0] if self.stop else 0,
-                    streamer=_Streamer(queue),
-                    stopping_criteria=[_Cancellation(cancelled)],
+                    streamer=_Streamer(queue, cancelled),
                     **options,
                 )
             except BaseException as error:
@@ -113,7 +105,7 @@ class Generator:
             while (item := queue.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                ended = [was or token in self.stop for was, token in zip(ended, item, strict=True)]
+                ended = [has_ended or token in self.stop for has_ended, token in zip(ended, item, strict=True)]
                 yield [None if has_ended else token for has_ended, token in zip(ended, item, strict=True)]
         finally:
             cancelled.set()
@@ -121,29 +113,22 @@ class Generator:
 
 
 class _Streamer(BaseStreamer):
-    """Puts the ids of each step into a queue; the first ids are the prompts, and are dropped."""
+    """Puts the ids of each step into a queue, except the first ids, which are the prompts. The event ends the generation."""
 
-    def __init__(self, queue: SimpleQueue[Any]) -> None:
+    def __init__(self, queue: SimpleQueue[Any], cancelled: Event) -> None:
         self._queue = queue
+        self._cancelled = cancelled
         self._has_prompts = False
 
     def put(self, value: Tensor) -> None:
+        if self._cancelled.is_set():
+            raise InterruptedError
         if self._has_prompts:
             self._queue.put(value.flatten().tolist())
         self._has_prompts = True
 
     def end(self) -> None:
-        pass
-
-
-class _Cancellation(StoppingCriteria):
-    """Ends a generation when an event is set."""
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((len(input_ids),), self._event.is_set(), device=input_ids.device)
+        """Does nothing, since `Generator.generate` ends the queue."""
 
 
 def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
