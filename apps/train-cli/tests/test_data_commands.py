@@ -13,7 +13,7 @@ from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.files import PLAN
 from sley_core.plan.load import load_plan
-from sley_data.chat_template import text_ids
+from sley_data.chat_template import load_text_ids
 from train_cli.main import main
 from train_cli.saved import copy_run_files, load_run_plan
 
@@ -92,7 +92,7 @@ def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: s
     copy_run_files(resolved, tmp_path)
     template.unlink()
     config: Any = load_run_plan(tmp_path).data.config
-    ids = text_ids(config.sources[0].component.config if "mixture" in change else config, None)
+    ids = load_text_ids(config.sources[0].component.config if "mixture" in change else config, None)
     assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 
 

@@ -156,7 +156,7 @@ def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Pa
     with pytest.raises(PlanError, match=r"has the model 'hf.decoder' and not 'models.llama'"):
         plan_from_dict(plan({"use": "models.llama", "weights": str(run)}), folder)
     resolved, source = load_run_plan(run), WeightFiles(run / "weights")
-    model = hf_export.hugging_face(resolved, source)
+    model = hf_export.build_hugging_face_model(resolved, source)
     names = dict(model.names)
     gate, up = (f"blocks.1.layer.mlp.{name}_proj.weight" for name in ("gate", "up"))
     names[gate], names[up] = names[up], names[gate]

@@ -13,7 +13,7 @@ from chat_templates import save_tokenizer
 
 from sley_core.data.dataset import DataContext
 from sley_data import cache
-from sley_data.cache import text_stream
+from sley_data.cache import load_text_stream
 from sley_data.datasets import TokenDataset
 from sley_data.plugin import TextConfig
 from sley_data.tokenizer import Tokenizer
@@ -104,17 +104,17 @@ def test_two_that_prepare_at_once_do_it_once(
     wanted = TokenDataset(table.model_copy(update={"cache": "none"}), DataContext()).rows.stream
     (whole,) = encoded
     encoded.clear()
-    encode, say, waiting = Tokenizer.encode, cache.report, threading.Event()
+    encode, say, waiting = Tokenizer.encode, cache.print_note, threading.Event()
 
     def slowly(self: Tokenizer, documents: Any) -> Any:
         assert waiting.wait(30)
         return encode(self, documents)
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
-    monkeypatch.setattr(cache, "report", lambda text: (say(text), waiting.set()))
+    monkeypatch.setattr(cache, "print_note", lambda text: (say(text), waiting.set()))
     with ThreadPoolExecutor(2) as pool:
         tokenizers = [Tokenizer(table.tokenizer, table.end_of_document) for _ in range(2)]
-        loaded = [pool.submit(text_stream, table, "train", tokenizer, []) for tokenizer in tokenizers]
+        loaded = [pool.submit(load_text_stream, table, "train", tokenizer, []) for tokenizer in tokenizers]
         streams = [each.result(60) for each in loaded]
     assert all(stream.digest == wanted.digest for stream in streams)
     assert sum(encoded) == whole

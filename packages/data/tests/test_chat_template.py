@@ -202,7 +202,7 @@ def test_what_a_template_does_not_do_is_said(folder: Path, tmp_path: Path) -> No
     for words, text in texts.items():
         file = tmp_path / "some.jinja"
         file.write_text(text, "utf-8")
-        (remark,) = ChatTemplate(folder, file).remarks()
+        (remark,) = ChatTemplate(folder, file).list_remarks()
         assert words in remark
     headed = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     file.write_text(headed, "utf-8")

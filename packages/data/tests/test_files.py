@@ -23,7 +23,7 @@ from sley_core.errors import PlanError
 from sley_data import formats
 from sley_data.datasets import TokenDataset, check
 from sley_data.documents import read_documents
-from sley_data.files import document_files, find_files
+from sley_data.files import find_document_files, find_files
 from sley_data.plugin import TextConfig, TokensConfig
 
 if sys.version_info >= (3, 14):
@@ -44,7 +44,7 @@ def lines(*files: Path, **more: Any) -> TextConfig:
 
 
 def texts(table: TextConfig) -> list[bytes]:
-    files, problems = document_files(table, "train")
+    files, problems = find_document_files(table, "train")
     assert not problems
     return [text for _, text in read_documents(files, table, "train")]
 

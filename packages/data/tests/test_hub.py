@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from sley_data.documents import read_documents
-from sley_data.files import _matches, document_files
+from sley_data.files import find_document_files, matches_pattern
 from sley_data.plugin import TextConfig
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -73,7 +73,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         table = {"files": names, "field": "text", "sequence": 4, "held_out": 0.0}
         config = TextConfig.model_validate(table, context={"folder": Path("/plan")})
-        files, problems = document_files(config, "train")
+        files, problems = find_document_files(config, "train")
         return str(problems or [text.decode() for _, text in read_documents(files, config, "train")])
 
     return read_texts
@@ -129,4 +129,4 @@ def test_a_name_stays_as_it_is_in_a_plan() -> None:
     ],
 )
 def test_patterns_match_by_folders(path: str, pattern: str, *, is_match: bool) -> None:
-    assert _matches(path.split("/"), pattern.split("/")) == is_match
+    assert matches_pattern(path.split("/"), pattern.split("/")) == is_match

@@ -23,9 +23,9 @@ from sley_core.errors import PlanError, RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
 from sley_data.documents import read_documents, read_split
-from sley_data.files import document_files
-from sley_data.mixture import Interleave, integer_shares
-from sley_data.sources import source_component
+from sley_data.files import find_document_files
+from sley_data.mixture import Interleave, to_integer_shares
+from sley_data.sources import build_source_component
 from sley_testing.dataset_contract import DatasetContract
 from sley_testing.plans import small_plan
 
@@ -80,12 +80,12 @@ def rows(table: dict[str, Any], sizes: Sequence[int], dp: int, rank: int, after:
 @st.composite
 def drawn(draw: Callable[..., Any]) -> dict[str, Any]:
     """A mixture of one to five sources of 1 to 40 samples each."""
-    by_epochs = draw(st.booleans())
-    amounts = st.sampled_from([0.5, 1, 2.25, 3]) if by_epochs else st.floats(0.01, 100, allow_nan=False)
+    has_epochs = draw(st.booleans())
+    amounts = st.sampled_from([0.5, 1, 2.25, 3]) if has_epochs else st.floats(0.01, 100, allow_nan=False)
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
-    key = "epochs" if by_epochs else "weight"
+    key = "epochs" if has_epochs else "weight"
     sources = [numbered(length, number, **{key: draw(amounts)}) for number, length in enumerate(lengths)]
-    more = {} if by_epochs else {"exhausted": draw(st.sampled_from(["repeat", "end"]))}
+    more = {} if has_epochs else {"exhausted": draw(st.sampled_from(["repeat", "end"]))}
     return mixture(sources, shuffle=draw(st.booleans()), **more)
 
 
@@ -127,7 +127,7 @@ def test_there_is_one_sequence_of_many_mixtures(table: dict[str, Any], random: R
 @settings(max_examples=40)
 @given(weights=st.lists(st.floats(0.001, 1000, allow_nan=False), min_size=1, max_size=30), start=st.integers(0, 10**15))
 def test_any_thousand_samples_have_the_shares(weights: list[float], start: int) -> None:
-    shares = integer_shares(weights)
+    shares = to_integer_shares(weights)
     assert all(
         share * Fraction(str(weights[0])) == shares[0] * Fraction(str(w)) for share, w in zip(shares, weights, strict=True)
     )
@@ -240,15 +240,15 @@ def test_what_one_source_holds_out_none_trains_on(tmp_path: Path, first: Any, se
     config = plan_from_dict(small_plan(data=mixture(sources)), tmp_path).data.config
 
     def documents(split: Split) -> list[set[bytes]]:
-        tables = [source_component(config, number).config for number in range(2)]
-        return [{each for _, each in read_documents(document_files(table, split)[0], table, split)} for table in tables]
+        tables = [build_source_component(config, number).config for number in range(2)]
+        return [{each for _, each in read_documents(find_document_files(table, split)[0], table, split)} for table in tables]
 
     trained, held_out = documents("train"), documents("held_out")
     assert held_out[0]
     assert not (trained[0] | trained[1]) & (held_out[0] | held_out[1])
     assert all(len(each) > 30 for each in trained)
     alone = plan_from_dict(small_plan(data={key: value for key, value in sources[1].items() if key != "weight"}), tmp_path)
-    files = document_files(alone.data.config, "train")[0]
+    files = find_document_files(alone.data.config, "train")[0]
     assert {each for _, each in read_documents(files, alone.data.config, "train")} & held_out[0], "alone it would train on some"
 
 
@@ -341,8 +341,8 @@ def test_chats_that_one_source_holds_out_none_trains_on(tmp_path: Path) -> None:
     config = plan_from_dict(small_plan(data=mixture(sources, sequence=8)), tmp_path).data.config
 
     def asked(number: int, split: Split) -> set[str]:
-        chats: Any = source_component(config, number).config
-        pairs = read_split(chats, split, document_files(chats, split)[0])
+        chats: Any = build_source_component(config, number).config
+        pairs = read_split(chats, split, find_document_files(chats, split)[0])
         return {each.messages[0]["content"] for each, is_chosen in pairs if is_chosen}
 
     trained, held_out = ([asked(number, split) for number in range(3)] for split in ("train", "held_out"))

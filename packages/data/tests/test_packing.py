@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sley_core.data.dataset import IGNORE_INDEX
 from sley_data import datasets
-from sley_data.datasets import StreamSamples, locate_window, num_windows
+from sley_data.datasets import StreamSamples, count_windows, locate_window
 from sley_data.plugin import Documents
 from sley_data.streams import Stream
 
@@ -42,7 +42,7 @@ def naive_window(documents: list[list[int]], index: int, sequence: int) -> dict[
 
 @given(st.integers(0, 300), st.integers(1, 40))
 def test_windows_cover_every_label_once_and_are_full(num_tokens: int, sequence: int) -> None:
-    count = num_windows(num_tokens, sequence)
+    count = count_windows(num_tokens, sequence)
     if num_tokens < sequence + 1:
         assert count == 0
         return

@@ -14,9 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from sley_core.errors import PlanError
-from sley_data.conversations import Conversation, file_conversations
+from sley_data.conversations import Conversation, read_conversations
 from sley_data.documents import read_documents
-from sley_data.files import document_files, merge_problems
+from sley_data.files import build_plan_error, find_document_files
 from sley_data.formats import read_rows
 from sley_data.plugin import ChatConfig, TextConfig
 
@@ -71,10 +71,10 @@ def chat_table(path: Path) -> ChatConfig:
 
 
 def read(path: Path, field: str | None = None) -> list[Conversation]:
-    files, problems = document_files(chat_table(path), "train")
+    files, problems = find_document_files(chat_table(path), "train")
     if problems:
-        raise merge_problems(problems)
-    return [each for file in files for each in file_conversations(file, field)]
+        raise build_plan_error(problems)
+    return [each for file in files for each in read_conversations(file, field)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -146,7 +146,7 @@ ODD = ["a\0b", "\ufeffc", "d\r\ne", " ", "\u2028", "x" * 70_000, "\N{PILE OF POO
 def texts(path: Path, field: str = "text") -> list[str]:
     """The documents of a column of texts."""
     config = TextConfig(files=(path,), field=field, sequence=4, held_out=0.0)
-    files, _ = document_files(config, "train")
+    files, _ = find_document_files(config, "train")
     return [text.decode() for _, text in read_documents(files, config, "train")]
 
 
@@ -215,5 +215,5 @@ def test_mixed_and_odd_tables(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_bytes(lines([{"messages": [{"role": "user", "content": "x" * 5_000_000}]}]))
     assert len(read(long)[0].messages[0]["content"]) == 5_000_000
-    files, _ = document_files(chat_table(odd), "train")
+    files, _ = find_document_files(chat_table(odd), "train")
     assert [number for number, _ in read_rows(files[0])] == [1, 2]

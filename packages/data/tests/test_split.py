@@ -14,7 +14,7 @@ from sley_core.data.dataset import DataContext, Split
 from sley_core.errors import PlanError
 from sley_data.datasets import TokenDataset, check
 from sley_data.documents import read_documents
-from sley_data.files import document_files
+from sley_data.files import find_document_files
 from sley_data.plugin import TextConfig, TokensConfig
 
 WAYS: dict[str, dict[str, Any]] = {"files": {}, "separator": {"separator": "\n\n"}, "field": {"field": "text"}}
@@ -32,7 +32,7 @@ def write(path: Path, documents: list[str], way: str) -> None:
 
 
 def texts(config: TextConfig, split: Split, notes: list[str] | None = None) -> list[bytes]:
-    files, problems = document_files(config, split)
+    files, problems = find_document_files(config, split)
     assert not problems
     return [text for _, text in read_documents(files, config, split, notes)]
 

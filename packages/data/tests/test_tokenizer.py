@@ -15,7 +15,7 @@ from sley_core.weight_files.read import deterministic_tokenizer_json
 from sley_data.datasets import TokenDataset
 from sley_data.plugin import TextConfig, TokensConfig
 from sley_data.tokenizer import Tokenizer as OurTokenizer
-from sley_data.tokenizer import text_ids
+from sley_data.tokenizer import load_text_ids
 
 WORDS = ["<end>", "the", "shuttle", "carries", "weft", "é"]
 
@@ -120,6 +120,6 @@ def test_a_given_tokenizer_says_where_a_document_ends(tmp_path: Path, beside: di
     Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside), "utf-8")
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        assert text_ids(DataConfig(), path).end == end
+        assert load_text_ids(DataConfig(), path).end == end
     tokens = TokensConfig(files=(tmp_path / "t.bin",), vocab_size=3, sequence=4, end_of_document=2)
-    assert text_ids(tokens, tmp_path).end == 2
+    assert load_text_ids(tokens, tmp_path).end == 2

@@ -16,7 +16,7 @@ from torch import Tensor
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError, RunError
 from sley_hf.attention import SleyAttention, call_flash
-from sley_hf.decoder import layers
+from sley_hf.decoder import build_layers
 from sley_hf.plugin import DecoderConfig
 
 
@@ -79,4 +79,4 @@ def test_what_a_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch
     small_config("falcon").save_pretrained(tmp_path)
     config = DecoderConfig.model_validate({"config": tmp_path, "attention": "flex_attention"})
     with pytest.raises(PlanError, match="`falcon` computes attention with its own code, which has no `flex_attention`"):
-        layers(config, DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256))
+        build_layers(config, DataInfo({"tokens": Field("int64"), "labels": Field("int64")}, vocab_size=256))

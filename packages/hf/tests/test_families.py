@@ -13,8 +13,8 @@ from hf_families import FAMILIES, computes_in_fp32, small_config, transformers_m
 
 from sley_core.api.data import DataInfo, Field
 from sley_core.errors import PlanError
-from sley_hf.compare import compare_with_transformers, logits, share_parameters, shrink
-from sley_hf.decoder import build_from_config, layers
+from sley_hf.compare import compare_with_transformers, compute_logits, share_parameters, shrink_config
+from sley_hf.decoder import build_from_config, build_layers
 from sley_hf.plugin import DecoderConfig
 from sley_hf.structure import find_structure
 from sley_trainer.throughput import model_flops
@@ -35,20 +35,20 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
     config = small_config(family)
     config.save_pretrained(tmp_path)
     reference = transformers_model(config)
-    model = share_parameters(layers(decoder_config(tmp_path), DATA), reference, find_structure(reference))
+    model = share_parameters(build_layers(decoder_config(tmp_path), DATA), reference, find_structure(reference))
     for layer in model.layers:
         layer.module.train()
     tokens = torch.randint(0, 255, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     if packed:
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(b)]) for b in BOUNDS])
-        actual = logits(model, tokens, positions, torch.tensor(BOUNDS))
+        actual = compute_logits(model, tokens, positions, torch.tensor(BOUNDS))
         rows = [
             torch.cat([reference(input_ids=tokens[[row], s:e]).logits[0] for s, e in pairwise(b) if e > s])
             for row, b in enumerate(BOUNDS)
         ]
         expected = torch.stack(rows)
     else:
-        actual, expected = logits(model, tokens), reference(input_ids=tokens).logits
+        actual, expected = compute_logits(model, tokens), reference(input_ids=tokens).logits
     tolerance = 1e-6 if computes_in_fp32(config) else 1e-12
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     weights = torch.linspace(-1, 1, actual.numel(), dtype=actual.dtype).view_as(actual)
@@ -67,7 +67,7 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str, packed: b
 def test_models_that_are_no_plain_decoders_are_refused(family: str, changes: Any, message: str, tmp_path: Any) -> None:
     small_config(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(PlanError) as refused:
-        layers(decoder_config(tmp_path), DATA)
+        build_layers(decoder_config(tmp_path), DATA)
     assert refused.value.diagnostics[0].code == "hf-structure"
     assert message in refused.value.diagnostics[0].message
 
@@ -89,7 +89,7 @@ def test_check_compares_with_transformers(family: str, tmp_path: Any) -> None:
 )
 def test_the_copy_has_each_kind_of_layer(family: str, changes: Any, num_layers: int) -> None:
     config = small_config(family, num_hidden_layers=6, **changes)
-    assert shrink(config, *build_from_config(config, kernel="sdpa", experts="eager")).num_hidden_layers == num_layers
+    assert shrink_config(config, *build_from_config(config, kernel="sdpa", experts="eager")).num_hidden_layers == num_layers
 
 
 def test_a_forward_that_needs_its_layers_is_refused(tmp_path: Any) -> None:
@@ -121,7 +121,7 @@ def test_the_readme_lists_the_families() -> None:
 def test_flops_count_the_experts_that_a_token_uses(family: str, experts: int, tmp_path: Any) -> None:
     config = small_config(family)
     config.save_pretrained(tmp_path)
-    flops = model_flops(layers(decoder_config(tmp_path), DATA).build().layers)
+    flops = model_flops(build_layers(decoder_config(tmp_path), DATA).build().layers)
     head_dim = getattr(config, "head_dim", None) or 16
     projections = 64 * head_dim * (4 + 2 + 2 + 4)
     router, mlp = (64 * 4, 2 * experts) if experts else (0, 3 * 64 * 96)

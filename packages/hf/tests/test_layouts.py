@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sley_hf.attention import uses_interface
-from sley_hf.structure import ModuleNames, find_structure, layer_name
+from sley_hf.structure import ModuleNames, find_structure, to_layer_name
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan, write_texts
 from sley_testing.runs import RunRecord, record
@@ -122,7 +122,7 @@ def assert_equals_plain_loop(run: RunRecord, expected: Any, structure: ModuleNam
     for row, loss in zip(run.rows, losses, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=tolerance)
     gradients, weights = (
-        {layer_name(name, structure): value for name, value in tensors.items()} for tensors in (gradients, weights)
+        {to_layer_name(name, structure): value for name, value in tensors.items()} for tensors in (gradients, weights)
     )
     floor = 1e-6 * max(float(gradient.norm()) for gradient in gradients.values())
     own_gradients = run.gradients[0]
@@ -161,7 +161,7 @@ def test_a_family_in_layouts_equals_a_plain_loop(ranks: Any, tmp_path: Path, fam
             assert_equals_plain_loop(run, expected, structure, tolerance)
             for row, row_alone in zip(run.rows, alone.rows, strict=True):
                 assert [row[name] for name in experts] == pytest.approx([row_alone[name] for name in experts])
-        assert {name for run in runs for name in run.gradients[0]} == {layer_name(name, structure) for name in expected[1]}
+        assert {name for run in runs for name in run.gradients[0]} == {to_layer_name(name, structure) for name in expected[1]}
 
 
 @pytest.mark.sample(1)

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sley_core.errors import PlanError, RunError
-from sley_hf.decoder import layer_name
-from sley_hf.structure import find_structure
+from sley_hf.structure import find_structure, to_layer_name
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
 from sley_testing.runs import RunRecord, assert_parity_of_parts, assert_resumed_parity, record, record_reference
@@ -72,7 +71,7 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     if "targets" in table:
         targets = [f"model.layers.{index}.self_attn.q_proj" for index in range(2)] + ["model.layers.1.mlp.down_proj"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options)).double()
-    named = {layer_name(name.removeprefix("base_model.model."), structure): p for name, p in adapted.named_parameters()}
+    named = {to_layer_name(name.removeprefix("base_model.model."), structure): p for name, p in adapted.named_parameters()}
     for name, parameter in named.items():
         if "train" in table and name.endswith("norm.weight") and name.startswith("blocks."):
             parameter.requires_grad_(True)

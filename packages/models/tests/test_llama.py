@@ -17,7 +17,7 @@ from sley_core.errors import PlanError
 from sley_core.model import attention
 from sley_core.model.layers import Model
 from sley_models.llama import build_llama
-from sley_models.plugin import LlamaConfig, default_ffn_hidden
+from sley_models.plugin import LlamaConfig, compute_default_ffn_hidden
 from sley_testing.plans import build_meta_model as build
 from sley_testing.plans import build_model_with_values as real
 
@@ -146,7 +146,7 @@ def test_defaults_are_derived() -> None:
 
 @pytest.mark.parametrize(("hidden", "ffn_hidden"), [(24, 64), (25, 128), (128, 384), (768, 2048), (4096, 10944)])
 def test_the_default_width_is_the_next_64_from_8_thirds(hidden: int, ffn_hidden: int) -> None:
-    assert default_ffn_hidden(hidden) == ffn_hidden
+    assert compute_default_ffn_hidden(hidden) == ffn_hidden
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sley_core.data.dataset import DataInfo, Field
 from sley_core.model.layers import Model
 from sley_core.weight_files.read import WeightFiles
 from sley_core.weight_files.write import write_tensors
-from sley_models.hf import hf_name, param_shapes
+from sley_models.hf import hf_name, list_param_shapes
 from sley_models.hf_config import to_hf_config
 from sley_models.llama import build_llama
 from sley_models.plugin import LlamaConfig
@@ -35,7 +35,7 @@ class Ones:
     """A source of tensors that creates each tensor when it is read."""
 
     def __init__(self) -> None:
-        self.shapes = {hf_name(name): shape for name, shape in param_shapes(SIZES, 256).items()}
+        self.shapes = {hf_name(name): shape for name, shape in list_param_shapes(SIZES, 256).items()}
         self.names = list(self.shapes)
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:

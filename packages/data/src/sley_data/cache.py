@@ -30,7 +30,7 @@ import numpy as np
 from sley_core.api.data import Split
 from sley_core.api.files import replace_atomically
 from sley_data.documents import Document, TextDocument, read_documents
-from sley_data.files import DataFile, cache_home, report, split_files
+from sley_data.files import DataFile, find_cache_home, find_split_files, print_note
 from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import ChatConfig, TextConfig
 from sley_data.streams import Stream, map_tokens
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
     lengths: Path
 
 
-def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
+def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
     """Returns the non-empty documents of a split of text in order.
 
     tokenizer: None for bytes. notes: the list that receives sentences for the user. Raises PlanError with all missing and empty
@@ -79,10 +79,10 @@ def text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, n
         notes.clear()
         return read_documents(files, config, split, notes)
 
-    files, held_out = split_files(config, split)
+    files, held_out = find_split_files(config, split)
     options = (config.separator, config.field, config.end_of_document, config.held_out, config.largest_share, split)
     stream, summary = load_tokens(
-        cache_folder(config, files, held_out, (6, tokenizer and tokenizer.digest, *options)),
+        find_cache_folder(config, files, held_out, (6, tokenizer and tokenizer.digest, *options)),
         "uint8" if tokenizer is None else "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
         sum(file.num_bytes for file in files),
         read,
@@ -103,7 +103,7 @@ def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocum
     return tokens, lengths, None
 
 
-def cache_folder(
+def find_cache_folder(
     config: TextConfig | ChatConfig, files: Sequence[DataFile], held_out: Sequence[DataFile], settings: object
 ) -> Path | None:
     """Returns the cache folder for the tokens of `files`, or None if they are not cached.
@@ -117,7 +117,7 @@ def cache_folder(
     digest = blake2b(repr((settings, PART_BYTES, len(held_out))).encode(), digest_size=16)
     for file in (*files, *held_out):
         digest.update(f"{file.name}/{file.num_bytes}/{file.path.stat().st_mtime_ns}/".encode() + read_blocks(file.path))
-    folder = cache_home() if config.cache == "auto" else Path(config.cache)
+    folder = find_cache_home() if config.cache == "auto" else Path(config.cache)
     return folder and folder / digest.hexdigest()
 
 
@@ -147,14 +147,14 @@ def load_tokens(
                     if (complete := _read_complete(folder)) is None:
                         written_parts = _write_parts(folder, read(), encode, num_bytes)
                         complete = _write_summary(folder, dtype, written_parts, summarize)
-            parts = [_part_paths(folder, number) for number in range(complete["parts"])]
+            parts = [_build_part(folder, number) for number in range(complete["parts"])]
             return _map_parts(folder, dtype, parts, complete["digest"]), complete
         except OSError as error:
             problems = [f"the tokens are not kept in {folder}: {error}"]
     tokens, lengths, stats = encode(read())
     summary = summarize([stats])
     arrays = [np.frombuffer(tokens, dtype)] if tokens else []
-    return Stream(arrays, _offsets(lengths)), {**summary, "notes": [*problems, *summary["notes"]]}
+    return Stream(arrays, _compute_offsets(lengths)), {**summary, "notes": [*problems, *summary["notes"]]}
 
 
 def _read_complete(folder: Path) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ def _hold_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report(f"waiting for another process on this host, which tokenizes the same text into {folder}")
+            print_note(f"waiting for another process on this host, which tokenizes the same text into {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -193,7 +193,7 @@ def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]
     parts: list[_Part] = []
     num_read = num_encoded = 0
     for part_documents, part_bytes in _read_ahead(_split_parts(documents)):
-        part = _part_paths(folder, len(parts))
+        part = _build_part(folder, len(parts))
         parts.append(part)
         num_read += part_bytes
         if part.lengths.exists():
@@ -207,7 +207,7 @@ def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]
         if now - last_report > _REPORT_S:
             last_report, speed = now, num_encoded / (now - start)
             progress = f"{num_read / 1e6:,.0f} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s"
-            report(f"tokenized {progress}, {max(0, num_bytes - num_read) / speed:.0f} s left")
+            print_note(f"tokenized {progress}, {max(0, num_bytes - num_read) / speed:.0f} s left")
     return parts
 
 
@@ -234,7 +234,7 @@ def _read_ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def _part_paths(folder: Path, number: int) -> _Part:
+def _build_part(folder: Path, number: int) -> _Part:
     return _Part(*(folder / f"{number:05}.{suffix}" for suffix in _Part._fields))
 
 
@@ -243,10 +243,10 @@ def _write_summary(
 ) -> dict[str, Any]:
     """Writes the offsets of the documents and `complete.json`, and returns the content of `complete.json`."""
     with replace_atomically(folder / _OFFSETS) as file:
-        offsets = _offsets(array("q"))
+        offsets = _compute_offsets(array("q"))
         for part in parts:
             file.write(offsets[:-1].data)
-            offsets = _offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
+            offsets = _compute_offsets(array("q", part.lengths.read_bytes()), int(offsets[-1]))
         file.write(offsets.data)
     summary = summarize([json.loads(part.stats.read_text("utf-8")) for part in parts])
     digest = _map_parts(folder, dtype, parts).digest
@@ -261,7 +261,7 @@ def _map_parts(folder: Path, dtype: str, parts: Iterable[_Part], digest: str | N
     return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
 
 
-def _offsets(lengths: array[int], start: int = 0) -> Integers:
+def _compute_offsets(lengths: array[int], start: int = 0) -> Integers:
     """Returns the offsets of the non-empty documents. start: the offset of the first document."""
     sizes = np.array(lengths, np.int64)
     offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)

@@ -16,12 +16,12 @@ import numpy as np
 from sley_core.api.data import IGNORE_INDEX, DataContext, Split
 from sley_core.errors import PlanError
 from sley_core.records import Problem
-from sley_data.cache import cache_folder, load_tokens
+from sley_data.cache import find_cache_folder, load_tokens
 from sley_data.chat_template import ChatTemplate
-from sley_data.conversations import Conversation, file_conversations
+from sley_data.conversations import Conversation, read_conversations
 from sley_data.datasets import ALWAYS_READ, RowsDataset, check_vocabulary, report_errors
 from sley_data.documents import read_split
-from sley_data.files import DataFile, document_files, split_files
+from sley_data.files import DataFile, find_document_files, find_split_files
 from sley_data.formats import Integers
 from sley_data.plugin import ChatConfig
 from sley_data.streams import Stream
@@ -54,7 +54,7 @@ class ChatStats:
         self.first_dropped = {**stats.first_dropped, **self.first_dropped}
 
     def drop(self, reason: str, name: str) -> None:
-        """Counts a dropped sample."""
+        """Counts a sample that is dropped or cut. name: the name of its conversation."""
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, name)
 
@@ -137,8 +137,8 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 class ChatDataset(RowsDataset):
     """Whole conversations, packed with their boundaries by best fit into `sequence` positions per row.
 
-    A conversation of n tokens has n - 1 positions, since its last token is only a label. stream: the tokens of all
-    conversations, with `_LABEL_BIT` for labels. rows: the numbers of the samples in each row.
+    A conversation of n tokens has n - 1 positions, since its last token is only a label. stats: the `ChatStats` of the split,
+    once the data is loaded.
 
     Loading renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" or "held-out" if
     there is no conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every
@@ -154,10 +154,12 @@ class ChatDataset(RowsDataset):
 
     @cached_property
     def template(self) -> ChatTemplate:
+        """The chat template of the table or of its tokenizer."""
         return ChatTemplate(self.config.tokenizer, self.config.template)
 
     @cached_property
     def rows(self) -> list[list[int]]:
+        """The numbers of the samples in each row."""
         return pack_best_fit((np.diff(self.stream.offsets) - 1).tolist(), self.config.sequence)
 
     @cached_property
@@ -167,11 +169,12 @@ class ChatDataset(RowsDataset):
 
     @cached_property
     def stream(self) -> Stream:
+        """The tokens of all samples, with `_LABEL_BIT` for labels. Sets `stats`, and raises the errors of the class."""
         config, split, digest = self.config, self.context.split, self.template.digest
-        files, held_out = split_files(config, split)
+        files, held_out = find_split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
         stream, summary = load_tokens(
-            cache_folder(config, files, held_out, ("chat", 7, digest, *options, split)) if digest else None,
+            find_cache_folder(config, files, held_out, ("chat", 7, digest, *options, split)) if digest else None,
             "uint32",
             sum(file.num_bytes for file in files),
             partial(self._read, files),
@@ -200,11 +203,11 @@ class ChatDataset(RowsDataset):
         for values in stats:
             total.add(ChatStats(**values))
         if self._first is None:
-            raise empty_split_error(self.context.split)
+            raise _empty_split_error(self.context.split)
         is_all_trained = total.trained == total.tokens - total.samples
         if not total.samples or (self.config.train_on != "all" and is_all_trained):
-            raise self._mask_error(self._first, total)
-        notes = self.template.remarks()
+            raise self._build_mask_error(self._first, total)
+        notes = self.template.list_remarks()
         if self._num_copied:
             notes.append(f"{self._num_copied} conversations in `files` are also in `held_out_files`: training excludes them")
         for reason, count in total.dropped.items():
@@ -212,7 +215,7 @@ class ChatDataset(RowsDataset):
             notes.append(f"{count} samples are {action}, `{total.first_dropped[reason]}` first: {reason}")
         return {"stats": vars(total), "notes": notes}
 
-    def _mask_error(self, conversation: Conversation, stats: ChatStats) -> PlanError:
+    def _build_mask_error(self, conversation: Conversation, stats: ChatStats) -> PlanError:
         """Returns the PlanError "chat-mask", which shows the first conversation."""
         problem = "every token has a label" if stats.samples else "no token of a conversation has a label"
         reasons = "; ".join(f"{count}: {reason}" for reason, count in stats.dropped.items())
@@ -254,7 +257,7 @@ class ChatDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts, as in `Dataset`."""
+        """The numbers of documents, tokens, labels, positions and padding, as `counts` of `Dataset`."""
         num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,
@@ -267,8 +270,8 @@ class ChatDataset(RowsDataset):
         }
 
 
-_MAX_CHECKED = 64
-"""The maximum number of conversations of large files to render before a run."""
+_MAX_CHECKED_CONVERSATIONS = 64
+"""The maximum number of conversations that a check of large files renders."""
 
 
 @report_errors
@@ -279,9 +282,9 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     ALWAYS_READ. A PlanError, such as `held-out` for an evaluation without held-out data, becomes a problem.
     """
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
-    files, problems = document_files(config, "train")
+    files, problems = find_document_files(config, "train")
     if config.held_out_files:
-        held_out_files, held_out_problems = document_files(config, "held_out")
+        held_out_files, held_out_problems = find_document_files(config, "held_out")
         files, problems = [*files, *held_out_files], [*problems, *held_out_problems]
     yield from problems
     if problems:
@@ -289,13 +292,13 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
     template = ChatDataset(config, DataContext()).template
     yield from check_vocabulary(vocab_size, template.vocab_size)
     if sum(file.num_bytes for file in files) > ALWAYS_READ:
-        outcomes = list(template.encode(islice(file_conversations(files[0], config.field), _MAX_CHECKED), config))
+        outcomes = list(template.encode(islice(read_conversations(files[0], config.field), _MAX_CHECKED_CONVERSATIONS), config))
         if not any(sample.trained for _, samples, _ in outcomes for sample in samples):
             reasons = ", ".join(dict.fromkeys(reason for _, _, reason in outcomes if reason))
             message = f"the first {len(outcomes)} conversations have no token with a label{f': {reasons}' if reasons else ''}"
             yield Problem(("data", "train_on"), message, None, "chat-mask")
         if evaluates and not config.held_out and not config.held_out_files:
-            raise empty_split_error("held_out")
+            raise _empty_split_error("held_out")
         return
     for split in splits:
         count = len(ChatDataset(config, DataContext(split=split)))
@@ -303,7 +306,7 @@ def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = 
             config.check_num_samples(count)
 
 
-def empty_split_error(split: Split) -> PlanError:
+def _empty_split_error(split: Split) -> PlanError:
     """Returns the PlanError for a split without a conversation."""
     if split == "held_out":
         hint = "set `held_out_files`, or increase `held_out`"

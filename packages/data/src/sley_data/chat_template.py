@@ -32,9 +32,9 @@ from sley_data.conversations import Conversation, Message
 from sley_data.plugin import ChatConfig
 from sley_data.tokenizer import Tokenizer, TokenizerIds
 
-INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""
+_INSTALL = """install sley-data[chat]; in a clone of Sley's repository, run `pip install -e "packages/data[chat]"`"""
 
-BATCH = 64
+_BATCH_SIZE = 64
 """The number of conversations whose texts are tokenized in one call."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -102,7 +102,7 @@ class ChatTemplate:
     def end_of_turn(self) -> int | None:
         """The special token with which the template ends an assistant turn, or None."""
         end: int | None = None
-        for token in self._probe[1]:
+        for token in self._probe_ids[1]:
             if token in self._special_ids:
                 end = token
             elif self.tokenizer.decode([token]).strip():
@@ -110,7 +110,7 @@ class ChatTemplate:
         return end
 
     @cached_property
-    def _probe(self) -> tuple[list[int], list[int], bool]:
+    def _probe_ids(self) -> tuple[list[int], list[int], bool]:
         """The ids of a question with the generation prompt, the ids of the rest of the turns, and whether the template has a
         generation prompt. There are no ids if the template refuses these turns.
         """
@@ -122,9 +122,9 @@ class ChatTemplate:
             return [], [], True
         return prompt, full[len(prompt) :], prompt != question
 
-    def remarks(self) -> list[str]:
+    def list_remarks(self) -> list[str]:
         """Returns sentences for the user about features that the template lacks."""
-        _, answer, has_prompt = self._probe
+        _, answer, has_prompt = self._probe_ids
         remarks = []
         if answer and self.end_of_turn is None:
             remarks.append("the chat template writes no special token at the end of a turn: a model will not learn to stop")
@@ -142,7 +142,7 @@ class ChatTemplate:
     def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Yields the outcome of each conversation, in order."""
         pending = iter(conversations)
-        while batch := list(islice(pending, BATCH)):
+        while batch := list(islice(pending, _BATCH_SIZE)):
             for has_blocks, group in groupby(batch, lambda conversation: self._has_blocks(conversation, config)):
                 encode = self._encode_by_blocks if has_blocks else self._encode_by_prefixes
                 yield from encode(list(group), config)
@@ -168,7 +168,7 @@ class ChatTemplate:
                     **self.tokenizer.special_tokens_map,
                 )
             except Exception as error:  # a template may raise anything
-                yield conversation, [], _refusal_message(error)
+                yield conversation, [], _describe_refusal(error)
                 continue
             (text,), (blocks,) = rendered
             if len(blocks) != len(conversation.assistant_turns):
@@ -176,14 +176,14 @@ class ChatTemplate:
                 continue
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-            turns = _trained_turns(conversation, config)
+            turns = _select_trained_turns(conversation, config)
             blocks = [block for block, turn in zip(blocks, conversation.assistant_turns, strict=True) if turn in turns]
-            ranges = [self._token_range(ids, offsets, block) for block in blocks]
+            ranges = [self._find_token_range(ids, offsets, block) for block in blocks]
             trained = [token_range for token_range in ranges if token_range is not None]
             reason = "" if len(trained) == len(ranges) else "a token crosses the border of a turn"
             yield conversation, [Encoded(ids, trained)], reason
 
-    def _token_range(
+    def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
         """Returns the token range of a text range, or None if a token begins before the text range and ends in it."""
@@ -222,7 +222,7 @@ class ChatTemplate:
         """
         messages, tools, reason = conversation.messages, conversation.tools, ""
         texts = [self.render(messages, tools)]
-        for turn in [] if config.train_on == "all" else _trained_turns(conversation, config):
+        for turn in [] if config.train_on == "all" else _select_trained_turns(conversation, config):
             if turn == 0:
                 reason = _NO_PROMPT
                 continue
@@ -269,7 +269,7 @@ class ChatTemplate:
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template may raise anything
-            raise ValueError(_refusal_message(error)) from None
+            raise ValueError(_describe_refusal(error)) from None
         return text
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -278,12 +278,12 @@ class ChatTemplate:
         return ids
 
 
-def _trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
+def _select_trained_turns(conversation: Conversation, config: ChatConfig) -> list[int]:
     """Returns the indices of the messages whose tokens are labels."""
     return conversation.trained_turns[-1:] if config.train_on == "last" else conversation.trained_turns
 
 
-def _refusal_message(error: Exception) -> str:
+def _describe_refusal(error: Exception) -> str:
     return f"the template refuses it: {str(error) or type(error).__name__}"
 
 
@@ -298,7 +298,7 @@ def _load_tokenizer(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         message = "`data.chat` needs the packages `transformers` and `jinja2`"
-        raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=INSTALL) from None
+        raise PluginError("transformers-missing", message, path=("data", "tokenizer"), hint=_INSTALL) from None
     if not path.is_dir():
         hint = "use a local folder that `save_pretrained` has written, since nothing is downloaded"
         raise PlanError("tokenizer-missing", f"the folder `{path}` does not exist", path=("data", "tokenizer"), hint=hint)
@@ -315,7 +315,7 @@ def _load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
+def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
     """Implements `DatasetRecord.text_ids`: returns the `TextIds` of the table or of `tokenizer`. An end of turn ends a text."""
     path = config.tokenizer if tokenizer is None else tokenizer
     return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)

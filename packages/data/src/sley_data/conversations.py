@@ -17,13 +17,15 @@ from hashlib import sha256
 from typing import Any
 
 from sley_data.files import DataFile
-from sley_data.formats import read_rows, row_error
+from sley_data.formats import build_row_error, read_rows
 
 Message = dict[str, Any]
+"""A message with the keys `role` and `content`, and additional keys for the template."""
 
-KEYS = ("messages", "conversations", "prompt", "completion", "system", "tools")
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
+"""The columns of a table that may contain a conversation."""
 
-SHAREGPT = {
+SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -34,7 +36,7 @@ SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""The roles of ShareGPT's names."""
+"""The role of each speaker in ShareGPT's `from`."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,17 @@ def content_key(content: bytes) -> bytes:
     return sha256(content).digest()
 
 
-def file_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
+def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
     """Yields the conversations of a file. field: the key of the messages, or None for the default keys.
 
     Raises PlanError "data-json" for a row that is not a conversation.
     """
-    columns = KEYS if field is None else (field, "system", "tools")
+    columns = _COLUMNS if field is None else (field, "system", "tools")
     for number, row in read_rows(file, columns if file.format.is_table else None):
         try:
             yield _parse_row(row, field, f"{file.name}#{number}")
         except (ValueError, RecursionError) as error:
-            raise row_error(file, number, str(error)) from None
+            raise build_row_error(file, number, str(error)) from None
 
 
 def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversation:
@@ -136,9 +138,9 @@ def _parse_message(value: Any, number: int) -> Message:
     message = {key: inner for key, inner in value.items() if inner is not None}
     if "role" not in message and isinstance(message.get("from"), str):
         name = message.pop("from")
-        if name not in SHAREGPT:
-            raise ValueError(f"has a message {number} with `from` {name!r}; use one of {', '.join(map(repr, SHAREGPT))}")
-        message["role"] = SHAREGPT[name]
+        if name not in SHAREGPT_ROLES:
+            raise ValueError(f"has a message {number} with `from` {name!r}; use one of {', '.join(map(repr, SHAREGPT_ROLES))}")
+        message["role"] = SHAREGPT_ROLES[name]
         message["content"] = message.pop("value", None)
     if not isinstance(message.get("role"), str):
         raise ValueError(f"has no `role` in message {number}")

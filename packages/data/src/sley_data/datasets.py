@@ -16,12 +16,12 @@ import numpy as np
 from sley_core.api.data import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS, DataContext, DataInfo, Sample, Split
 from sley_core.errors import PlanError, SleyError
 from sley_core.records import Problem
-from sley_data.cache import MAX_BYTES_IN_MEMORY, text_stream
+from sley_data.cache import MAX_BYTES_IN_MEMORY, load_text_stream
 from sley_data.documents import find_copied_tokens, read_file
-from sley_data.files import DataFile, document_files, token_files
+from sley_data.files import DataFile, find_document_files, find_token_files
 from sley_data.formats import Integers
 from sley_data.plugin import NUM_BYTES, Documents, TextConfig, TokensConfig
-from sley_data.streams import Stream, token_stream
+from sley_data.streams import Stream, load_token_stream
 
 if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ WINDOW_BLOCK = 1 << 20
 """The number of windows whose documents are counted in one operation."""
 
 
-def num_windows(num_tokens: int, sequence_length: int) -> int:
+def count_windows(num_tokens: int, sequence_length: int) -> int:
     """Returns the number of windows over `num_tokens`: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full."""
     return -(-(num_tokens - 1) // sequence_length) if num_tokens > sequence_length else 0
 
@@ -51,16 +51,17 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 
 
 class StreamSamples:
-    """The samples of `sequence_length` tokens of a stream. Each label of the data occurs once per epoch."""
+    """Cuts a stream into samples of `sequence_length` tokens. Each label of the stream occurs once per epoch."""
 
     def __init__(self, stream: Stream, documents: Documents, sequence_length: int) -> None:
         self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
         self._lengths = np.diff(stream.offsets)
 
     def __len__(self) -> int:
+        """Returns the number of samples."""
         if self.documents == "pad":
             return int(self._chunk_ends[-1]) if len(self._chunk_ends) else 0
-        return num_windows(len(self.stream), self.sequence_length)
+        return count_windows(len(self.stream), self.sequence_length)
 
     def sample(self, index: int) -> dict[str, Integers]:
         """Returns sample `index`: tokens and labels, int64 [sequence_length], and for "pack" also positions and `cu_seqlens`.
@@ -76,9 +77,9 @@ class StreamSamples:
         labels = values[1:].copy()
         labels[:num_covered] = IGNORE_INDEX
         sample = {"tokens": values[:-1], "labels": labels}
-        return sample | self._add_boundaries(start, labels) if self.documents == "pack" else sample
+        return sample | self._mark_boundaries(start, labels) if self.documents == "pack" else sample
 
-    def _add_boundaries(self, start: int, labels: Integers) -> dict[str, Integers]:
+    def _mark_boundaries(self, start: int, labels: Integers) -> dict[str, Integers]:
         """Ignores the labels that cross a boundary, and returns the positions and `cu_seqlens`."""
         offsets = self.stream.offsets
         first, last = np.searchsorted(offsets, [start, start + self.sequence_length], side="right")
@@ -111,7 +112,7 @@ class StreamSamples:
     @cached_property
     def max_documents_per_window(self) -> int:
         """The largest number of documents in a window, including partial documents."""
-        offsets, largest, count = self.stream.offsets, 0, num_windows(len(self.stream), self.sequence_length)
+        offsets, largest, count = self.stream.offsets, 0, count_windows(len(self.stream), self.sequence_length)
         for first in range(0, count, WINDOW_BLOCK):
             starts = np.arange(first, min(first + WINDOW_BLOCK, count)) * self.sequence_length
             starts = starts.clip(max=len(self.stream) - 1 - self.sequence_length)
@@ -144,7 +145,7 @@ class RowsDataset(ABC):
 
     @abstractmethod
     def sample(self, index: int) -> dict[str, Integers]:
-        """Returns the arrays of sample `index` by field."""
+        """Returns the arrays of sample `index`, by the name of the field."""
 
     @cached_property
     def info(self) -> DataInfo:
@@ -153,6 +154,7 @@ class RowsDataset(ABC):
         return DataInfo(TOKEN_FIELDS | (BOUNDARY_FIELDS if is_packed else {}), self.vocab_size, self.config.sequence)
 
     def __len__(self) -> int:
+        """Returns the number of samples. Loads the data."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
@@ -182,6 +184,7 @@ class TokenDataset(RowsDataset):
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None for bytes and for token files."""
         if isinstance(self.config, TokensConfig) or self.config.tokenizer is None:
             return None
         from sley_data.tokenizer import Tokenizer  # bytes need none
@@ -190,17 +193,19 @@ class TokenDataset(RowsDataset):
 
     @cached_property
     def rows(self) -> StreamSamples:
+        """The samples of the split. Raises the errors of the class."""
         config, split = self.config, self.context.split
         if isinstance(config, TokensConfig):
-            stream = token_stream(config, split)
+            stream = load_token_stream(config, split)
         else:
-            stream = text_stream(config, split, self._tokenizer, self.data_notes)
+            stream = load_text_stream(config, split, self._tokenizer, self.data_notes)
         samples = StreamSamples(stream, config.documents, config.sequence)
         if not len(samples):
             raise self._short_error(len(stream))
         return samples
 
     def sample(self, index: int) -> dict[str, Integers]:
+        """Returns the arrays of `StreamSamples.sample`."""
         return self.rows.sample(index)
 
     def _short_error(self, num_tokens: int) -> PlanError:
@@ -234,7 +239,10 @@ class TokenDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts, as in `Dataset`. Documents of token files with `documents = "cut"` are unknown."""
+        """The numbers of documents, tokens, labels, positions and padding, as `counts` of `Dataset`.
+
+        The number and lengths of the documents of token files with `documents = "cut"` are unknown.
+        """
         lengths, documents = np.diff(self.rows.stream.offsets), self.config.documents
         num_tokens, positions = len(self.rows.stream), len(self.rows) * self.config.sequence
         trained = num_tokens - (1 if documents == "cut" else len(lengths))
@@ -275,10 +283,10 @@ def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator
 def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
     """Yields the problems of a `data.text` or `data.tokens` table, as `DatasetRecord.check`."""
     if isinstance(config, TokensConfig):
-        train, held_out = token_files(config, "train"), token_files(config, "held_out")
+        train, held_out = find_token_files(config, "train"), find_token_files(config, "held_out")
     else:
-        train = document_files(config, "train")
-        held_out = document_files(config, "held_out") if config.held_out_files else train
+        train = find_document_files(config, "train")
+        held_out = find_document_files(config, "held_out") if config.held_out_files else train
     problems = dict.fromkeys((*train[1], *held_out[1]))
     yield from problems
     dataset = TokenDataset(config, DataContext())
@@ -293,9 +301,9 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
     yield from problems
     if problems:
         return
-    if _can_count(config, "train", train[0]):
+    if _can_count_samples(config, "train", train[0]):
         config.check_num_samples(len(dataset))
-    if evaluates and _can_count(config, "held_out", held_out[0]):
+    if evaluates and _can_count_samples(config, "held_out", held_out[0]):
         len(TokenDataset(config, DataContext(split="held_out")))
 
 
@@ -306,9 +314,10 @@ def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
         yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
 
 
-def _can_count(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> bool:
-    """Returns whether a check can load `files`, the files of a split, to count their samples, in about a second."""
-    if split == "held_out" and not (config.held_out_files or getattr(config, "held_out", 0)):
+def _can_count_samples(config: TextConfig | TokensConfig, split: Split, files: Sequence[DataFile]) -> bool:
+    """Returns whether a check can count the samples of a split in about a second. files: the files of the split."""
+    holds_out = bool(config.held_out_files) or bool(getattr(config, "held_out", 0))
+    if split == "held_out" and not holds_out:
         return True  # without reading, since there are no samples
     is_cheap = isinstance(config, TokensConfig) or not (config.field or config.separator or config.tokenizer)
     is_cheap = is_cheap and not any(file.format.is_compressed for file in files)

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeAlias
 
 from sley_core.api.data import Split
 from sley_core.records import Problem
-from sley_data.conversations import Conversation, content_key, file_conversations
-from sley_data.files import DataFile, document_files, merge_problems
-from sley_data.formats import open_decompressed, read_rows, row_error
+from sley_data.conversations import Conversation, content_key, read_conversations
+from sley_data.files import DataFile, build_plan_error, find_document_files
+from sley_data.formats import build_row_error, open_decompressed, read_rows
 from sley_data.plugin import ChatConfig, DocumentsConfig, TextConfig
 
 
@@ -28,6 +28,7 @@ class TextDocument(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """The size of the text in bytes."""
         return len(self.content)
 
     @property
@@ -37,6 +38,7 @@ class TextDocument(NamedTuple):
 
 
 Document: TypeAlias = TextDocument | Conversation
+"""A document of `data.text` or `data.chat`."""
 
 _PIECE_BYTES = 1 << 10
 """The size of a piece of a held-out token file to search for in the training files."""
@@ -61,7 +63,7 @@ def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Seque
     problems = []
     for held_out in held_out_files:
         try:
-            pieces = _sample_pieces(held_out)
+            pieces = _read_pieces(held_out)
             copy = next((file for file in training_files if pieces and _contains_all(file, pieces, max_bytes)), None)
         except OSError:
             continue  # the code that opens the file later reports the error
@@ -80,7 +82,7 @@ def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bo
         return all(any(content.find(piece, start, stop) >= 0 for start, stop in ranges) for piece in pieces)
 
 
-def _sample_pieces(file: DataFile) -> list[bytes]:
+def _read_pieces(file: DataFile) -> list[bytes]:
     """Returns pieces from the start, middle and end of a token file, except pieces with few different bytes."""
     pieces = []
     with file.path.open("rb") as content:
@@ -101,7 +103,7 @@ def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile])
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
-    is_selected = split_filter(config, split)
+    is_selected = build_split_filter(config, split)
     for document in chain.from_iterable(read_file(config, file) for file in files):
         yield document, is_selected(document.key)
 
@@ -125,11 +127,11 @@ def read_documents(
         notes.append(f"{num_excluded} of {count} documents in `files` are also in `held_out_files`: training excludes them")
 
 
-def _split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
+def _read_split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
     """Returns the keys of the documents of a split. Raises PlanError with all problems of the files."""
-    files, problems = document_files(config, split)
+    files, problems = find_document_files(config, split)
     if problems:
-        raise merge_problems(problems)
+        raise build_plan_error(problems)
     return [document.key for document, is_selected in read_split(config, split, files) if is_selected]
 
 
@@ -143,23 +145,23 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
         getattr(training, key) != getattr(evaluation, key) for key in ("separator", "field")
     ):
         return "the run splits its files into other documents: it is not known whether it was trained on these"
-    if document_files(evaluation, "held_out")[1]:
+    if find_document_files(evaluation, "held_out")[1]:
         return ""  # the evaluation reports the problems
-    files, problems = document_files(training, "train")
+    files, problems = find_document_files(training, "train")
     reason = problems[0].message if problems else ""
     if not problems and sum(file.num_bytes for file in files) > _MAX_COMPARE_BYTES:
         reason = f"its data have more than {_MAX_COMPARE_BYTES >> 30} GiB, and are not read for this"
     if reason:
         return f"it is not known whether the run was trained on the held-out {noun}: {reason}"
-    held_out, trained = _split_keys(evaluation, "held_out"), set(_split_keys(training, "train"))
+    held_out, trained = _read_split_keys(evaluation, "held_out"), set(_read_split_keys(training, "train"))
     count = sum(key in trained for key in held_out)
     if not count:
         return ""
     return f"the run was trained on {count} of the {len(held_out)} held-out {noun}, so this is not a held-out loss"
 
 
-def split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], bool]:
-    """Returns a function that tells by the key of a document whether the document belongs to the split.
+def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], bool]:
+    """Returns a function that returns whether a document belongs to the split. Its argument is the key of the document.
 
     The training split also excludes the held-out documents of a mixture's other sources.
     """
@@ -167,14 +169,14 @@ def split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], boo
         return lambda key: bool(config.held_out_files) or is_in_share(key, config.held_out)
     share = config.largest_share
     tables = (table for table in config.all_sources if table.held_out_files)
-    held_out = set(chain.from_iterable(_split_keys(table, "held_out") for table in tables))
+    held_out = set(chain.from_iterable(_read_split_keys(table, "held_out") for table in tables))
     return lambda key: not is_in_share(key, share) and key not in held_out
 
 
 def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
     """Yields each document in a file. Raises PlanError "data-json" for a row without a text or conversation."""
     if isinstance(config, ChatConfig):
-        yield from file_conversations(file, config.field)
+        yield from read_conversations(file, config.field)
     elif config.field is not None:
         yield from _read_texts(file, config.field)
     elif isinstance(config, TextConfig) and config.separator is not None:
@@ -209,12 +211,12 @@ def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
         if not isinstance(text, str):
             keys = ", ".join(f"`{key}`" for key in row)
             reason = f"has no text in the field `{field}`" if field in row else f"has no `{field}`"
-            raise row_error(
+            raise build_row_error(
                 file, number, reason, f"set `field` to one of these keys: {keys}" if keys and field not in row else None
             )
         try:
             content = text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise row_error(file, number, f"cannot be read: {error}") from None
+            raise build_row_error(file, number, f"cannot be read: {error}") from None
         if content:
             yield TextDocument(f"{file.name}#{number}", content)

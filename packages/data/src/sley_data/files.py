@@ -39,15 +39,15 @@ from sley_data.formats import (
 )
 from sley_data.plugin import TOKEN_BYTES, DocumentsConfig, TextConfig, TokensConfig
 
-INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
+_INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `pip install -e "packages/data[hub]"`"""
 
 _HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
-EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """The folders that do not belong to the sources of the standard library."""
 
-JSON_LINES = frozenset({".jsonl", ".ndjson"})
-WILDCARDS = frozenset("*?[")
+_JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+_WILDCARDS = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class DataFile:
         return config.dtype if self.index is None else self.index.dtype
 
 
-def report(text: str) -> None:
+def print_note(text: str) -> None:
     """Prints a line to stderr, on any rank."""
     print(f"data: {text}", file=sys.stderr, flush=True)
 
 
-def cache_home() -> Path | None:
+def find_cache_home() -> Path | None:
     """Returns the default folder for prepared data, or None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
@@ -86,7 +86,7 @@ FilesAndProblems: TypeAlias = "tuple[list[DataFile], list[Problem]]"
 """The files that paths and patterns name, and the problems of these paths and patterns."""
 
 
-def merge_problems(problems: Iterable[Problem]) -> PlanError:
+def build_plan_error(problems: Iterable[Problem]) -> PlanError:
     """Returns one PlanError with all `problems`."""
     error = PlanError.from_diagnostics(Diagnostic(p.code, p.message, path=p.path, hint=p.hint) for p in problems)
     assert isinstance(error, PlanError)
@@ -118,6 +118,8 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
 
 
 class _BadPathError(Exception):
+    """The problem of a path or pattern, with its code, message and hint."""
+
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.hint = code, message, hint
@@ -132,7 +134,8 @@ def _unescape(pattern: str) -> str:
 
 
 def _has_wildcard(pattern: str) -> bool:
-    return not WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
+    """Returns whether `pattern` has a wildcard that is not escaped."""
+    return not _WILDCARDS.isdisjoint(_ESCAPED.sub("", pattern))
 
 
 def _match_files(pattern: str) -> Iterator[DataFile]:
@@ -145,7 +148,7 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
             raise _BadPathError(diagnostic.code, diagnostic.message, diagnostic.hint) from None
     path = Path(_unescape(pattern))
     if not _has_wildcard(pattern) or path.exists():
-        yield from _saved_dataset_files(path) if (path / _SAVED_STATE).is_file() else [_plain_file(path)]
+        yield from _list_saved_dataset(path) if (path / _SAVED_STATE).is_file() else [_stat_file(path)]
         return
     parts = Path(pattern).parts
     num_plain = next(number for number, part in enumerate(parts) if _has_wildcard(part))
@@ -174,7 +177,7 @@ def _match_paths(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
         is_deep = "**" not in patterns and len(parts) + 1 == len(patterns)
         folders[:] = [] if real_path in visited or is_deep else sorted(name for name in folders if name[0] != ".")
         if real_path not in visited:
-            yield from (Path(path, name) for name in names if name[0] != "." and _matches((*parts, name), patterns))
+            yield from (Path(path, name) for name in names if name[0] != "." and matches_pattern((*parts, name), patterns))
         visited.add(real_path)
 
 
@@ -182,19 +185,19 @@ def _raise_error(error: OSError) -> None:
     raise error
 
 
-def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+def matches_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     """Returns whether the parts of a path match the parts of a pattern, where `**` matches any number of folders."""
     if not patterns or not parts:
         return not patterns and not parts
     if patterns[0] == "**":
-        return any(_matches(parts[start:], patterns[1:] or ["*"]) for start in range(len(parts)))
-    return fnmatchcase(parts[0], patterns[0]) and _matches(parts[1:], patterns[1:])
+        return any(matches_pattern(parts[start:], patterns[1:] or ["*"]) for start in range(len(parts)))
+    return fnmatchcase(parts[0], patterns[0]) and matches_pattern(parts[1:], patterns[1:])
 
 
 _SAVED_STATE = "state.json"
 
 
-def _saved_dataset_files(folder: Path) -> list[DataFile]:
+def _list_saved_dataset(folder: Path) -> list[DataFile]:
     """Returns the data files in a folder written by `save_to_disk` of `datasets`."""
     try:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
@@ -202,10 +205,10 @@ def _saved_dataset_files(folder: Path) -> list[DataFile]:
     except (ValueError, KeyError, TypeError) as error:
         message = f"`{folder / _SAVED_STATE}` does not name the files of the dataset: {error!r}"
         raise _BadPathError("data-missing", message) from None
-    return [replace(_plain_file(folder / name), name=f"{folder.name}/{name}") for name in names]
+    return [replace(_stat_file(folder / name), name=f"{folder.name}/{name}") for name in names]
 
 
-def _plain_file(path: Path) -> DataFile:
+def _stat_file(path: Path) -> DataFile:
     """Returns the file at a path without wildcards. Raises `_BadPathError` if it is missing, empty or not a regular file."""
     if not path.exists():
         hint = "a relative path starts at the plan's folder"
@@ -229,7 +232,7 @@ def download_files(name: str) -> str:
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         raise PlanError("data-hub", f"a hub name must have the form hf://datasets/OWNER/NAME/PATTERN, but is `{name}`")
-    folder = cache_home()
+    folder = find_cache_home()
     record = folder and folder / "hub" / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.json"
     try:
         snapshot = Path(json.loads(record.read_text("utf-8"))["folder"]) if record else None
@@ -250,12 +253,12 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
         message = "`hf://` needs the package `huggingface_hub`, which is not installed"
-        raise PluginError("hub-missing", message, hint=INSTALL_HUB) from None
+        raise PluginError("hub-missing", message, hint=_INSTALL_HUB) from None
     try:
         info = HfApi().dataset_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or ()]
-        matches = [name for name in names if _matches(name.split("/"), pattern.split("/"))]
-        report(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
+        matches = [name for name in names if matches_pattern(name.split("/"), pattern.split("/"))]
+        print_note(f"downloading {len(matches)} files of `{repo}`, revision {info.sha}")
         paths = [hf_hub_download(repo, name, repo_type="dataset", revision=info.sha) for name in matches]
     except Exception as error:  # huggingface_hub also raises the errors of its HTTP library
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -267,72 +270,73 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
     return Path(paths[0]).parents[matches[0].count("/")]
 
 
-def library_files() -> FilesAndProblems:
+def find_library_files() -> FilesAndProblems:
     """Returns the sorted source files of this Python's standard library, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
-    if files := _find_library_files(root):
+    if files := _walk_library(root):
         return [*files], []
     message = f"this Python has no source files in `{root}`"
     return [], [Problem(("data", "source"), message, "name `files` instead", "data-missing")]
 
 
 @cache
-def _find_library_files(root: str) -> tuple[DataFile, ...]:
+def _walk_library(root: str) -> tuple[DataFile, ...]:
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
         prefix = Path(folder, "_").relative_to(root).as_posix()[:-1]
         paths = [(name, Path(folder, name)) for name in names if name.endswith(".py")]
         files += [DataFile(prefix + name, path, path.stat().st_size) for name, path in paths]
     return tuple(sorted((file for file in files if file.num_bytes), key=lambda file: file.name))
 
 
-def document_files(config: DocumentsConfig, split: Split) -> FilesAndProblems:
+def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProblems:
     """Returns the files of a split of a `data.text` or `data.chat` table, and their problems.
 
     Without `held_out_files`, all files contain both splits.
     """
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     if isinstance(config, TextConfig) and config.source is not None and key == "files":
-        return library_files()
+        return find_library_files()
     files, problems = find_files(getattr(config, key), ("data", key))
     has_rows = not isinstance(config, TextConfig) or config.field is not None
-    json_files = [file for file in files if _content_suffix(file.path) in JSON_LINES]
+    json_files = [file for file in files if _find_content_suffix(file.path) in _JSON_LINES_SUFFIXES]
     if json_files and isinstance(config, TextConfig) and config.field is None and config.separator is None:
         message = f"`{json_files[0].path}` contains JSON lines: braces, keys and escapes would be trained on"
         hint = 'name the key of the text, such as `field = "text"`; or set `separator = "\\n"` to train on the JSON itself'
         problems.append(Problem(("data", key), message, hint, "data-json"))
     files = [replace(file, format=detect_format(file.path)) for file in files]
-    return files, [*problems, *_format_problems(files, ("data", key), allows_tables=has_rows)]
+    return files, [*problems, *_find_format_problems(files, ("data", key), allows_tables=has_rows)]
 
 
-def split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
+def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
     """Returns the files of a split, and the files whose documents are excluded from the split.
 
     Raises PlanError with all problems.
     """
-    results = [document_files(config, split)]
+    results = [find_document_files(config, split)]
     if split == "train":
-        results += [document_files(table, "held_out") for table in config.all_sources if table.held_out_files]
+        results += [find_document_files(table, "held_out") for table in config.all_sources if table.held_out_files]
     if problems := [problem for _, table_problems in results for problem in table_problems]:
-        raise merge_problems(problems)
+        raise build_plan_error(problems)
     return results[0][0], [file for files, _ in results[1:] for file in files]
 
 
-def _content_suffix(path: Path) -> str:
+def _find_content_suffix(path: Path) -> str:
     """Returns the suffix of the decompressed file in lower case: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     suffix = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def _format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tables: bool = False) -> Iterator[Problem]:
+def _find_format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tables: bool = False) -> Iterator[Problem]:
+    """Yields a problem for each file of an unsupported format. allows_tables: whether Parquet and Arrow are supported."""
     for file in files:
         if file.format.unsupported is not None and not (allows_tables and file.format.is_table):
             description, hint = file.format.unsupported
             yield Problem(key, f"`{file.path}` is {description}", hint, "data-format")
 
 
-def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
+def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
     """Returns the files of a split of a `data.tokens` table, and their problems, such as a wrong dtype."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
@@ -343,7 +347,7 @@ def token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
     files = [replace(file, format=detect_format(file.path)) for file in files]
     compressed = Format(unsupported=("compressed", "unpack it, since token files are memory-mapped"))
     files = [replace(file, format=compressed) if file.format.is_compressed else file for file in files]
-    problems += _format_problems(files, ("data", key))
+    problems += _find_format_problems(files, ("data", key))
     for file in [] if problems else files:
         dtype = file.dtype(config)
         if file.num_bytes % TOKEN_BYTES[dtype]:
@@ -364,7 +368,7 @@ def _add_index(file: DataFile) -> DataFile:
     try:
         with file.path.open("rb") as content:
             if content.read(len(MEGATRON_MAGIC)) == MEGATRON_MAGIC:
-                index, tokens = file.path, _plain_file(file.path.with_suffix(".bin"))
+                index, tokens = file.path, _stat_file(file.path.with_suffix(".bin"))
         if not index.exists():
             return tokens
         return replace(tokens, index=read_index(index, tokens.num_bytes))

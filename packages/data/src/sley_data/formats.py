@@ -169,7 +169,7 @@ _NUM_BLOCKS = 16
 _MIN_IDS = 64
 """The minimum number of ids for which a rare pattern shows a wrong format."""
 
-_LLM_C = (20240520).to_bytes(4, "little")
+_LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 """The first bytes of the header, of 1024 bytes, of token files of llm.c."""
 
 
@@ -182,9 +182,9 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
         sample = read_blocks(path)
     except OSError:
         return None  # the code that opens the file later reports the error
-    if sample[:4] == _LLM_C:
+    if sample[:4] == _LLM_C_MAGIC:
         return "begins with the header of llm.c, which would be read as tokens", "remove the header with `tail -c +1025`"
-    ids = _ids(sample, dtype)
+    ids = _view_ids(sample, dtype)
     if len(ids) < _MIN_IDS:
         return None
     if _is_padded(ids):
@@ -194,7 +194,7 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
         return f"has 0 or a small number after every id: its ids are wider than {dtype}", advice
     if (largest := ids.max()) < vocab_size:
         return None
-    fitting_dtypes = [name for name in TOKEN_BYTES if name != dtype and _ids(sample, name).max() < vocab_size]
+    fitting_dtypes = [name for name in TOKEN_BYTES if name != dtype and _view_ids(sample, name).max() < vocab_size]
     hint = "set the `vocab_size` of the tokenizer that wrote the file, or write raw ids"
     hint = f'they fit as `dtype = "{fitting_dtypes[0]}"`' if fitting_dtypes else hint
     return f"has the id {largest} as {dtype}, but `vocab_size` is {vocab_size}", hint
@@ -214,7 +214,7 @@ def read_blocks(path: Path) -> bytes:
         return b"".join(blocks)
 
 
-def _ids(sample: bytes, dtype: str) -> Integers:
+def _view_ids(sample: bytes, dtype: str) -> Integers:
     return np.frombuffer(sample, dtype, len(sample) // TOKEN_BYTES[dtype])
 
 
@@ -225,8 +225,8 @@ def _is_padded(ids: Integers) -> bool:
 
 
 _HEADER = struct.Struct("<9sQBQQ")
-_TYPES: dict[int, TokenDtype] = {4: "uint32", 8: "uint16"}  # 4 is int32, and no id is negative
-_OTHER_TYPES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: "float32"}
+_DTYPES_BY_CODE: dict[int, TokenDtype] = {4: "uint32", 8: "uint16"}  # 4 is int32, and no id is negative
+_UNSUPPORTED_DTYPES_BY_CODE = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: "float32"}
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,8 @@ def read_index(path: Path, num_bytes: int) -> Index:
     _, version, code, count, num_ends = _HEADER.unpack(head)
     if version != 1:
         raise ValueError(f"is an index of version {version}, but must have version 1")
-    if code not in _TYPES:
-        raise ValueError(f"has tokens of the type {_OTHER_TYPES.get(code, code)}, but must have uint16 or int32")
+    if code not in _DTYPES_BY_CODE:
+        raise ValueError(f"has tokens of the type {_UNSUPPORTED_DTYPES_BY_CODE.get(code, code)}, but must have uint16 or int32")
     size = len(head) + 12 * count + 8 * num_ends
     if len(content) not in (size, size + count):
         raise ValueError(f"has {len(content)} bytes, but {count} sequences in {num_ends - 1} documents need {size}")
@@ -261,17 +261,17 @@ def read_index(path: Path, num_bytes: int) -> Index:
     ends = np.frombuffer(content, "<i8", num_ends, len(head) + 12 * count)
     if (lengths < 0).any():
         raise ValueError("has a sequence of a negative length")
-    bounds, width = np.cumsum(np.concatenate([[0], lengths]), dtype=np.int64), TOKEN_BYTES[_TYPES[code]]
+    bounds, width = np.cumsum(np.concatenate([[0], lengths]), dtype=np.int64), TOKEN_BYTES[_DTYPES_BY_CODE[code]]
     if bounds[-1] * width != num_bytes:
         raise ValueError(f"has {bounds[-1]} tokens of {width} bytes, but the `.bin` file has {num_bytes} bytes")
     if (starts != bounds[:-1] * width).any():
         raise ValueError("has sequences with gaps or overlaps")
     if not num_ends or ends[0] != 0 or ends[-1] != count or (np.diff(ends) < 0).any():
         raise ValueError(f"has documents that do not contain its {count} sequences in order")
-    return Index(_TYPES[code], bounds[ends])
+    return Index(_DTYPES_BY_CODE[code], bounds[ends])
 
 
-INSTALL = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
+_INSTALL_ARROW = """install sley-data[arrow]; in a clone of Sley's repository, run `pip install -e "packages/data[arrow]"`"""
 
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
@@ -294,7 +294,7 @@ def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[
     yield from _read_array(file) if start[:1] == b"[" else _read_lines(file)
 
 
-def row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
+def build_row_error(file: DataFile, number: int, reason: str, hint: str | None = None) -> PlanError:
     """Returns the PlanError "data-json" for a row. reason: the predicate of a sentence whose subject is the row."""
     return PlanError("data-json", f"row {number} of `{file.path}` {reason}", path=("data", "files"), hint=hint)
 
@@ -318,12 +318,12 @@ def _parse_json(file: DataFile, number: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
+        raise build_row_error(file, number, f"cannot be read: {str(error) or type(error).__name__}") from None
 
 
 def _require_object(file: DataFile, number: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise row_error(file, number, "is not a JSON object")
+        raise build_row_error(file, number, "is not a JSON object")
     return value
 
 
@@ -333,7 +333,7 @@ def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple
         import pyarrow  # type: ignore[import-untyped]
     except ImportError:
         message = f"`{file.path}` is a Parquet or Arrow table, which needs `pyarrow`"
-        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=INSTALL) from None
+        raise PluginError("pyarrow-missing", message, path=("data", "files"), hint=_INSTALL_ARROW) from None
     number = 0
     try:
         for batch in _read_batches(file, columns):
@@ -342,7 +342,7 @@ def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple
             if not selected:
                 names = ", ".join(f"`{name}`" for name in batch.schema.names)
                 missing = " or ".join(f"`{name}`" for name in columns or ())
-                raise row_error(file, 1, f"has no {missing}", f"use one of the columns {names}")
+                raise build_row_error(file, 1, f"has no {missing}", f"use one of the columns {names}")
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 for row in batch.select(selected).slice(start, _BATCH_ROWS).to_pylist():
                     number += 1

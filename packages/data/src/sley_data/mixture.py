@@ -28,7 +28,7 @@ from sley_core.api.data import SOURCE, DataContext, DataInfo, Dataset, Field, Or
 from sley_core.api.parts import SeededReader, open_dataset, read_sample, set_epoch
 from sley_core.errors import PlanError, RunError
 from sley_data.plugin import MixtureConfig, SourceTable
-from sley_data.sources import locate_errors, source_component, split_sources
+from sley_data.sources import build_source_component, list_sources, locate_errors
 
 _ALL_LENGTHS = range(1 << 62)
 """The lengths among which a prefix of the numbers is searched."""
@@ -77,7 +77,7 @@ def _round_share(count: int, share: int, total: int) -> int:
     return (2 * count * share + total) // (2 * total)
 
 
-def integer_shares(weights: Sequence[float]) -> list[int]:
+def to_integer_shares(weights: Sequence[float]) -> list[int]:
     """Returns integers in the exact proportion of the decimal `weights`, such as 3 and 7 for 0.3 and 0.7."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
@@ -116,16 +116,18 @@ class Mixture:
         self._config = config
         self._context = context
         self._epoch = 0
-        self._starts_over = context.split == "train" and config.exhausted != "repeat"
-        sources = split_sources(config, context.split)
+        self._ends_at_first_source = context.split == "train" and config.exhausted != "repeat"
+        sources = list_sources(config, context.split)
         self.sources = tuple(table.name for _, table in sources)
         self._sources = [self._open_source(number, table) for number, table in sources]
-        self._order = lru_cache(maxsize=2 * len(sources))(self._source_order)
+        self._order = lru_cache(maxsize=2 * len(sources))(self._build_order)
 
     def _open_source(self, number: int, table: SourceTable) -> _Source:
         seed = int.from_bytes(blake2b(f"{self._context.seed}/{table.name}".encode(), digest_size=7).digest())
         with locate_errors(number, table.name):
-            dataset = open_dataset(source_component(self._config, number), replace(self._context, seed=seed, num_samples=None))
+            dataset = open_dataset(
+                build_source_component(self._config, number), replace(self._context, seed=seed, num_samples=None)
+            )
         if is_stream(dataset) or hasattr(dataset, "collate"):
             reason = "is a stream" if is_stream(dataset) else "has its own `collate`"
             hint = "use a dataset with a length, whose samples can be stacked"
@@ -146,7 +148,9 @@ class Mixture:
             for key in ("fields", "vocab_size", "sequence"):
                 expected, value = getattr(reference, key), getattr(info, key)
                 if value != expected or SOURCE in info.fields:
-                    values = f"`{self.sources[0]}` has {_format(expected)}, `{source.table.name}` has {_format(value)}"
+                    values = (
+                        f"`{self.sources[0]}` has {_format_value(expected)}, `{source.table.name}` has {_format_value(value)}"
+                    )
                     message = f"all sources of a mixture need the same {key}: {values}"
                     raise PlanError("mixture-sources", message, path=("data", "sources", source.number))
         return replace(reference, fields={**reference.fields, SOURCE: Field("int64")})
@@ -167,28 +171,28 @@ class Mixture:
     def _interleave(self) -> Interleave:
         """The order of the sources. Loads the data if the plan sets `epochs`."""
         tables = [source.table for source in self._sources]
-        if self._config.by_epochs:
+        if self._config.has_epochs:
             counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
             return Interleave([max(1, round(count)) for count in counts])
-        return Interleave(integer_shares([table.weight or 0 for table in tables]))
+        return Interleave(to_integer_shares([table.weight or 0 for table in tables]))
 
     @cached_property
     def _length(self) -> int:
         """The number of samples per epoch. Raises PlanError "data-exhausted" if the run needs more samples."""
-        if self._config.by_epochs:
+        if self._config.has_epochs:
             return self._interleave.total
-        find_end = self._interleave.longest_prefix if self._starts_over else self._interleave.shortest_prefix
+        find_end = self._interleave.longest_prefix if self._ends_at_first_source else self._interleave.shortest_prefix
         ends = [find_end(source, length) for source, length in enumerate(self.lengths)]
-        length = min(ends) if self._starts_over else max(ends)
+        length = min(ends) if self._ends_at_first_source else max(ends)
         num_needed = self._context.num_samples
-        if self._config.exhausted == "refuse" and self._starts_over and num_needed is not None and num_needed > length:
+        if self._config.exhausted == "refuse" and self._ends_at_first_source and num_needed is not None and num_needed > length:
             name = self.sources[ends.index(length)]
             message = f"the run needs {num_needed} samples, but the source `{name}` is exhausted after {length}"
             hint = 'use fewer steps, a smaller weight for it, or `exhausted = "repeat"`'
             raise PlanError("data-exhausted", message, path=("data", "exhausted"), hint=hint)
         return length
 
-    def _source_order(self, number: int, epoch: int) -> Order:
+    def _build_order(self, number: int, epoch: int) -> Order:
         source = self._sources[number]
         is_shuffled = self._config.shuffle and getattr(source.table.component.config, "shuffle", True)
         return Order(self.lengths[number], seed=source.seed, epoch=epoch, shuffle=is_shuffled)
@@ -212,7 +216,7 @@ class Mixture:
         if not 0 <= index < len(self):
             raise IndexError(index)
         epoch = self._epoch
-        if self._starts_over:
+        if self._ends_at_first_source:
             source, position = self._interleave[index]
         else:
             source, samples_before = self._interleave[epoch * len(self) + index]
@@ -226,13 +230,13 @@ class Mixture:
         if epoch != source.epoch:
             set_epoch(source.dataset, epoch)
             source.epoch = epoch
-        sample = self._read(source, epoch * self.lengths[source_number] + sample_index, sample_index)
+        sample = self._read_sample(source, epoch * self.lengths[source_number] + sample_index, sample_index)
         if self._num_starts is not None:
             starts = sample["cu_seqlens"]
             sample = {**sample, "cu_seqlens": torch.cat([starts, starts[-1:].expand(self._num_starts - len(starts))])}
         return {**sample, SOURCE: torch.tensor(source_number)}
 
-    def _read(self, source: _Source, number: int, index: int) -> Sample:
+    def _read_sample(self, source: _Source, number: int, index: int) -> Sample:
         with locate_errors(source.number, source.table.name):
             return source.reader.read(number, partial(read_sample, source.dataset, index))
 
@@ -241,7 +245,7 @@ class Mixture:
         """The largest length of `cu_seqlens` of any source, or None if samples lack that field."""
         if "cu_seqlens" not in self.info.fields:
             return None
-        return max(len(self._read(source, 0, 0)["cu_seqlens"]) for source in self._sources)
+        return max(len(self._read_sample(source, 0, 0)["cu_seqlens"]) for source in self._sources)
 
     @property
     def data_notes(self) -> list[str]:
@@ -256,5 +260,5 @@ class Mixture:
         return blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def _format(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ", ".join(value) if isinstance(value, dict) else str(value)

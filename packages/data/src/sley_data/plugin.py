@@ -29,7 +29,7 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """The size of a token in a token file in bytes."""
 
 
-def _default_held_out(values: dict[str, Any]) -> float:
+def _compute_default_held_out(values: dict[str, Any]) -> float:
     return 0.0 if values.get("held_out_files") else 0.02
 
 
@@ -47,7 +47,7 @@ class DocumentsConfig(DataConfig):
     held_out_files: Array[PlanPattern] = ()
     """Files for evaluation, instead of a share of `files`. A document that is in both is excluded from training."""
 
-    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_default_held_out)
+    held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_compute_default_held_out)
     """The share of documents that are never used for training, with or without `[evaluation]`. A document's content decides
     whether it is held out, so copies stay together. The default is 0.02, or 0 with `held_out_files`.
     """
@@ -239,7 +239,7 @@ class MixtureConfig(DataConfig):
                 raise ValueError(f"the source `{source.name}` must set either `weight` or `epochs`, but sets {has}")
         if len({source.weight is None for source in self.sources}) > 1:
             raise ValueError("set `weight` for all sources, or `epochs` for all sources")
-        if self.by_epochs and self.exhausted != "repeat":
+        if self.has_epochs and self.exhausted != "repeat":
             raise ValueError("`exhausted` has no effect with `epochs`, which repeats each source a fixed number of times")
         return self
 
@@ -248,7 +248,7 @@ class MixtureConfig(DataConfig):
         raise ValueError("a mixture cannot be evaluated on all samples; use a separate set for each source")
 
     @property
-    def by_epochs(self) -> bool:
+    def has_epochs(self) -> bool:
         return self.sources[0].epochs is not None
 
     @property
@@ -275,7 +275,7 @@ def sley_records() -> list[DatasetRecord]:
             config=TextConfig,
             build="sley_data.datasets:TokenDataset",
             check="sley_data.datasets:check",
-            text_ids="sley_data.tokenizer:text_ids",
+            text_ids="sley_data.tokenizer:load_text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
         ),
         DatasetRecord(
@@ -283,7 +283,7 @@ def sley_records() -> list[DatasetRecord]:
             config=ChatConfig,
             build="sley_data.chat:ChatDataset",
             check="sley_data.chat:check_chat",
-            text_ids="sley_data.chat_template:text_ids",
+            text_ids="sley_data.chat_template:load_text_ids",
             describe_overlap="sley_data.documents:describe_overlap",
         ),
         DatasetRecord(
@@ -294,7 +294,7 @@ def sley_records() -> list[DatasetRecord]:
             config=MixtureConfig,
             build="sley_data.mixture:Mixture",
             check="sley_data.sources:check_mixture",
-            text_ids="sley_data.sources:text_ids",
+            text_ids="sley_data.sources:load_text_ids",
             describe_overlap="sley_data.sources:describe_overlap",
         ),
     ]

@@ -13,7 +13,7 @@ from sley_core.api.data import Split, TextIds
 from sley_core.errors import KeyPath, SleyError, UsageError
 from sley_core.records import DatasetRecord, Problem
 from sley_data.documents import find_copied_tokens
-from sley_data.files import token_files
+from sley_data.files import find_token_files
 from sley_data.plugin import ChatConfig, DocumentsConfig, MixtureConfig, SourceTable, TokensConfig
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
 """A text that different models' tokenizers split differently."""
 
 
-def split_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
+def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
     """Returns the number and table of each source that has a split, or of all sources if none holds samples out."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
@@ -36,7 +36,7 @@ def _may_hold_out(source: SourceTable) -> bool:
     return any(values) or not values
 
 
-def source_component(config: MixtureConfig, number: int) -> Component:
+def build_source_component(config: MixtureConfig, number: int) -> Component:
     """Returns the dataset component of a source, which excludes the held-out documents of the other sources."""
     component = config.sources[number].component
     if not isinstance(component.config, DocumentsConfig):
@@ -45,7 +45,7 @@ def source_component(config: MixtureConfig, number: int) -> Component:
     return replace(component, config=component.config.with_siblings(siblings))
 
 
-def source_path(number: int, path: KeyPath) -> KeyPath:
+def to_source_path(number: int, path: KeyPath) -> KeyPath:
     """Returns a key path of `[data]` as the key path of a source's table."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
@@ -57,7 +57,7 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
         yield
     except SleyError as error:
         raise type(error).from_diagnostics(
-            replace(diagnostic, message=f"source `{name}`: {diagnostic.message}", path=source_path(number, diagnostic.path))
+            replace(diagnostic, message=f"source `{name}`: {diagnostic.message}", path=to_source_path(number, diagnostic.path))
             for diagnostic in error.diagnostics
         ) from error
 
@@ -70,14 +70,14 @@ def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | N
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.check is not None:
             check = record.load(record.check)
-            source_config = source_component(config, number).config
+            source_config = build_source_component(config, number).config
             for problem in check(source_config, evaluates=number in held_out, vocab_size=vocab_size):
-                problems.append(replace(problem, path=source_path(number, problem.path)))
+                problems.append(replace(problem, path=to_source_path(number, problem.path)))
     if evaluates and not held_out:
         hint = "set `held_out` or `held_out_files` in a source"
         problems.append(Problem(("evaluation",), "no source of the mixture has held-out data", hint, "held-out"))
     if not problems:
-        problems += [*_find_differences(config), *_copied_tokens(config)]
+        problems += [*_find_differences(config), *_find_copied_tokens(config)]
     yield from dict.fromkeys(problems)
 
 
@@ -85,10 +85,10 @@ def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
     """Yields a problem for each source whose properties differ from those of earlier sources."""
     references: dict[str, tuple[str, Any]] = {}
     for number, source in enumerate(config.sources):
-        for key, (label, value) in _shared_properties(source).items():
+        for key, (label, value) in _read_shared_properties(source).items():
             name, expected = references.setdefault(key, (source.name, value))
             if value != expected:
-                values = f"`{name}` has {_format(expected)}, `{source.name}` has {_format(value)}"
+                values = f"`{name}` has {_format_value(expected)}, `{source.name}` has {_format_value(value)}"
                 message = f"all sources of a mixture need the same {label}: {values}"
                 yield Problem(("data", "sources", number), message, _HINTS.get(key), "mixture-sources")
                 break
@@ -101,7 +101,7 @@ _HINTS = {
 }
 
 
-def _shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
+def _read_shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
     """Returns the label and value of each property that must be the same in all sources."""
     config, record = source.component.config, source.component.record
     properties: dict[str, tuple[str, Any]] = {}
@@ -117,20 +117,20 @@ def _shared_properties(source: SourceTable) -> dict[str, tuple[str, Any]]:
     return properties
 
 
-def _format(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "others" if isinstance(value, tuple) else repr(value)
 
 
-def _copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
+def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
     """Yields a problem for each held-out token file of a source whose tokens another source trains on."""
     for (number, source), (_, sibling) in permutations(enumerate(config.sources), 2):
         held_out, trained = source.component.config, sibling.component.config
         if isinstance(held_out, TokensConfig) and isinstance(trained, TokensConfig) and held_out.held_out_files:
-            for problem in find_copied_tokens(token_files(trained, "train")[0], token_files(held_out, "held_out")[0]):
-                yield replace(problem, path=source_path(number, problem.path))
+            for problem in find_copied_tokens(find_token_files(trained, "train")[0], find_token_files(held_out, "held_out")[0]):
+                yield replace(problem, path=to_source_path(number, problem.path))
 
 
-def text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
+def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
     """Returns the `TextIds` that all sources share. Implements `DatasetRecord.text_ids`."""
     for source in config.sources:
         record = source.component.record
@@ -143,14 +143,17 @@ def text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
 def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
     """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns ""."""
     sentences = []
-    for number, source in split_sources(evaluation, "held_out"):
+    for number, source in list_sources(evaluation, "held_out"):
         record = source.component.record
         if not isinstance(record, DatasetRecord) or record.describe_overlap is None:
             continue
         describe = record.load(record.describe_overlap)
         for training_number, training_source in enumerate(training.sources):
             if training_source.component.name == source.component.name:
-                configs = source_component(training, training_number).config, source_component(evaluation, number).config
+                configs = (
+                    build_source_component(training, training_number).config,
+                    build_source_component(evaluation, number).config,
+                )
                 if sentence := describe(*configs):
                     sentences.append(f"`{source.name}` in `{training_source.name}`: {sentence}")
     return "; ".join(sentences)

@@ -14,7 +14,7 @@ import numpy as np
 
 from sley_core.api.data import Split
 from sley_data.documents import find_copied_tokens
-from sley_data.files import DataFile, merge_problems, token_files
+from sley_data.files import DataFile, build_plan_error, find_token_files
 from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import TokensConfig
 
@@ -82,17 +82,17 @@ def map_tokens(path: Path, dtype: str) -> Integers:
         return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), dtype)
 
 
-def token_stream(config: TokensConfig, split: Split) -> Stream:
+def load_token_stream(config: TokensConfig, split: Split) -> Stream:
     """Returns the token files of a split as one mapped stream. Its digest is that of blocks of the files.
 
     With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`.
     Raises PlanError with all files that are missing, empty or not a whole number of tokens long.
     """
-    files, problems = token_files(config, split)
+    files, problems = find_token_files(config, split)
     if split == "held_out":
-        problems += find_copied_tokens(token_files(config, "train")[0], files)
+        problems += find_copied_tokens(find_token_files(config, "train")[0], files)
     if problems:
-        raise merge_problems(problems)
+        raise build_plan_error(problems)
     parts = [map_tokens(file.path, file.dtype(config)) for file in files]
     ends: list[Integers] = [np.zeros(1, np.int64)]
     num_tokens, digest = 0, blake2b(digest_size=16)

@@ -22,12 +22,14 @@ from sley_data.plugin import NUM_BYTES, TextConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
 
-_BATCH = 256
+_BATCH_SIZE = 256
 """The number of documents per call of `tokenizers`, which uses a thread for each core."""
 
-FILE_NAME = "tokenizer.json"
+_FILE_NAME = "tokenizer.json"
 
-INSTALL = """install sley-data[tokenizers]; in a clone of Sley's repository, run `pip install -e "packages/data[tokenizers]"`"""
+_INSTALL = (
+    """install sley-data[tokenizers]; in a clone of Sley's repository, run `pip install -e "packages/data[tokenizers]"`"""
+)
 
 
 class Tokenizer:
@@ -42,7 +44,7 @@ class Tokenizer:
         self._implementation = _load_tokenizer(path)
         if not self._implementation.get_vocab(with_added_tokens=True):
             raise PlanError("tokenizer-invalid", f"`{path}` has no vocabulary", path=("data", "tokenizer"))
-        self._begin, self._end = self._special_ids()
+        self._begin, self._end = self._find_special_ids()
         if end_of_document is not None:
             token = self._implementation.token_to_id(end_of_document)
             if token is None:
@@ -74,7 +76,7 @@ class Tokenizer:
         begin, end = array(code, self._begin), array(code, self._end)
         ids, lengths = array(code), array("q")
         documents = iter(documents)
-        while texts := [_decode_text(name, content) for name, content in islice(documents, _BATCH)]:
+        while texts := [_decode_text(name, content) for name, content in islice(documents, _BATCH_SIZE)]:
             for encoding in self._implementation.encode_batch_fast(texts, add_special_tokens=False):
                 start = len(ids)
                 ids += begin
@@ -98,7 +100,7 @@ class Tokenizer:
         text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _special_ids(self) -> tuple[list[int], list[int]]:
+    def _find_special_ids(self) -> tuple[list[int], list[int]]:
         """Returns the ids that the post-processor of the tokenizer adds before and after each text."""
         if self._implementation.num_special_tokens_to_add(is_pair=False) == 0:
             return [], []
@@ -119,9 +121,9 @@ def _load_tokenizer(path: Path) -> Implementation:
             "tokenizers-missing",
             "`tokenizer` needs the package `tokenizers`, which is not installed",
             path=("data", "tokenizer"),
-            hint=INSTALL,
+            hint=_INSTALL,
         ) from None
-    path = _tokenizer_file(path)
+    path = _find_tokenizer_file(path)
     try:
         return Implementation.from_str(deterministic_tokenizer_json(path.read_text("utf-8")))
     except Exception as error:  # `tokenizers` raises plain Exception
@@ -129,10 +131,10 @@ def _load_tokenizer(path: Path) -> Implementation:
         raise PlanError("tokenizer-invalid", message, path=("data", "tokenizer")) from None
 
 
-def _tokenizer_file(path: Path) -> Path:
+def _find_tokenizer_file(path: Path) -> Path:
     """Returns the tokenizer file of `path`, which may be a folder written by `save_pretrained`."""
     if path.is_dir():
-        message, path = f"the folder `{path}` has no `{FILE_NAME}`", path / FILE_NAME
+        message, path = f"the folder `{path}` has no `{_FILE_NAME}`", path / _FILE_NAME
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
     else:
         message = f"the file `{path}` does not exist"
@@ -205,7 +207,7 @@ class TokenizerIds(TextIds):
         yield self._tokenizer.decode(tokens[start:]).removeprefix(self._tokenizer.decode(tokens[start:stop]))
 
 
-def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
+def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
     """Returns the `TextIds` of a `data.text` table, or of `tokenizer` for any table. Implements `DatasetRecord.text_ids`.
 
     A document ends with the table's `end_of_document`, or else with the `eos_token` in the `tokenizer_config.json` next to
@@ -215,11 +217,11 @@ def text_ids(config: Table, tokenizer: Path | None) -> TextIds:
     if tokenizer is None:
         assert isinstance(config, TextConfig), config
         return Utf8Ids() if config.tokenizer is None else TokenizerIds(Tokenizer(config.tokenizer, end))
-    end = _end_token(tokenizer) if end is None else end
+    end = _read_end_token(tokenizer) if end is None else end
     return TokenizerIds(Tokenizer(tokenizer, end if isinstance(end, str) else None), end if isinstance(end, int) else None)
 
 
-def _end_token(tokenizer: Path) -> str | None:
+def _read_end_token(tokenizer: Path) -> str | None:
     """Returns the `eos_token` in the `tokenizer_config.json` next to a tokenizer, or None."""
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:

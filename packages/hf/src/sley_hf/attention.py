@@ -132,14 +132,14 @@ def call_flex(
     """Returns the context [b, s, h, d] of torch's `flex_attention`, which is compiled on CUDA."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
-        mask = _causal_block_mask(batch, length, window, q.device)
+        mask = _build_causal_block_mask(batch, length, window, q.device)
     else:
-        mask = once_per_field(cu_seqlens, ("flex", window, length), lambda: _block_mask(cu_seqlens, length, window))
+        mask = once_per_field(cu_seqlens, ("flex", window, length), lambda: _build_block_mask(cu_seqlens, length, window))
 
     def cap_score(score: Tensor, *_: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap  # type: ignore[operator]
 
-    context: Tensor = _flex_function(q.device.type == "cuda")(
+    context: Tensor = _load_flex_attention(q.device.type == "cuda")(
         *(heads.transpose(1, 2) for heads in (q, k, v)),
         score_mod=None if softcap is None else cap_score,
         block_mask=mask,
@@ -151,12 +151,12 @@ def call_flex(
 
 @lru_cache(maxsize=2)
 @torch.no_grad()
-def _causal_block_mask(batch: int, length: int, window: int | None, device: torch.device) -> Any:
+def _build_causal_block_mask(batch: int, length: int, window: int | None, device: torch.device) -> Any:
     """Returns the block mask of rows that are one document each."""
-    return _block_mask(torch.tensor([[0, length]], device=device).expand(batch, 2), length, window)
+    return _build_block_mask(torch.tensor([[0, length]], device=device).expand(batch, 2), length, window)
 
 
-def _block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
+def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
     """Returns flex_attention's mask of causal attention within documents. bounds: [b, n + 1]."""
     positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
     document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
@@ -169,7 +169,7 @@ def _block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
 
 
 @cache
-def _flex_function(is_compiled: bool) -> Any:
+def _load_flex_attention(is_compiled: bool) -> Any:
     function = import_module("torch.nn.attention.flex_attention").flex_attention
     return torch.compile(function) if is_compiled else function
 

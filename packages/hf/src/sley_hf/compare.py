@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sley_core.api.model import Model
 from sley_core.errors import PlanError
-from sley_hf.decoder import build_from_config, layers_of, read_hf_config, routers_of
-from sley_hf.structure import ModuleNames, layer_name
+from sley_hf.decoder import build_from_config, build_routers, cut_into_layers, read_hf_config
+from sley_hf.structure import ModuleNames, to_layer_name
 
 if TYPE_CHECKING:
     from sley_hf.plugin import DecoderConfig
@@ -31,31 +31,31 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     """Returns a note with the largest relative difference between the logits of both forwards.
 
     Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row, for packed documents, or for the load-balancing
-    loss if the plan has one, and the errors of `sley_hf.decoder.layers`.
+    loss if the plan has one, and the errors of `sley_hf.decoder.build_layers`.
     """
     hf_config = read_hf_config(config)
-    small = shrink(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
+    small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
     causal, structure = build_from_config(small, kernel="eager" if config.attention == "eager" else "sdpa", experts="eager")
     # transformers' other kernels ignore soft caps
     is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
     kernel = "eager" if is_eager else "sdpa"
     reference = type(causal)._from_config(copy.deepcopy(small), attn_implementation=kernel).eval()
-    routers = routers_of(config, causal, structure)
-    model = share_parameters(layers_of(causal, structure, routers=routers), reference, structure)
+    routers = build_routers(config, causal, structure)
+    model = share_parameters(cut_into_layers(causal, structure, routers=routers), reference, structure)
     tokens = torch.arange(32).view(2, 16) * 7 % small.vocab_size
     differences = {}
     for bounds in ([[0, 16]] * 2, BOUNDS):
         expected = torch.stack(
-            [_document_logits(reference, row, row_bounds) for row, row_bounds in zip(tokens, bounds, strict=True)]
+            [_compute_document_logits(reference, row, row_bounds) for row, row_bounds in zip(tokens, bounds, strict=True)]
         )
         positions = torch.stack([torch.cat([torch.arange(e - s) for s, e in pairwise(row)]) for row in bounds])
         is_packed = bounds is BOUNDS
-        actual = logits(model, tokens, positions if is_packed else None, torch.tensor(bounds) if is_packed else None)
+        actual = compute_logits(model, tokens, positions if is_packed else None, torch.tensor(bounds) if is_packed else None)
         kind = "the logits of packed documents" if is_packed else "the logits"
         differences[kind] = float((actual - expected).abs().max() / expected.abs().max())
     if routers is not None:
         expected = reference(input_ids=tokens, output_router_logits=True, use_cache=False).aux_loss
-        differences["the load-balancing loss"] = abs(_load_balancing_loss(model, tokens) / float(expected) - 1)
+        differences["the load-balancing loss"] = abs(_compute_load_balancing_loss(model, tokens) / float(expected) - 1)
     for kind, difference in differences.items():
         if not difference <= TOLERANCE:
             message = f"{kind} of `{small.model_type}` and transformers' differ by {difference:.1g}"
@@ -64,13 +64,13 @@ def compare_with_transformers(config: DecoderConfig) -> str:
     return f"the logits of a copy with {small.num_hidden_layers} layers equal transformers' within {largest:.1g}"
 
 
-def shrink(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
+def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
     """Returns a copy of a config with few token ids, and only as many layers as it takes to have each kind of layer.
 
     causal: the model of `hf_config`. Layers are of one kind if they have one type, and the same names and shapes of parameters.
     """
     small = copy.deepcopy(hf_config)
-    blocks = structure.blocks_of(causal)
+    blocks = structure.list_blocks(causal)
     types = getattr(small, "layer_types", None) or [None] * len(blocks)
     kinds = [
         (kind, tuple((name, p.shape) for name, p in block.named_parameters()))
@@ -88,7 +88,7 @@ def shrink(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
     """Makes the layers use the parameters of `reference`, a transformers model; returns `model`, in evaluation mode."""
-    values = {layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
+    values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()
         for path, _ in list(layer.module.named_parameters(remove_duplicate=False)):
@@ -98,7 +98,7 @@ def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
     return model
 
 
-def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
     """Returns the logits [b, s, v] of token ids [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
     embed, *blocks, head = (layer.module for layer in model.layers)
     hidden = embed(tokens, positions)
@@ -108,15 +108,15 @@ def logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seq
     return output
 
 
-def _load_balancing_loss(model: Model, tokens: Tensor) -> float:
+def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
     """Returns the load-balancing loss, without its coefficient, for token ids [b, s]."""
     for layer in model.layers:
         layer.module.training = True  # not its submodules, which may apply dropout
-    output: Any = logits(model, tokens)
-    return float(output.balance.routers.loss(*output.routed[1:]))
+    output: Any = compute_logits(model, tokens)
+    return float(output.balance.routers.compute_loss(*output.routed[1:]))
 
 
-def _document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:
+def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:
     """Returns the logits [s, v] of a row whose documents are computed one by one."""
     return torch.cat(
         [reference(input_ids=row[None, start:end], use_cache=False).logits[0] for start, end in pairwise(bounds) if end > start]

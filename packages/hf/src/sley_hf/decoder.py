@@ -26,10 +26,10 @@ from sley_hf.structure import (
     LayerArguments,
     ModuleNames,
     UnsupportedModelError,
+    copy_with_recorders,
     find_structure,
-    layer_name,
     record_calls,
-    with_recorders,
+    to_layer_name,
 )
 from sley_hf.weights import FileInitializer
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sley_hf.plugin import DecoderConfig
 
 
-def layers(config: DecoderConfig, data: DataInfo) -> Model:
+def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
     """Returns the model; each rank builds only its layers, and reads only their tensors.
 
     The first layer reads the field `tokens` [b, s]. Layers read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has
@@ -50,16 +50,16 @@ def layers(config: DecoderConfig, data: DataInfo) -> Model:
     """
     hf_config = read_hf_config(config)
     causal, structure = build_from_config(hf_config, kernel=config.kernel, experts=config.experts)
-    routers = routers_of(config, causal, structure)
+    routers = build_routers(config, causal, structure)
     vocab_size = causal.config.vocab_size
     if data.vocab_size is not None and vocab_size < data.vocab_size:
         message = f"the model has {vocab_size} token ids, fewer than the {data.vocab_size} of the data"
         raise PlanError("model-vocabulary", message, path=("model",), hint="use the tokenizer of the model")
-    initialise = partial(_initialise, causal) if config.weights is None else FileInitializer(config.weights, causal, structure)
-    return layers_of(causal, structure, initialise, routers)
+    initialize = partial(_draw_values, causal) if config.weights is None else FileInitializer(config.weights, causal, structure)
+    return cut_into_layers(causal, structure, initialize, routers)
 
 
-def routers_of(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
+def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
     """Returns the routers, if the model is trained with their load-balancing loss. Raises PlanError "hf-structure"."""
     if not has_router_loss(config):
         return None
@@ -70,10 +70,10 @@ def routers_of(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Ro
         raise PlanError("hf-structure", str(error), path=("model", "router_loss"), hint=hint) from None
 
 
-def layers_of(
+def cut_into_layers(
     causal: Any,
     structure: ModuleNames,
-    initialise: Callable[[nn.Module, str], None] | None = None,
+    initialize: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
     """Returns the layers of a transformers model, whose parameters are on meta. routers: adds their loss in training."""
@@ -86,7 +86,7 @@ def layers_of(
         ),
         ("head", partial(Head, causal, structure, routers)),
     ]
-    return Model(builders, initialise, ties=ties(causal, structure))
+    return Model(builders, initialize, ties=list_ties(causal, structure))
 
 
 def read_hf_config(config: DecoderConfig) -> Any:
@@ -94,7 +94,7 @@ def read_hf_config(config: DecoderConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(config.config_file)
     except ValueError as error:
-        raise _structure_error(str(error)) from None
+        raise _build_structure_error(str(error)) from None
 
 
 def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, ModuleNames]:
@@ -107,7 +107,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
     hf_config.dtype = torch.float32  # the files' dtype would round constants, such as the scale of Gemma's embeddings
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
-        raise _structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")
+        raise _build_structure_error(f"transformers has no causal language model of the type `{hf_config.model_type}`")
     has_interface = uses_interface(model_class)
     if not has_interface and kernel not in ("sdpa", "eager"):
         message = f"`{hf_config.model_type}` computes attention with its own code, which has no `{kernel}`"
@@ -119,7 +119,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
             causal = model_class._from_config(hf_config, attn_implementation=implementation, **experts_option)
         structure = find_structure(causal)
     except (UnsupportedModelError, ValueError) as error:
-        raise _structure_error(str(error)) from None
+        raise _build_structure_error(str(error)) from None
     for parameter in causal.parameters():
         parameter.__dict__.pop("_is_hf_initialized", None)  # set on meta, and it would keep values from being drawn
     _compute_buffers(causal)
@@ -133,7 +133,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
     return causal, structure
 
 
-def _structure_error(message: str) -> PlanError:
+def _build_structure_error(message: str) -> PlanError:
     return PlanError("hf-structure", message, path=("model",), hint="packages/hf/README.md lists families that work")
 
 
@@ -148,17 +148,17 @@ def _compute_buffers(causal: Any) -> None:
             causal._init_weights(module)
 
 
-def _initialise(causal: Any, module: nn.Module, name: str) -> None:
+def _draw_values(causal: Any, module: nn.Module, name: str) -> None:
     """Draws the initial values of a module as transformers does."""
     causal._init_weights(module)
 
 
-def ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
+def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
     """Returns the ties of the model under the names of its layers: embedding first, head second."""
     if not causal.config.tie_word_embeddings:
         return []
     tied = dict(causal._tied_weights_keys or {})
-    return [(layer_name(source, structure), layer_name(target, structure)) for target, source in tied.items()]
+    return [(to_layer_name(source, structure), to_layer_name(target, structure)) for target, source in tied.items()]
 
 
 class Embed(nn.Module):
@@ -167,7 +167,7 @@ class Embed(nn.Module):
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
         """Copies the parts of `causal`, a transformers model."""
         super().__init__()
-        self.base, self._recorders = with_recorders(causal, structure, 1)
+        self.base, self._recorders = copy_with_recorders(causal, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles nothing: a lookup gains nothing, and the recorders end the forward by an exception."""
@@ -189,14 +189,14 @@ class Block(nn.Module):
         training.
         """
         super().__init__()
-        self.layer = copy.deepcopy(structure.blocks_of(causal)[index])
+        self.layer = copy.deepcopy(structure.list_blocks(causal)[index])
         self._arguments = arguments
         self._index = index
         self._needs_mask = causal.config._attn_implementation != NAME  # an attention that is not registered takes a mask
         self._attentions = tuple(module for module in self.layer.modules() if isinstance(module, SleyAttention))
         self._routers = routers
         self._router_logits: list[Tensor] = []
-        for router in routers.modules_of(self.layer) if routers is not None else ():
+        for router in routers.find_modules(self.layer) if routers is not None else ():
             router.register_forward_hook(self._record_router)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +205,7 @@ class Block(nn.Module):
 
     def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if self.training and self._routers is not None:
-            self._router_logits.append(self._routers.logits_of(output))
+            self._router_logits.append(self._routers.select_logits(output))
 
     def forward(
         self, inputs: Tensor | Routed, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -234,7 +234,7 @@ class Block(nn.Module):
         if self._routers is None or not (self._router_logits or isinstance(inputs, Routed)):
             return output_states
         logits, self._router_logits = self._router_logits, []
-        return self._routers.add(output_states, inputs, logits)
+        return self._routers.add_terms(output_states, inputs, logits)
 
 
 class _BaseModelOutput:
@@ -265,7 +265,7 @@ class Head(nn.Module):
     def __init__(self, causal: Any, structure: ModuleNames, routers: Routers | None) -> None:
         """Copies the parts of `causal`, a transformers model. routers: the load-balancing loss to compute, if any."""
         super().__init__()
-        stack = structure.stack_of(getattr(causal, structure.base))
+        stack = structure.find_stack(getattr(causal, structure.base))
         source = _HiddenStates()
         self.norm = copy.deepcopy(stack.get_submodule(structure.norm))
         self.causal = copy.deepcopy(causal, {id(stack): source})

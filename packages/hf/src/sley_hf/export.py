@@ -19,9 +19,9 @@ from sley_core.api.data import TOKEN_FIELDS, DataInfo
 from sley_core.api.files import HuggingFaceModel, describe_model
 from sley_core.api.state import shorten_names
 from sley_core.errors import RunError
-from sley_hf.decoder import build_from_config, read_hf_config, ties
+from sley_hf.decoder import build_from_config, list_ties, read_hf_config
 from sley_hf.plugin import DecoderConfig
-from sley_hf.structure import layer_name
+from sley_hf.structure import to_layer_name
 from sley_hf.weights import HubWeights
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 """The maximal difference of logits in fp32, relative to the largest logit."""
 
 
-def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
+def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     """Returns the transformers model with the weights in `source`: `ModelRecord.hugging_face`.
 
     Raises RunError "weights-mismatch" if the weights do not fit the plan.
@@ -43,10 +43,10 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     assert isinstance(config, DecoderConfig), config
     hf_config = read_hf_config(config)
     causal, structure = build_from_config(hf_config, kernel="eager", experts="eager")
-    tied = {name for _, name in ties(causal, structure)}
+    tied = {name for _, name in list_ties(causal, structure)}
     names, shapes = {}, {}
     for hf_name, value in causal.state_dict().items():
-        if (name := layer_name(hf_name, structure)) not in tied:
+        if (name := to_layer_name(hf_name, structure)) not in tied:
             names[name], shapes[name] = hf_name, tuple(value.shape)
     problems = [f"{name!r} is missing" for name in names if name not in source.names]
     problems += [f"{name!r} is unknown" for name in source.names if name not in names]
@@ -72,23 +72,25 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
     exported = causal.state_dict()
     for name, hf_name in model.names.items():
         if hf_name not in exported or not torch.equal(_to_loaded_dtype(source.tensor(name)), exported[hf_name]):
-            raise _difference(folder, f"the tensor {hf_name!r} differs from {name!r} of the run")
+            raise _build_difference_error(folder, f"the tensor {hf_name!r} differs from {name!r} of the run")
     vocab_size = causal.config.vocab_size
     length = min(PROMPT_LENGTH, getattr(causal.config, "max_position_embeddings", None) or PROMPT_LENGTH)
     tokens = torch.arange(length)[None] % vocab_size
     with torch.no_grad():
         output = causal(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        *actual, (_, logits) = _outputs_of_layers(plan, source, tokens, vocab_size)
+        *actual, (_, logits) = _compute_layer_outputs(plan, source, tokens, vocab_size)
     if not _is_close(logits, output.logits):
         last = "none"
         for (name, hidden), expected in zip(actual, output.hidden_states[:-1], strict=False):  # the norm precedes the last
             if not _is_close(hidden, expected):
                 break
             last = name
-        raise _difference(folder, f"its logits differ from those of the run; the last layer with the same output is {last!r}")
+        raise _build_difference_error(
+            folder, f"its logits differ from those of the run; the last layer with the same output is {last!r}"
+        )
 
 
-def _difference(folder: Path, message: str) -> RunError:
+def _build_difference_error(folder: Path, message: str) -> RunError:
     return RunError("export-differs", f"the export in `{folder}` is wrong: {message}", hint="please report this as a bug")
 
 
@@ -101,7 +103,7 @@ def _to_loaded_dtype(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
 
-def _outputs_of_layers(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
     plan_config: Any = plan.model.config
     config = plan_config.without_weights().model_copy(update={"attention": "auto"})  # other kernels need CUDA

@@ -39,7 +39,7 @@ LORA = ".lora_"
 BASE = ".base_layer."
 
 
-def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
+def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
     """Returns a function that adds adapters to the module of a layer. Raises PluginError "plugin-import" without peft."""
     try:
         import peft
@@ -48,18 +48,18 @@ def adapters(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Mod
         raise PluginError("plugin-import", f"`hf.lora` needs peft: {error}", path=("adapters",), hint=hint) from error
 
     def adapt(layer: nn.Module, name: str) -> None:
-        trained = [parameter for path, parameter in layer.named_parameters(name) if matches(path, config.train)]
+        trained = [parameter for path, parameter in layer.named_parameters(name) if matches_pattern(path, config.train)]
         trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # by a tied layer
-        targets = target_modules(config, layer, name, is_head=name == layer_names[-1])
+        targets = find_target_modules(config, layer, name, is_head=name == layer_names[-1])
         if targets:
-            peft.inject_adapter_in_model(peft_config(config, targets, layer.modules()), layer, ADAPTER)
+            peft.inject_adapter_in_model(build_peft_config(config, targets, layer.modules()), layer, ADAPTER)
         for parameter in trained:
             parameter.requires_grad_(True)
 
     return adapt
 
 
-def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
+def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
     """Returns the paths, within the layer `name`, of the modules that get adapters.
 
     Raises PlanError "model-adapters" for a named module that peft cannot adapt, and for a named parameter of stacked experts:
@@ -70,22 +70,22 @@ def target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: 
         return [] if is_head else [path for path in linears if path]
     targets = []
     for path, module in layer.named_modules():
-        if path and matches(f"{name}.{path}", config.targets):
+        if path and matches_pattern(f"{name}.{path}", config.targets):
             if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
-                raise _target_error(f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter")
+                raise _build_target_error(f"`{name}.{path}` is a {type(module).__name__}, which cannot have an adapter")
             targets.append(path)
     for path, parameter in layer.named_parameters(name):
-        if parameter.ndim == 3 and matches(path, config.targets):
-            raise _target_error(f"`{path}` is one parameter of all experts, which cannot have an adapter")
+        if parameter.ndim == 3 and matches_pattern(path, config.targets):
+            raise _build_target_error(f"`{path}` is one parameter of all experts, which cannot have an adapter")
     return targets
 
 
-def _target_error(message: str) -> PlanError:
+def _build_target_error(message: str) -> PlanError:
     hint = "name linears and embeddings; `train` names parameters that are trained in full"
     return PlanError("model-adapters", message, path=("adapters", "targets"), hint=hint)
 
 
-def peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
+def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
     """Returns the config of peft with these `target_modules`, which are among `modules`."""
     from peft import LoraConfig as PeftConfig
 
@@ -100,7 +100,7 @@ def peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn
     )
 
 
-def matches(path: str, patterns: Sequence[str]) -> bool:
+def matches_pattern(path: str, patterns: Sequence[str]) -> bool:
     """Returns whether `path` matches one of `patterns`: the last names of the path, or a pattern for the whole path."""
     return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)
 
@@ -113,11 +113,11 @@ class MergedWeights:
 
     def __init__(self, plan: Plan, source: TensorReader) -> None:
         self._source = source
-        self.adapted = _adapted_modules(plan)
+        self.adapted = _build_adapted_modules(plan)
         self._names = {name.replace(BASE, "."): name for name in source.names if LORA not in name}
         for name in self.adapted:
             if name not in self._names:
-                raise _format_error(f"the adapter of {name!r} cannot be merged: its weight is tied to another one")
+                raise _build_format_error(f"the adapter of {name!r} cannot be merged: its weight is tied to another one")
 
     @property
     def names(self) -> Sequence[str]:
@@ -143,7 +143,7 @@ class MergedWeights:
         return merged.detach().to(stored.dtype)
 
 
-def _adapted_modules(plan: Plan) -> dict[str, Any]:
+def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
     """Returns the modules with adapters, on meta, by the name that their weight has without them.
 
     Raises UsageError "export-format" for an embedding that is tied to the head.
@@ -156,7 +156,7 @@ def _adapted_modules(plan: Plan) -> dict[str, Any]:
     except SleyError:  # the data may be gone; a model that started from weights knows its vocabulary
         info = DataInfo(TOKEN_FIELDS)
     model: Model = cast(Any, plan.model.record).load()(cast(Any, plan.model.config).without_weights(), info)
-    adapt = adapters(plan.adapters.config, [layer.name for layer in model.layers])
+    adapt = build_adapter(plan.adapters.config, [layer.name for layer in model.layers])
     modules: dict[str, Any] = {}
     for layer in model.layers:
         model.build_layer(layer, 0, initialises=False)
@@ -167,7 +167,7 @@ def _adapted_modules(plan: Plan) -> dict[str, Any]:
         layer.module = nn.Module()
     for tie in model.ties:
         if tied := modules.keys() & set(tie):
-            raise _format_error(f"the adapter of {min(tied)!r} cannot be exported: its weight is tied to another one")
+            raise _build_format_error(f"the adapter of {min(tied)!r} cannot be exported: its weight is tied to another one")
     return modules
 
 
@@ -189,7 +189,7 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
     for name in source.names:
         prefix, lora, suffix = name.partition(LORA)
         weight = f"{prefix}.weight" if lora else name.replace(BASE, ".")
-        if not lora and not matches(weight, config.train):
+        if not lora and not matches_pattern(weight, config.train):
             continue
         if lora:
             module = names[weight].removesuffix(".weight")
@@ -199,14 +199,14 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
                 name
             )
         elif BASE in name or weight not in names:
-            raise _format_error(f"{name!r} is trained and has an adapter, or is unknown to transformers")
+            raise _build_format_error(f"{name!r} is trained and has an adapter, or is unknown to transformers")
         else:
             modules_to_save[names[weight].rpartition(".")[0]] = None
     for name, hf_name in names.items():  # peft saves whole modules
         if hf_name.rpartition(".")[0] in modules_to_save:
             tensors[f"base_model.model.{hf_name}"] = source.tensor(name)
     base_layers = (module.get_base_layer() for module in merged.adapted.values())
-    peft = peft_config(config, _shortest_names(list(targets), names.values()), base_layers)
+    peft = build_peft_config(config, _shorten_names(list(targets), names.values()), base_layers)
     peft.modules_to_save = list(modules_to_save) or None
     peft.task_type, peft.inference_mode = "CAUSAL_LM", True
     has_base = base is not None and (base / CONFIG).is_file()
@@ -240,7 +240,7 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
             raise RunError("export-differs", message, hint=f"check that `{base}` is the folder from which the run started")
 
 
-def _shortest_names(targets: Sequence[str], weights: Any) -> list[str]:
+def _shorten_names(targets: Sequence[str], weights: Any) -> list[str]:
     """Returns the last part of the targets' names where every module that ends with it is a target, else whole names."""
     modules = {name.rpartition(".")[0] for name in weights}
     excluded = {name.rpartition(".")[2] for name in modules - set(targets)}
@@ -248,5 +248,5 @@ def _shortest_names(targets: Sequence[str], weights: Any) -> list[str]:
     return list(dict.fromkeys(target if end in excluded else end for end, target in ends))
 
 
-def _format_error(message: str) -> UsageError:
+def _build_format_error(message: str) -> UsageError:
     return UsageError("export-format", message, hint="use `--format safetensors`, which works for any model")

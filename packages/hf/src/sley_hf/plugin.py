@@ -157,15 +157,15 @@ def sley_records() -> list[Record]:
         ModelRecord(
             name="decoder",
             config=DecoderConfig,
-            build="sley_hf.decoder:layers",
-            hugging_face="sley_hf.export:hugging_face",
+            build="sley_hf.decoder:build_layers",
+            hugging_face="sley_hf.export:build_hugging_face_model",
             compare="sley_hf.compare:compare_with_transformers",
             uses_layer_names=True,
         ),
         AdaptersRecord(
             name="lora",
             config=LoraConfig,
-            build="sley_hf.lora:adapters",
+            build="sley_hf.lora:build_adapter",
             merge="sley_hf.lora:MergedWeights",
             export="sley_hf.lora:export_adapter",
         ),

@@ -53,19 +53,19 @@ class Routers:
     coefficient: float
     recorder: OutputRecorder
 
-    def modules_of(self, layer: nn.Module) -> Iterator[nn.Module]:
+    def find_modules(self, layer: nn.Module) -> Iterator[nn.Module]:
         """Yields the routers of a decoder layer, in the order of their calls."""
         part = f".{self.recorder.layer_name}." if self.recorder.layer_name else ""
         for path, module in layer.named_modules():
             if isinstance(module, self.recorder.target_class) and part in f".{path}.":
                 yield module
 
-    def logits_of(self, output: Any) -> Tensor:
+    def select_logits(self, output: Any) -> Tensor:
         """Returns the logits [tokens, E] in the output of a router."""
         logits: Tensor = output[self.recorder.index] if isinstance(output, tuple) else output
         return logits
 
-    def add(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
+    def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
         """Returns the output of a block. before: the previous layer's output. logits: the logits of the block's routers."""
         probabilities, counts = [], []
         if isinstance(before, Routed):
@@ -78,7 +78,7 @@ class Routers:
             counts.append(zeros.scatter_add(0, experts, torch.ones_like(experts)))
         return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
 
-    def loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
+    def compute_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Returns the load-balancing loss; of a part of the tokens, its share. counts: of all tokens, [layers x E]."""
         per_expert = counts.view(-1, self.num_experts).sum(0).to(probabilities.dtype)
         num_tokens = per_expert.sum() / self.top_k
@@ -101,7 +101,7 @@ def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None)
     routers = Routers(causal.num_experts, causal.num_experts_per_tok, float(coefficient), recorder)
     if not _has_equal_loss(routers, function):
         raise UnsupportedModelError(f"the load-balancing loss of `{family}` is not that of Mixtral")
-    if not any(True for block in structure.blocks_of(causal) for _ in routers.modules_of(block)):
+    if not any(True for block in structure.list_blocks(causal) for _ in routers.find_modules(block)):
         raise UnsupportedModelError(f"no layer of this `{family}` has experts, so there is no load-balancing loss")
     return routers
 
@@ -112,10 +112,10 @@ def _has_equal_loss(routers: Routers, function: Any) -> bool:
     logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
     try:
         expected = function(tuple(logits), routers.num_experts, routers.top_k)
-        _, *sums = routers.add(logits[0], None, logits)
+        _, *sums = routers.add_terms(logits[0], None, logits)
     except Exception:  # the function has other arguments
         return False
-    return torch.allclose(routers.loss(*sums), expected, rtol=1e-4)
+    return torch.allclose(routers.compute_loss(*sums), expected, rtol=1e-4)
 
 
 class LoadBalance:
@@ -134,11 +134,11 @@ class LoadBalance:
         the most and of the least used expert of any layer, relative to an equal share.
         """
         self.sp = parts.groups["sp"]
-        parts.events.began.append(self._begin)
+        parts.events.began.append(self._reset)
         for index, name in enumerate(("loss", "max_load", "min_load")):
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
-    def loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
+    def compute_loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
         """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
         whole. num_labels: a scalar, the labels of this rank that count.
         """
@@ -147,7 +147,7 @@ class LoadBalance:
         if self.sp is not None:
             self.sp.all_reduce(totals, label="the tokens of experts").wait()
         counts, num_labels = totals[:-1], totals[-1]
-        loss = self.routers.loss(probabilities, counts)
+        loss = self.routers.compute_loss(probabilities, counts)
         if torch.is_grad_enabled():  # not when losses are summed by source
             per_layer = counts.view(-1, self.routers.num_experts).double()
             loads = per_layer / per_layer.mean(-1, keepdim=True) / (1 if self.sp is None else self.sp.size)
@@ -155,7 +155,7 @@ class LoadBalance:
             self._num_micros += 1
         return loss * num_labels * self.routers.coefficient
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._sums, self._num_micros = 0.0, 0
 
     def _mean_share(self, sum_index: int, num_replicas: int) -> Tensor | float:
@@ -188,7 +188,7 @@ class BalancedLogits(SplitLogits):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:
             total = self.output.cross_entropy(labels, ignore_index, smoothing)
-        return total + self.balance.loss(self.routed, (labels != ignore_index).sum())
+        return total + self.balance.compute_loss(self.routed, (labels != ignore_index).sum())
 
     def logits(self) -> Tensor:
         return self.output.detach().clone() if isinstance(self.output, Tensor) else self.output.logits()

@@ -45,13 +45,13 @@ class ModuleNames:
     blocks: str
     norm: str
 
-    def stack_of(self, base: nn.Module) -> nn.Module:
+    def find_stack(self, base: nn.Module) -> nn.Module:
         """Returns the module that owns the decoder layers."""
         return base.get_submodule(self.stack)
 
-    def blocks_of(self, causal: Any) -> list[nn.Module]:
+    def list_blocks(self, causal: Any) -> list[nn.Module]:
         """Returns the decoder layers of a transformers model."""
-        return list(self.stack_of(getattr(causal, self.base)).get_submodule(self.blocks).children())
+        return list(self.find_stack(getattr(causal, self.base)).get_submodule(self.blocks).children())
 
     def full_name(self, attribute: str) -> str:
         """Returns the full name of an attribute of the stack, such as `model.layers`."""
@@ -96,7 +96,7 @@ def find_structure(causal: Any) -> ModuleNames:
     return ModuleNames(base_name, stack, blocks, norms[0])
 
 
-def layer_name(name: str, structure: ModuleNames) -> str:
+def to_layer_name(name: str, structure: ModuleNames) -> str:
     """Returns the registry's name of the parameter that transformers calls `name`."""
     blocks, norm = structure.full_name(structure.blocks), structure.full_name(structure.norm)
     if name.startswith(f"{blocks}."):
@@ -151,7 +151,7 @@ def record_calls(
     return [recorder.calls.pop() for recorder in recorders]
 
 
-class _NoEmbedding(nn.Module):
+class _ZeroEmbedding(nn.Module):
     """Stands in for an embedding table: returns zeros [..., hidden], which take no memory."""
 
     def __init__(self, hidden: int) -> None:
@@ -162,22 +162,24 @@ class _NoEmbedding(nn.Module):
         return torch.zeros((), device=ids.device).expand(*ids.shape, self.hidden)
 
 
-class _Unchanged(nn.Module):
+class _FirstArgument(nn.Module):
     """Stands in for any other module with parameters: returns its first argument."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
 
 
-def with_recorders(causal: Any, structure: ModuleNames, num_recorders: int | None = None) -> tuple[nn.Module, list[_Recorder]]:
+def copy_with_recorders(
+    causal: Any, structure: ModuleNames, num_recorders: int | None = None
+) -> tuple[nn.Module, list[_Recorder]]:
     """Returns a copy of the base model whose decoder layers are recorders, and these. num_recorders: all layers if None."""
     original = getattr(causal, structure.base)
-    blocks = structure.stack_of(original).get_submodule(structure.blocks)
+    blocks = structure.find_stack(original).get_submodule(structure.blocks)
     layers = list(blocks.children())[:num_recorders]
     recorders = [_Recorder(layer, is_last=layer is layers[-1]) for layer in layers]
     memo: dict[int, Any] = {id(blocks): nn.ModuleList(recorders)}
     base = copy.deepcopy(original, memo)
-    setattr(structure.stack_of(base), structure.norm, nn.Identity())
+    setattr(structure.find_stack(base), structure.norm, nn.Identity())
     return base, recorders
 
 
@@ -189,13 +191,13 @@ class LayerArguments:
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
-        base, recorders = with_recorders(causal, structure)
+        base, recorders = copy_with_recorders(causal, structure)
         hidden = causal.config.hidden_size
         for module in list(base.modules()):
             for name, child in list(module.named_children()):
                 if any(True for _ in child.parameters(recurse=False)):
                     is_embedding = isinstance(child, nn.Embedding)
-                    setattr(module, name, _NoEmbedding(hidden) if is_embedding else _Unchanged())
+                    setattr(module, name, _ZeroEmbedding(hidden) if is_embedding else _FirstArgument())
         self._base, self._recorders = base.eval(), recorders
         self._buffers = [
             (module, name, buffer)

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from sley_core.api.files import TensorKind, TensorReader, open_weights
 from sley_core.api.state import BY_NAME, DTYPES, shorten_names
 from sley_core.errors import PlanError, RunError
-from sley_hf.structure import ModuleNames, layer_name
+from sley_hf.structure import ModuleNames, to_layer_name
 
 PATH = ("model", "weights")
 
@@ -48,10 +48,10 @@ class FileInitializer:
         self._converters: dict[str, WeightConverter] = {}  # by source pattern
         self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
         self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
-        self._find_sources({layer_name(name, structure): name for name in causal.state_dict()})
+        self._find_sources({to_layer_name(name, structure): name for name in causal.state_dict()})
         tied = set(causal._tied_weights_keys or ()) if causal.config.tie_word_embeddings else set()
         parameters = {n: p for n, p in causal.named_parameters(remove_duplicate=False) if n not in tied}
-        self._names = {layer_name(name, structure): name for name in parameters}
+        self._names = {to_layer_name(name, structure): name for name in parameters}
         problems = []
         for name, parameter in parameters.items():
             if name not in self._targets:

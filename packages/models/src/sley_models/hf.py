@@ -41,7 +41,7 @@ _MODULE_NAMES = {
 }
 
 
-def param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def list_param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all parameters by name, except of a tied head."""
     block = build_on_meta(Block, config)
     layers = {"embed": build_on_meta(Embed, vocab_size, config.hidden)}
@@ -77,12 +77,12 @@ class FileInitializer:
         try:
             files = open_weights(config.weights)
         except RunError as error:
-            raise _weights_error(error.diagnostics[0].message, error.diagnostics[0].hint) from None
+            raise _build_weights_error(error.diagnostics[0].message, error.diagnostics[0].hint) from None
         assert config.vocab_size is not None, "`weights` sets the size of the vocabulary"
-        shapes = param_shapes(config, config.vocab_size)
+        shapes = list_param_shapes(config, config.vocab_size)
         self._stored_names = {name: name if run_of(config.weights) else hf_name(name) for name in shapes}
         if problems := _find_problems(files, {self._stored_names[name]: shape for name, shape in shapes.items()}, config):
-            raise _weights_error(f"the files in `{config.weights}` do not match this model: {shorten_names(problems)}")
+            raise _build_weights_error(f"the files in `{config.weights}` do not match this model: {shorten_names(problems)}")
         _check_tied_head(files, config)
         self._files, self._folder = files, config.weights
 
@@ -118,14 +118,16 @@ def _check_tied_head(files: TensorReader, config: LlamaConfig) -> None:
     embedding = hf_name(EMBEDDING)
     if not torch.equal(files.tensor(HF_HEAD), files.tensor(embedding)):
         message = f"tie_word_embeddings is true, but {HF_HEAD!r} and {embedding!r} have different values"
-        raise _weights_error(message, "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`")
+        raise _build_weights_error(
+            message, "remove the head from the files, or set `tie_word_embeddings` to false in `config.json`"
+        )
 
 
-def _weights_error(message: str, hint: str | None = None) -> PlanError:
+def _build_weights_error(message: str, hint: str | None = None) -> PlanError:
     return PlanError("model-weights", message, path=PATH, hint=hint)
 
 
-def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
+def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
 
     Raises UsageError "export-format" for options that no transformers model has, and RunError "weights-mismatch" if the weights
@@ -136,7 +138,7 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     if EMBEDDING not in source.names:
         raise RunError("weights-mismatch", f"the weights are not those of a Llama: {EMBEDDING!r} is missing")
     vocab_size, _ = source.kind(EMBEDDING).shape
-    shapes = param_shapes(config, vocab_size)
+    shapes = list_param_shapes(config, vocab_size)
     if problems := _find_problems(source, shapes, config):
         message = f"the weights do not match this Llama: {shorten_names(problems)}"
         raise RunError("weights-mismatch", message, hint="use the num_layers and tie_embeddings of the model that was saved")
@@ -144,10 +146,10 @@ def hugging_face(plan: Plan, source: TensorReader) -> HuggingFaceModel:
         content = to_hf_config(config, vocab_size)
     except ValueError as error:
         raise UsageError("export-format", str(error)) from None
-    return describe_model({**content, **_token_keys(plan)}, {name: hf_name(name) for name in shapes}, plan, source)
+    return describe_model({**content, **_find_token_keys(plan)}, {name: hf_name(name) for name in shapes}, plan, source)
 
 
-def _token_keys(plan: Plan) -> dict[str, Any]:
+def _find_token_keys(plan: Plan) -> dict[str, Any]:
     """Returns special token ids and the maximum sequence length, from the run's initial weights or from the data."""
     keys: dict[str, Any] = dict.fromkeys(IDS)
     sequence = getattr(plan.data.config, "sequence", None)

@@ -40,7 +40,7 @@ class HFConfig:
 
 def read_config(folder: Path) -> HFConfig:
     """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read or `models.llama` does not support it."""
-    path = config_path(folder)
+    path = find_config_path(folder)
     if path.name != CONFIG:
         return _read_run(folder, path)
     try:
@@ -58,7 +58,7 @@ def read_config(folder: Path) -> HFConfig:
         raise ValueError(f"`{path}`: {error}") from None
 
 
-def config_path(folder: Path) -> Path:
+def find_config_path(folder: Path) -> Path:
     """Returns the path of the file with the model's sizes: `config.json`, or the plan of a run."""
     from sley_core.api.files import run_of
 
@@ -106,7 +106,7 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     keys["tie_embeddings"] = content.get("tie_word_embeddings", False)
     keys["norm_eps"] = content.get("rms_norm_eps", 1e-6)
     keys["qkv_bias"], keys["qk_norm"] = model_type == "qwen2", model_type == "qwen3"
-    keys["rope_theta"], keys["rope_scaling"] = _rope_keys(content)
+    keys["rope_theta"], keys["rope_scaling"] = _convert_rope_keys(content)
     if 0 < (std := content.get("initializer_range") or 0) <= 1:
         keys["init_std"] = std  # the plan may use another value
     return HFConfig(keys, content)
@@ -125,16 +125,16 @@ def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
         "layer_types": layer_types != {"full_attention"},
         "quantization_config": bool(content.get("quantization_config")),
         "num_experts": bool(content.get("num_experts")),
-        "partial_rotary_factor": _rope_table(content).get("partial_rotary_factor", 1) != 1
+        "partial_rotary_factor": _find_rope_table(content).get("partial_rotary_factor", 1) != 1
         or content.get("partial_rotary_factor", 1) != 1,
     }
     for name, is_unsupported in unsupported.items():
         if is_unsupported:
-            value = content.get(name, _rope_table(content).get(name))
+            value = content.get(name, _find_rope_table(content).get(name))
             raise ValueError(f"`models.llama` does not support {name} = {value!r}")
 
 
-def _rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the table of rotary positions, `rope_parameters` in transformers 5 or `rope_scaling` in earlier versions."""
     table = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
@@ -144,9 +144,9 @@ def _rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return table
 
 
-def _rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def _convert_rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     """Returns `rope_theta` and `rope_scaling`. Raises ValueError for any scaling except Llama 3's."""
-    table = _rope_table(content)
+    table = _find_rope_table(content)
     theta = table.get("rope_theta", content.get("rope_theta", 10000.0))
     rope_type = table.get("rope_type", table.get("type", "default"))
     if rope_type == "default":

@@ -37,7 +37,7 @@ def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     "model-vocabulary" if the vocabulary is unknown or smaller than that of the data, and "model-weights" if the files cannot be
     read or belong to another model.
     """
-    vocab_size = _vocab_size(config, data)
+    vocab_size = _resolve_vocab_size(config, data)
     builders: Any = [
         ("embed", partial(build_on_meta, Embed, vocab_size, config.hidden)),
         ("blocks", partial(build_on_meta, Block, config), config.num_layers),
@@ -57,7 +57,7 @@ def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Modul
         return layer_class(*args)
 
 
-def _vocab_size(config: LlamaConfig, data: DataInfo) -> int:
+def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
     """Returns the vocabulary size of the plan, or else of the data. Raises PlanError "model-vocabulary" if it does not fit."""
     path = ("model", "vocab_size")
     if config.vocab_size is None:

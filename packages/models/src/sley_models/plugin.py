@@ -14,7 +14,7 @@ from sley_core.records import ModelRecord
 FFN_MULTIPLE = 64
 
 
-def default_ffn_hidden(hidden: int) -> int:
+def compute_default_ffn_hidden(hidden: int) -> int:
     """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
 
     With this width, the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
@@ -78,7 +78,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     head_dim: PositiveInt = Field(default_factory=lambda values: values["hidden"] / values["heads"], validate_default=True)
     """The width of a head, an even number. Default: `hidden / heads`."""
 
-    ffn_hidden: PositiveInt = Field(default_factory=lambda values: default_ffn_hidden(values["hidden"]))
+    ffn_hidden: PositiveInt = Field(default_factory=lambda values: compute_default_ffn_hidden(values["hidden"]))
     """The inner width of the feed-forward layers. Default: 8/3 of `hidden`, rounded up to a multiple of 64."""
 
     vocab_size: PositiveInt | None = None
@@ -115,17 +115,17 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
         """
         if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
             return values
-        from sley_models.hf_config import config_path, read_config  # a model without `weights` does not need it
+        from sley_models.hf_config import find_config_path, read_config  # a model without `weights` does not need it
 
         folder = Path((info.context or {}).get("folder") or "", values["weights"])
-        if not config_path(folder).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
+        if not find_config_path(folder).exists() and {"num_layers", "hidden", "heads"} <= values.keys():
             return values
         sizes = read_config(folder).keys
         for key in sizes.keys() & values.keys() - {"init_std"}:
             value = values[key].model_dump() if isinstance(values[key], Table) else values[key]
             if value != sizes[key]:
                 raise ValueError(
-                    f"`{key}` = {value} does not match the weights, whose `{config_path(folder)}` has {sizes[key]}"
+                    f"`{key}` = {value} does not match the weights, whose `{find_config_path(folder)}` has {sizes[key]}"
                 )
         return {**{key: value for key, value in sizes.items() if value is not None}, **values}
 
@@ -159,7 +159,7 @@ def sley_records() -> list[ModelRecord]:
             name="llama",
             config=LlamaConfig,
             build="sley_models.llama:build_llama",
-            hugging_face="sley_models.hf:hugging_face",
+            hugging_face="sley_models.hf:build_hugging_face_model",
             uses_layer_names=True,
         )
     ]
