@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from averaging_runs import EMA, MEAN, STEPS, Tables, average_with_torch, averaging_plan, batches, train, train_and_resume
+from averaging_runs import (
+    EMA,
+    MEAN,
+    STEPS,
+    Tables,
+    average_plainly,
+    average_with_torch,
+    averaging_plan,
+    batches,
+    train,
+    train_and_resume,
+)
 from torch import nn
 
 from sley_core.checkpointing import AVERAGES
@@ -38,7 +49,7 @@ LAYOUTS: dict[str, Tables] = {
 @pytest.mark.parametrize("name", RULES)
 def test_one_process_averages_as_torch_does(name, tmp_path):
     result = train(averaging_plan(RULES[name]), tmp_path)
-    expected = average_with_torch(RULES[name], result.values)
+    expected = average_plainly(RULES[name], result.first)
     assert_close_gradients(expected, result.files, 1e-10)
     assert_close_gradients(expected, result.exported, 1e-10)
 
@@ -48,7 +59,7 @@ def test_one_process_averages_as_torch_does(name, tmp_path):
 def test_layouts_average_as_torch_does_and_resume_in_one_another(ranks, tmp_path, averaging):
     plans = [changed(averaging_plan(averaging), **layout) for layout in LAYOUTS.values()]
     by_rank = ranks(2)(train_and_resume, plans, tmp_path)
-    expected = average_with_torch(averaging, train(averaging_plan(averaging), tmp_path).values)
+    expected = average_plainly(averaging, train(averaging_plan(averaging), tmp_path).first)
     for results in by_rank:
         for uninterrupted, resumed, moved in results:
             assert resumed.bits == uninterrupted.bits

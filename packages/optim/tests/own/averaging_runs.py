@@ -15,8 +15,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sley_core.checkpointing import WEIGHTS
 from sley_core.saved_weights import checkpoint_files, plan_and_weights
 from sley_core.weight_files.read import WeightFiles
-from sley_testing.contract import SQUARES, WIDTH, contract_plan
+from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
 from sley_testing.parity import full_tensors, tensor_bytes
+from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import running
 from sley_trainer.run import Run
@@ -83,6 +84,7 @@ class RunResult:
     the master weights, or the weights without masters, after each step.
     """
 
+    first: Tensors = field(default_factory=dict)
     values: list[Tensors] = field(default_factory=list)
     files: Tensors = field(default_factory=dict)
     exported: Tensors = field(default_factory=dict)
@@ -106,6 +108,7 @@ def train(
     """
     result = RunResult()
     with running(tables) as run:
+        result.first = {param.name: param.parameter.detach().clone() for param in run.registry}
         if load:
             restored = run.load_checkpoint(folder / load)
             assert restored is not None
@@ -139,6 +142,23 @@ _numbers = count()  # of runs in this process, the same on all ranks
 
 def read_tensors(source: Any) -> Tensors:
     return {name: source.tensor(name).clone() for name in source.names}
+
+
+def average_plainly(averaging: Mapping[str, Any], first: Tensors) -> Tensors:
+    """Returns the parameters of torch's AveragedModel after a plain loop with the plan's optimizer and batches."""
+    loop = PlainLoop(
+        [(name, module.double()) for name, module in layers()],
+        Squares(),
+        optimizer=lambda parameters: torch.optim.AdamW(
+            decay_groups([pair for pair in parameters if pair[1].requires_grad], 0.1), lr=LR, betas=(0.5, 0.5)
+        ),
+    )
+    loop.load(first)
+    values = []
+    for batch in batches():
+        loop.step([{name: value[row : row + MICRO] for name, value in batch.items()} for row in range(0, SIZE, MICRO)])
+        values.append(loop.weights)
+    return average_with_torch(averaging, values)
 
 
 def average_with_torch(averaging: Mapping[str, Any], values: Sequence[Tensors]) -> Tensors:
