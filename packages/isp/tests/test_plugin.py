@@ -61,16 +61,6 @@ def test_unsupported_models_are_refused(sharded, texts, weights, changes, code):
     assert [problem.code for problem in caught.value.diagnostics] == [code]
 
 
-def test_shards_on_meta(sharded, texts):
-    """A table of five columns has three on each of two ranks. Other weights are sharded by rows, and norms are not sharded."""
-    plan = plan_from_dict(sharded(2, weights={"embedding": "hidden"}, factory="tables"), texts)
-    with World.fake(1, 2) as world, assemble(plan, world) as run:
-        param = run.registry["embed.tokens.weight"]
-        assert (param.shape, param.parameter.shape, param.shard.padding) == ((11, 5), (11, 3), 11)
-        assert run.registry["head.weight"].parameter.shape == (3, 5)
-        assert run.registry["norm.weight"].shard is None
-
-
 # -- contracts ---------------------------------------------------------------------------------------------------------
 
 

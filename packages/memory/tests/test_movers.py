@@ -225,16 +225,3 @@ def test_a_budget_of_page_locked_memory_is_kept_with_one_warning() -> None:
     assert sizes == [5120]
     assert place.numel() == 20_000
     assert moved.host_bytes == lends.num_bytes
-
-
-def test_slots_of_one_call_are_adjacent_and_freed_together() -> None:
-    lends, moved = HostArena(lambda num_bytes: HostMemory(num_bytes, lock=False), lambda: None), Moved()
-    first, second = lends.allocate([300, 5000], moved)
-    assert second.data_ptr() - first.data_ptr() == 512
-    lends.release(first)
-    lends.allocate([10_000], moved)
-    assert lends.num_allocations == 2
-    assert lends.num_bytes == 2 * PAGESIZE + 3 * PAGESIZE, "one place of the first block is lent"
-    lends.release(second)
-    lends.allocate([20_000], moved)
-    assert lends.num_bytes == moved.host_bytes == 3 * PAGESIZE + 5 * PAGESIZE
