@@ -94,6 +94,7 @@ def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | No
 
 
 def _encode_documents(tokenizer: Tokenizer | None, documents: Iterable[TextDocument]) -> Encoded:
+    """Returns the tokens of texts, without statistics. tokenizer: None for bytes."""
     if tokenizer is not None:
         return *tokenizer.encode(documents), None
     tokens, lengths = array("B"), array("q")
@@ -257,6 +258,7 @@ def _write_summary(
 
 
 def _map_parts(folder: Path, dtype: str, parts: Iterable[_Part], digest: str | None = None) -> Stream:
+    """Returns the tokens of the parts as one mapped stream. digest: the digest of the stream, if it is known."""
     tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
     return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
 

@@ -38,13 +38,14 @@ _BATCH_SIZE = 64
 """The number of conversations whose texts are tokenized in one call."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DATE = date(2024, 7, 26)
 """The default date in the template of Llama 3.1."""
 
 _PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
 _NO_PROMPT = "the conversation begins with the assistant, and has no prompt for its first turn"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+"""The turns with which the features of a template are found."""
 
 
 @dataclass
@@ -289,7 +290,7 @@ def _describe_refusal(error: Exception) -> str:
 
 def _fix_date(template: str) -> str:
     """Replaces the current date in a template by a fixed date, so that the tokens are the same every day."""
-    return _NOW.sub(lambda match: repr(_DATE.strftime(match[2])), template)
+    return _CURRENT_DATE.sub(lambda match: repr(_DATE.strftime(match[2])), template)
 
 
 def _load_tokenizer(path: Path) -> Any:

@@ -52,6 +52,7 @@ T = TypeVar("T")
 Integers = NDArray[np.integer[Any]]
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+"""The first bytes of an index of Megatron."""
 _ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
 
 _COMPRESSED: dict[bytes, Opener] = {
@@ -116,6 +117,7 @@ class Format:
 
 
 PLAIN = Format()
+"""The format of a file without a known signature: text or raw token ids."""
 
 
 def detect_format(path: Path) -> Format:

@@ -47,6 +47,7 @@ class Interleave:
         self._splits = [(source, shares[source], total) for source, total in zip(sources, totals, strict=False)]
 
     def __getitem__(self, number: int) -> tuple[int, int]:
+        """Returns the source of a number, and the index of the number among those of the source."""
         for source, share, total in self._splits:
             index = _round_share(number, share, total)
             if _round_share(number + 1, share, total) > index:

@@ -249,6 +249,7 @@ class MixtureConfig(DataConfig):
 
     @property
     def has_epochs(self) -> bool:
+        """Whether the sources set `epochs` instead of `weight`."""
         return self.sources[0].epochs is not None
 
     @property

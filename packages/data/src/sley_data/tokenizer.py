@@ -166,6 +166,7 @@ class Utf8Ids(TextIds):
     is_bytes = True
 
     def encode(self, text: str) -> list[int]:
+        """Returns the bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
@@ -187,6 +188,7 @@ class TokenizerIds(TextIds):
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
+        """Returns the first ids of a document that begins with `text`, and sets `num_before`."""
         ids, self.num_before = self._tokenizer.encode_prompt(text)
         return ids
 

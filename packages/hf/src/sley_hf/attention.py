@@ -20,7 +20,10 @@ from sley_core.api.model import Attention, attention_mask, flat_bounds, once_per
 from sley_core.errors import RunError
 
 NAME = "sley"
+"""The name of Sley's attention in transformers' `AttentionInterface`."""
+
 CORE = "sley_core"
+"""The attribute of an attention module of transformers that has its `SleyAttention`."""
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """The modules of the packages flash-attn and flash-attn-3, by the names of their kernels in transformers."""

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from sley_hf.plugin import DecoderConfig
 
 MAX_IDS = 128
+"""The maximum number of token ids of the copy."""
+
 BOUNDS = [[0, 16, 16], [0, 5, 16]]
 """The documents of two rows of 16 tokens; the second row has two."""
+
 TOLERANCE = 1e-4
+"""The maximum difference of logits, relative to the largest logit."""
 
 
 @torch.no_grad()

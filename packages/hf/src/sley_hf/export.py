@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 PROMPT_LENGTH = 16
+"""The maximum number of tokens of the prompt."""
+
 TOLERANCE = 1e-5
-"""The maximal difference of logits in fp32, relative to the largest logit."""
+"""The maximum difference of logits in fp32, relative to the largest logit."""
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
@@ -100,6 +102,7 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _to_loaded_dtype(value: Tensor) -> Tensor:
+    """Returns the value in the dtype in which `check_export` loads it: floats in fp32."""
     return value.float() if value.is_floating_point() else value
 
 

@@ -36,7 +36,10 @@ ADAPTER = "default"
 """The name of the adapter in peft's modules."""
 
 LORA = ".lora_"
+"""The part of a name that only parameters of adapters have."""
+
 BASE = ".base_layer."
+"""The part of a name that only parameters of modules with an adapter have."""
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:

@@ -29,6 +29,7 @@ from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, to_layer_name
 
 PATH = ("model", "weights")
+"""The plan key of errors about the files."""
 
 
 class FileInitializer:

@@ -22,6 +22,7 @@ from sley_models.plugin import LlamaConfig
 if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
+# The names of parameters that have a special role, in runs and in Hugging Face files.
 EMBEDDING = "embed.tokens.weight"
 HEAD = "head.output.weight"
 HF_HEAD = "lm_head.weight"

@@ -12,6 +12,7 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import ModelRecord
 
 FFN_MULTIPLE = 64
+"""The number that divides the default width of the feed-forward layers."""
 
 
 def compute_default_ffn_hidden(hidden: int) -> int:
