@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sley_core.json_text import write_json
+from sley_core.files import write_json
 from sley_doctor.work_record import Start, format_line
 from train_cli.run_folder import WORK, FolderLock
 

@@ -153,7 +153,7 @@ def module_generators(module: nn.Module, name: str) -> list[Any]:
 
 def function_generators(function: Any) -> list[Any]:
     """Returns the generators in the closure, arguments and globals of a function or partial function."""
-    return list(_reachable_generators(function, set(), _MAX_DEPTH))
+    return list(filter(_is_generator, iterate_leaves(function, set())))
 
 
 def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -168,11 +168,7 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in excluded]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
-        yield from _reachable_generators(value, visited, _MAX_DEPTH)
-
-
-def _reachable_generators(value: Any, visited: set[int], depth: int) -> Iterator[Any]:
-    return (leaf for leaf in iterate_leaves(value, visited, depth) if _is_generator(leaf))
+        yield from filter(_is_generator, iterate_leaves(value, visited))
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:

@@ -34,9 +34,6 @@ from sley_core.table import Table
 if TYPE_CHECKING:
     from sley_core.plan.plan import Component
 
-KEY = ("data", "factory")
-INVALID = "data-factory"
-
 
 def open_dataset(component: Component, context: DataContext) -> AnyDataset:
     """Builds the dataset of a plan's `[data]`, with an `info`. Reads no sample.
@@ -123,9 +120,9 @@ class _InfoWrapper:
             collate = getattr(self._dataset, "collate", None)
             sample = collate([sample]) if collate is not None else sample
         except (Exception, SystemExit) as error:
-            raise _factory_error(f"the first sample of `{self._name}` failed: {format_cause(error)}", None) from error
+            raise _factory_error(f"the first sample of `{self._name}` failed: {format_cause(error)}") from error
         if not isinstance(sample, Mapping) or not sample:
-            raise _factory_error(f"a sample of `{self._name}` is a {type(sample).__name__}, not a dict of tensors", None)
+            raise _factory_error(f"a sample of `{self._name}` is a {type(sample).__name__}, not a dict of tensors")
         for key, value in sample.items():
             if not isinstance(value, torch.Tensor):
                 message = f"`{key}` in a sample of `{self._name}` must be a tensor, but is a {type(value).__name__}"
@@ -140,7 +137,7 @@ class _DatasetWrapper(_InfoWrapper):
         try:
             return len(self._dataset)
         except (Exception, SystemExit) as error:
-            raise _factory_error(f"the length of `{self._name}` failed: {format_cause(error)}", None) from error
+            raise _factory_error(f"the length of `{self._name}` failed: {format_cause(error)}") from error
 
     def __getitem__(self, index: int) -> Sample:
         return cast(Sample, self._dataset[index])
@@ -151,8 +148,8 @@ class _StreamWrapper(_InfoWrapper):
         return iter(self._dataset)
 
 
-def _factory_error(message: str, hint: str | None) -> PlanError:
-    return PlanError(INVALID, message, path=KEY, hint=hint)
+def _factory_error(message: str, hint: str | None = None) -> PlanError:
+    return PlanError("data-factory", message, path=("data", "factory"), hint=hint)
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:

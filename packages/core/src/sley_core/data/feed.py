@@ -198,15 +198,25 @@ class Feed:
 
     @cached_property
     def digest(self) -> str | None:
-        """The dataset's own `data_digest`, or a digest of a few samples; None for a stream or a random dataset."""
+        """The dataset's own `data_digest`, or a digest of its length and three samples.
+
+        None for a stream, for a dataset of which two reads differ, and if a read fails.
+        """
         if self._reader is not None:
             return None
         if self.is_digest_exact:
             return str(cast(Any, self._dataset).data_digest)
         set_epoch(self._dataset, 0)
         dataset = cast(Dataset, self._dataset)
-        draws = SeededReader(self._seed, len(dataset))
-        return probe_digest(len(dataset), lambda index: draws.read(index, partial(read_sample, dataset, index)))
+        num_samples, reader = len(dataset), SeededReader(self._seed, len(dataset))
+        indices = (0, num_samples // 2, num_samples - 1)
+        try:
+            first, second = (
+                digest_of(reader.read(index, partial(read_sample, dataset, index)) for index in indices) for _ in range(2)
+            )
+        except Exception:
+            return None
+        return f"{num_samples}:{first}" if first == second else None
 
     def close(self) -> None:
         """Ends the thread and discards the prefetched batch, which a later `next` reads again.
@@ -359,18 +369,6 @@ class SamplesDigest:
     @property
     def text(self) -> str:
         return self._hash.hexdigest()
-
-
-def probe_digest(count: int, read: Callable[[int], Any]) -> str | None:
-    """Returns a digest of three of `count` samples and of `count`; None if two reads differ. read: returns a sample by
-    index.
-    """
-    try:
-        indices = (0, count // 2, count - 1)
-        first, second = (digest_of(map(read, indices)) for _ in range(2))
-    except Exception:
-        return None
-    return f"{count}:{first}" if first == second else None
 
 
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -176,21 +176,17 @@ _varlen_cache: list[Any] = []
 
 
 def varlen() -> Any:
-    """Returns torch's `varlen_attn`, or None without it. Imports it late, since that loads torch's compiler."""
+    """Returns torch's `varlen_attn`, or None if it is missing or lacks windows or grouped queries, as in torch 2.10.
+
+    Imports it late, since that loads torch's compiler.
+    """
     if not _varlen_cache:  # not `functools.cache`: torch's compiler warns about it
-        _varlen_cache.append(_import_varlen())
+        kernel: Any = None
+        with suppress(ImportError):
+            from torch.nn.attention.varlen import varlen_attn as kernel
+        is_supported = kernel is not None and {"window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
+        _varlen_cache.append(kernel if is_supported else None)
     return _varlen_cache[0]
-
-
-def _import_varlen() -> Any:
-    """Imports torch's `varlen_attn`; returns None if it is missing or lacks windows or grouped queries."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    kernel: Any = varlen_attn
-    has_all = {"window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)  # torch 2.10 had neither
-    return kernel if has_all else None
 
 
 def _attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, window: int | None) -> Tensor:

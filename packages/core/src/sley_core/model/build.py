@@ -177,7 +177,7 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing compiled runs in this mode, and True would import torch's compiler (`uncompiled.py`)."""
+        """Returns False: nothing compiled runs in this mode, and True would import torch's compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -302,13 +302,10 @@ def _modules_in_evaluation(module: nn.Module, name: str, per_rank: Sequence[str]
     per_rank: patterns, as in `is_per_rank`.
     """
     is_norm = isinstance(module, _NormBase) and not is_per_rank(f"{name}.running_mean", per_rank)
-    if not module.training and (is_norm or (is_training and _is_frozen(module))):
+    flags = [parameter.requires_grad for parameter in module.parameters()]
+    is_frozen = bool(flags) and not any(flags)
+    if not module.training and (is_norm or (is_training and is_frozen)):
         yield module
         return
     for key, child in module.named_children():
         yield from _modules_in_evaluation(child, f"{name}.{key}", per_rank, module.training)
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    flags = [parameter.requires_grad for parameter in module.parameters()]
-    return bool(flags) and not any(flags)

@@ -208,7 +208,7 @@ def _allocate_parameters(module: nn.Module, replacements: dict[nn.Parameter, nn.
         for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in replacements:
-                    # Not empty_like, which imports the compiler for a tensor on meta (`uncompiled.py`).
+                    # Not empty_like, which imports the compiler for a tensor on meta .
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                     replacements[parameter] = parameter_like(parameter, data)
                 submodule._parameters[name] = replacements[parameter]
@@ -253,21 +253,16 @@ def _check_unique(layers: Sequence[Layer]) -> None:
     if not layers:
         raise _factory_error("the model's factory returned no layers")
     modules: dict[int, str] = {}
-    parameters: set[str] = set()
     for layer in layers:
         first = modules.setdefault(id(layer.module), layer.name)
         if first != layer.name:
             message = f"the layers {first!r} and {layer.name!r} are the same module"
             hint = "create two modules, which may share their parameters or submodules"
             raise PlanError("model-factory", message, path=MODEL, hint=hint)
-    for name, count in Counter(layer.name for layer in layers).items():
-        if count > 1:
-            raise _factory_error(f"two layers of the model are named {name!r}")
-    for layer in layers:
-        for parameter, _ in layer.module.named_parameters(layer.name, remove_duplicate=False):
-            if parameter in parameters:
-                raise _factory_error(f"two parameters of the model are named {parameter!r}")
-            parameters.add(parameter)
+    parameters = (name for layer in layers for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False))
+    for kind, names in (("layers", (layer.name for layer in layers)), ("parameters", parameters)):
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise _factory_error(f"two {kind} of the model are named {repeated[0]!r}")
 
 
 def _type_text(value: Any) -> str:

@@ -221,7 +221,12 @@ def check_held(
             name, tensor = registered.get(key, ("", reference.tensor))
             is_parameter = bool(name) and isinstance(tensor, nn.Parameter)
             if is_parameter and (meta is not None or not reference.in_module):
-                raise _reference_error(reference.attribute, name)
+                message = f"`{reference.attribute}` refers to the parameter {name!r}, but does not register it"
+                hint = (
+                    "read the parameter from its module in the forward (`self.linear.weight`), or register it in this module "
+                    "too, as a tie"
+                )
+                raise PlanError("model-init", f"{message}, so it would not follow its training", path=("model",), hint=hint)
             if is_parameter or tensor.grad_fn is not None:
                 unreadable.setdefault(layer, []).append(reference)
             if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
@@ -232,10 +237,9 @@ def check_held(
 
 def _registered_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for layer, module in modules.items():
-        for named_tensors in (module.named_parameters, module.named_buffers):
-            for name, tensor in named_tensors(layer):
-                if not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
-                    yield name, tensor
+        for name, tensor in (*module.named_parameters(layer), *module.named_buffers(layer)):
+            if not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
+                yield name, tensor
 
 
 class _Span(NamedTuple):
@@ -284,14 +288,6 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_meta:
         start = (storage_id(tensor) << _META_BITS) + int(tensor.storage_offset()) * item
     return start, start + (last + 1) * item
-
-
-def _reference_error(attribute: str, name: str) -> PlanError:
-    message = f"`{attribute}` refers to the parameter {name!r}, but does not register it, so it would not follow its training"
-    hint = (
-        "read the parameter from its module in the forward (`self.linear.weight`), or register it in this module too, as a tie"
-    )
-    return PlanError("model-init", message, path=("model",), hint=hint)
 
 
 def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:

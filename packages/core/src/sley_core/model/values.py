@@ -20,9 +20,6 @@ from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
 from sley_core.model.layers import MODEL, Layer, Model, parameter_like
 from sley_core.model.tensors import buffer_format, check_held, checksum, parameter_format
 
-ParameterLocations = list[tuple[str, nn.Module, str, nn.Parameter]]
-"""The name, module, attribute and parameter of every registration; a tied parameter has several."""
-
 
 class HostModel:
     """A model with values on the host. Layers without builders are initialised at once, layers with builders on request.
@@ -47,9 +44,7 @@ class HostModel:
         )
         if meta_layers != host_layers:
             raise _differs_error(f"first the layers {meta_layers}, then {host_layers}")
-        modules = {layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None}
-        _check_structure(model, modules)
-        self._record_unreadable(modules)
+        self._check_modules({layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None})
         # The first location of each parameter on meta by id. The parameter is kept, so that its id is not reused.
         self._homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
         for layer in model.layers:
@@ -69,8 +64,7 @@ class HostModel:
             self._factory_model.build_layer(host_layer, self._seed)
             self._factory_model.adapt_layer(host_layer, self._seed)
         module, host_layer.module = host_layer.module, nn.Module()
-        _check_structure(self.model, {layer.name: module})
-        self._record_unreadable({layer.name: module})
+        self._check_modules({layer.name: module})
         return module
 
     @torch.no_grad()
@@ -110,7 +104,9 @@ class HostModel:
                     parameters[id(meta)].requires_grad_(meta.requires_grad)
                 setattr(owner, attribute, parameters[id(meta)])
             _move_buffers(layer.name, module, dtype, device, buffers)
-            _copy_modes(layer.module, module)
+            module.train()  # a module may override it
+            for old, new in zip(layer.module.modules(), module.modules(), strict=True):
+                new.training = old.training
             layer.module = module
         return parameters
 
@@ -140,8 +136,9 @@ class HostModel:
         hint = "write to it in the factory, or return sley_core.api.model.Model(layers, init_weights)"
         raise PlanError("model-init", message, path=MODEL, hint=hint)
 
-    def _record_unreadable(self, modules: Mapping[str, nn.Module]) -> None:
-        """Checks the tensors to which `modules` refer, and records those that a forward must not read in the model's layers."""
+    def _check_modules(self, modules: Mapping[str, nn.Module]) -> None:
+        """Checks `modules`, by layer, and records in the model's layers the tensors that a forward must not read."""
+        _check_structure(self.model, modules)
         for name, module in modules.items():
             check_parameters(name, module)
         unregistered = check_held(modules)
@@ -149,7 +146,8 @@ class HostModel:
             self.model[name].unreadable = {entry.attribute: entry.tensor for entry in unregistered.get(name, ())}
 
 
-def _parameter_locations(name: str, module: nn.Module) -> ParameterLocations:
+def _parameter_locations(name: str, module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Returns the name, module, attribute and parameter of every registration in `module`; a tied parameter has several."""
     return [
         (f"{path}.{attribute}", owner, attribute, parameter)
         for path, owner in module.named_modules(prefix=name, remove_duplicate=False)
@@ -162,7 +160,7 @@ def _plain_pytorch(seed: int) -> Iterator[None]:
     """Seeds the generators as `torch.manual_seed(seed)` does. New memory is filled with NaN within the block."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch.use_deterministic_algorithms would import the compiler (`uncompiled.py`).
+    # torch.use_deterministic_algorithms would import the compiler.
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         with use_program_seed(seed), NoDrawsOnMeta():  # type: ignore[no-untyped-call]
@@ -214,15 +212,6 @@ def _differs_error(difference: str) -> PlanError:
     message = f"two calls of the factory returned different models: {difference}"
     hint = "let the factory depend only on its options and the data; it is called once without values and once with values"
     return PlanError("model-differs", message, path=MODEL, hint=hint)
-
-
-def _copy_modes(source: nn.Module, module: nn.Module) -> None:
-    """Sets the training modes of `module` and its submodules to those of `source`, after a call of `train()`, which a module
-    may override.
-    """
-    module.train()
-    for old, new in zip(source.modules(), module.modules(), strict=True):
-        new.training = old.training
 
 
 def _move_buffers(

@@ -61,7 +61,10 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: 
     parameters = inspect.signature(optimizer_class).parameters
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if "weight_decay" not in parameters and not accepts_any:
-        groups = [_remove_decay(group, path) for group in groups]
+        if decay := max(group["weight_decay"] for group in groups):
+            message = f"`{path}` has no option weight_decay, but the plan sets it to {decay}"
+            raise _factory_error(message, "weight_decay", hint="remove `weight_decay` from [optimizer] and its groups")
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:
         optimizer: torch.optim.Optimizer = cast("Any", optimizer_class)(groups, lr=config.lr, **config.options)
     except Exception as error:  # any error of the user's class is about the plan's options
@@ -83,22 +86,8 @@ def _build_fastest(
     return split_late_gradients(kind(groups, **form, **options))
 
 
-def _remove_decay(group: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns `group` without `weight_decay`, for a class without this option. Raises PlanError if the decay is not 0."""
-    if group["weight_decay"]:
-        raise _factory_error(
-            f"`{path}` has no option weight_decay, but the plan sets it to {group['weight_decay']}",
-            "weight_decay",
-            hint="remove `weight_decay` from [optimizer] and its groups",
-        )
-    return {key: value for key, value in group.items() if key != "weight_decay"}
-
-
 def _factory_error(message: str, key: str = "factory", hint: str | None = None) -> PlanError:
     return PlanError("optimizer-factory", message, path=("optimizer", key), hint=hint)
-
-
-_NO_OPTIONS = GroupConfig(match="*")
 
 
 def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
@@ -145,7 +134,7 @@ def parameter_groups(
     groups: dict[tuple[float, float, str | None], list[torch.Tensor]] = {}
     for param in params:
         index = _first_match(param.name, config.groups)
-        group = _NO_OPTIONS if index is None else config.groups[index]
+        group = GroupConfig(match="*") if index is None else config.groups[index]
         role = None if roles is None else roles[param.name]
         defaults = config if role is None else role
         lr = defaults.lr if group.lr is None else group.lr

@@ -51,7 +51,11 @@ class Document:
 
     def origin(self, path: KeyPath) -> Place | None:
         """Returns the place of the value at `path`, or None if the document does not contain the path."""
-        if not _has_path(self.tables, path):
+        value: Any = self.tables
+        try:
+            for part in path:
+                value = value[part]
+        except (KeyError, IndexError, TypeError):
             return None
         if override := self._find_override(path):
             return override.place
@@ -124,15 +128,6 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain_data(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _has_path(tables: Any, path: KeyPath) -> bool:
-    try:
-        for part in path:
-            tables = tables[part]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def index_keys(text: str, file: str) -> dict[KeyPath, KeySpan]:

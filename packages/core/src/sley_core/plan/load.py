@@ -261,8 +261,10 @@ class _Resolver:
             return None
         keys = _select_shared(shared, record.config) | {key: value for key, value in table.items() if key != "use"}
         parts = {}
-        for key, model in _part_table_fields(record.config):
-            keys[key], parts[key] = self._resolve_parts(spec, model, keys, (*path, key))
+        for key, field in record.config.model_fields.items():
+            for model in _table_types(field.annotation):
+                if issubclass(model, PartTable):
+                    keys[key], parts[key] = self._resolve_parts(spec, model, keys, (*path, key))
         config = self._validate(record.config, keys, path, f"`{name}`")
         if config is None or not all(map(all, parts.values())):
             return None
@@ -346,12 +348,6 @@ class _Resolver:
 
 def _select_shared(shared: Mapping[str, Any] | None, model: type[Table]) -> dict[str, Any]:
     return {key: value for key, value in (shared or {}).items() if key in model.model_fields}
-
-
-def _part_table_fields(model: type[Table]) -> Iterator[tuple[str, type[PartTable]]]:
-    """Yields the name and item type of each field that is an array of `PartTable`s."""
-    for key, field in model.model_fields.items():
-        yield from ((key, table) for table in _table_types(field.annotation) if issubclass(table, PartTable))
 
 
 RANGE_ERRORS = ("greater_than", "less_than", "multiple_of", "finite_number", "too_", "string_too_")

@@ -145,7 +145,31 @@ class Plan:
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        return to_tables(self)
+        """The full plan as TOML types, without keys whose value is None. Relative paths stay relative."""
+        tables: dict[str, Any] = {"plan": FORMAT}
+
+        def dump(table: Table) -> Any:
+            return to_plain_data(table.model_dump(exclude_none=True, context={"folder": self.folder}))
+
+        def dump_component(component: Component) -> dict[str, Any]:
+            return {**({"use": component.name} if component.record else {}), **dump(component.config)}
+
+        if self.folder:
+            tables["source_folder"] = escape_path(str(self.folder))
+        for name in (*TABLES, *OPTIONAL_TABLES):
+            table = getattr(self, name)
+            if table is not None:
+                tables[name] = dump(table)
+        if tables.get("evaluation", {}).pop("sets", None):
+            tables["evaluation"]["sets"] = {
+                name: {**dump_component(evaluation_set.data), **dump(evaluation_set.keys)}
+                for name, evaluation_set in self.evaluation_sets.items()
+            }
+        for spec in COMPONENTS:
+            value = getattr(self, spec.key)
+            if value is not None:
+                tables[spec.key] = [dump_component(item) for item in value] if spec.is_list else dump_component(value)
+        return tables
 
     def to_toml(self) -> str:
         """Returns the full plan as TOML, from which `plan_from_text` loads an equal plan."""
@@ -208,39 +232,6 @@ def _suggest_size(sizes: ParallelTable, world: int, message: str) -> str:
     unit = sizes.pp * lcm(sizes.sp, sizes.wp)
     smaller = world // unit * unit
     return f"use {f'{smaller} or ' if smaller else ''}{smaller + unit} ranks"
-
-
-def to_tables(plan: Plan) -> dict[str, Any]:
-    """Returns the full plan as TOML types, without keys whose value is None. Relative paths stay relative."""
-    folder = plan.folder
-    tables: dict[str, Any] = {"plan": FORMAT}
-
-    def dump(table: Table) -> Any:
-        return to_plain_data(table.model_dump(exclude_none=True, context={"folder": folder}))
-
-    def dump_component(component: Component) -> dict[str, Any]:
-        return {**({"use": component.name} if component.record else {}), **dump(component.config)}
-
-    if folder:
-        tables["source_folder"] = escape_path(str(folder))
-    for name in (*TABLES, *OPTIONAL_TABLES):
-        table = getattr(plan, name)
-        if table is not None:
-            tables[name] = dump(table)
-    if tables.get("evaluation", {}).pop("sets", None):
-        tables["evaluation"]["sets"] = {
-            name: {**dump_component(evaluation_set.data), **dump(evaluation_set.keys)}
-            for name, evaluation_set in plan.evaluation_sets.items()
-        }
-    for spec in COMPONENTS:
-        value = getattr(plan, spec.key)
-        if value is None:
-            continue
-        if spec.is_list:
-            tables[spec.key] = [dump_component(component) for component in value]
-        else:
-            tables[spec.key] = dump_component(value)
-    return tables
 
 
 def portable_tables(plan: Plan) -> dict[str, Any]:
