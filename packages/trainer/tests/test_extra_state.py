@@ -14,7 +14,7 @@ from sley_core.comm.world import World
 from sley_core.errors import PlanError, RunError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.loader import Loader
-from sley_core.saved_weights import checkpoint_files, plan_and_weights
+from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, contract_plan
 from sley_testing.runs import assert_same_run, record, running
@@ -91,7 +91,7 @@ def test_files_of_weights_and_exports_have_them(tmp_path: Path) -> None:
     files = checkpoint_files(Loader())
     found = files and files.open(str(tmp_path / "checkpoint"))
     assert found
-    for source in (WeightFiles(tmp_path / "weights"), plan_and_weights(found)[1]):
+    for source in (WeightFiles(tmp_path / "weights"), load_plan_and_weights(found)[1]):
         with running(tables()) as run:
             run.load_weights({name: source.tensor(name) for name in source.names})
             assert states_of(run) == states

@@ -21,7 +21,7 @@ from sley_core.data.dataset import BOUNDARY_FIELDS, SOURCE, is_stream
 from sley_core.errors import PlanError, RunError, SleyError, format_cause
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.layers import MODEL, Model
-from sley_core.model.tensors import buffer_format, formats_hint, parameter_format
+from sley_core.model.tensors import dtype_hint, select_buffer_dtype, select_parameter_dtype
 from sley_core.records import ModelRecord
 from sley_trainer.assemble import DTYPES, assemble, build_meta_model
 from train_cli.progress import format_bytes, format_parameters
@@ -122,11 +122,11 @@ def meta_state(layer: Layer, dtype: torch.dtype, fp32_patterns: Sequence[str] = 
     dtype: the dtype of parameters that no pattern in `fp32_patterns` matches.
     """
     state = {
-        name: torch.empty_like(buffer, device="meta", dtype=buffer_format(buffer, dtype))
+        name: torch.empty_like(buffer, device="meta", dtype=select_buffer_dtype(buffer, dtype))
         for name, buffer in layer.module.named_buffers()
     }
     return state | {
-        name: parameter.to(parameter_format(f"{layer.name}.{name}", dtype, fp32_patterns))
+        name: parameter.to(select_parameter_dtype(f"{layer.name}.{name}", dtype, fp32_patterns))
         for name, parameter in layer.module.named_parameters()
     }
 
@@ -203,7 +203,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
             inputs = ", ".join([*map(_describe_value, args), *field_texts])
             message = f"{label} fails with inputs {inputs or 'none'}: {format_cause(error)}"
             hint = "its first argument is the previous layer's output; use `train-cli run --traceback` to see the calls"
-            raise PlanError("layer-fails", message, path=MODEL, hint=formats_hint(error) or hint) from error
+            raise PlanError("layer-fails", message, path=MODEL, hint=dtype_hint(error) or hint) from error
     check_written_buffers(written)
     return _check_loss(plan, args[0], fields)
 

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 import tomli
 
-from sley_core.attempt import NAME as ATTEMPT
-from sley_core.attempt import torchrun_id
+from sley_core.attempt import ATTEMPT, torchrun_id
 from sley_core.errors import PlanError, SleyError
 from sley_core.files import PLAN, write_atomically
-from sley_core.jsonl import NAME as METRICS
+from sley_core.jsonl import METRICS
 from sley_core.plan.plan import Plan
 from train_cli.environment import START_FILE
 from train_cli.saved import can_resume, run_folder

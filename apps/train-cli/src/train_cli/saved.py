@@ -172,7 +172,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     run: a run folder, for its newest weights or with `best` those of its best checkpoint; or the path or URL of a checkpoint.
     Raises UsageError "no-run" or "no-weights".
     """
-    from sley_core.saved_weights import plan_and_weights
+    from sley_core.saved_weights import load_plan_and_weights
     from sley_core.weight_files.read import WeightFiles
 
     path: Path | str = run
@@ -189,7 +189,7 @@ def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     checkpoint = _load_reader(plan).open(str(path)) if can_exist else None
     if checkpoint is None:
         raise UsageError("no-run", f"`{run}` must be a run folder with a `{PLAN}`, or a checkpoint")
-    saved_plan, source = plan_and_weights(checkpoint)
+    saved_plan, source = load_plan_and_weights(checkpoint)
     progress = f"step {checkpoint.description.step} of {saved_plan.run.steps}"
     print_line(f"after {progress} of the run {saved_plan.run.name!r}, from {checkpoint.place}")
     return plan or saved_plan, source

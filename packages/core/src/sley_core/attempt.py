@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sley_core.errors import RunError, UsageError, shorten_names
 from sley_core.files import COPIES, WEIGHTS, write_atomically
-from sley_core.jsonl import NAME as METRICS
-from sley_core.jsonl import read_rows
+from sley_core.jsonl import METRICS, read_rows
 
 if TYPE_CHECKING:
     from sley_core.plan.document import Document
@@ -38,10 +37,11 @@ def use_copied_files(document: Document, folder: Path) -> Document:
     return replace(document, tables=tables)
 
 
-NAME = "attempt.json"
+ATTEMPT = "attempt.json"
+"""The name of the attempt file in a run's folder."""
 
 ID_LENGTH = 12
-"""Hexadecimal digits of an attempt's id."""
+"""The number of hexadecimal digits of an attempt's id."""
 
 NEVER_ANEW = "never-anew"
 """The error code of a load that would repeat finished work."""
@@ -78,9 +78,9 @@ def count_common_steps(first: Lineage, second: Lineage) -> int:
 class Attempt:
     """Describes the present attempt of a run.
 
-    lineage: the attempts that ran its steps. left: earlier attempts of this run without a step in the lineage. given: the
-    checkpoint path that the user passed. origin: the path of the checkpoint that was loaded for it. saved: the step of the
-    newest checkpoint, or -1. job, torchrun: the SLURM job and the torchrun that started the attempt, or "".
+    lineage: the attempts that ran its steps. left: the ids of earlier attempts of this run without a step in the lineage.
+    given: the checkpoint path that the user passed. origin: the path of the checkpoint that was loaded for it. saved: the step
+    of the newest checkpoint, or -1. job, torchrun: the SLURM job and the torchrun that started the attempt, or "".
     """
 
     lineage: Lineage
@@ -147,7 +147,7 @@ def torchrun_id() -> str:
 
 def read_attempt(folder: Path) -> Attempt | None:
     """Returns the attempt in the run folder `folder`, or None. Raises RunError "attempt" for a damaged file."""
-    path = folder / NAME
+    path = folder / ATTEMPT
     try:
         fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
         attempt = Attempt(**{**fields, "lineage": parse_lineage(fields["lineage"]), "left": tuple(fields["left"])})
@@ -166,10 +166,10 @@ def read_attempt(folder: Path) -> Attempt | None:
 def write_attempt(folder: Path, attempt: Attempt) -> None:
     """Writes the attempt file of `folder`. Raises RunError "attempt" if it cannot be written."""
     try:
-        write_atomically(folder / NAME, json.dumps(asdict(attempt)))
+        write_atomically(folder / ATTEMPT, json.dumps(asdict(attempt)))
     except OSError as error:
         hint = "set `[run] folder` to a writable folder"
-        raise RunError("attempt", f"cannot write `{folder / NAME}`: {error.strerror or error}", hint=hint) from error
+        raise RunError("attempt", f"cannot write `{folder / ATTEMPT}`: {error.strerror or error}", hint=hint) from error
 
 
 class RunAttempt:
@@ -207,8 +207,7 @@ class RunAttempt:
                     write_attempt(self.folder, self.current)
 
     def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
-        """Starts an attempt that continues after the first `step` steps of `lineage`. The arguments are those of
-        `resume_attempt`.
+        """Starts the attempt that `resume_attempt` returns for the same arguments.
 
         Returns the number of rows in the run's folder that belong to these steps, and a note for the user; 0 and "" on ranks
         other than 0.

@@ -68,10 +68,10 @@ class Rectangle(NamedTuple):
         dims = zip(self.offsets, outer.offsets, self.sizes, strict=True)
         return tuple(slice(offset - start, offset - start + size) for offset, start, size in dims)
 
-    def shift(self, dim: int, by: int, size: int) -> Rectangle:
-        """Returns this rectangle shifted by `by` elements along `dim`, with the new `size` along `dim`."""
+    def shift(self, dim: int, distance: int, size: int) -> Rectangle:
+        """Returns this rectangle shifted by `distance` elements along `dim`, with the new `size` along `dim`."""
         offsets, sizes = list(self.offsets), list(self.sizes)
-        offsets[dim] += by
+        offsets[dim] += distance
         sizes[dim] = size
         return Rectangle(tuple(offsets), tuple(sizes))
 
@@ -148,8 +148,7 @@ class Region(NamedTuple):
             dim = self.shard.dim
             size = min(rectangle.sizes[dim], self.shard.own_size - rectangle.offsets[dim])
             if size > 0:
-                by = self.shard.index * self.shard.size
-                yield rectangle.shift(dim, by, size), view.narrow(dim, 0, size)
+                yield rectangle.shift(dim, self.shard.index * self.shard.size, size), view.narrow(dim, 0, size)
 
     def _split_shard(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """Yields the rectangles of the padded shard, each with its view of `shard`."""

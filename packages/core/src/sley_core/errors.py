@@ -173,7 +173,7 @@ def format_cause(error: BaseException) -> str:
 
 
 LIBRARIES = frozenset({"site-packages", "dist-packages"})
-"""Names of the folders into which packages are installed."""
+"""The names of folders into which packages are installed."""
 
 _STDLIB = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 

@@ -27,6 +27,7 @@ COPIES = {
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file `path` by `text` in UTF-8. Raises OSError with the file name, and then keeps the old file."""
     with replace_atomically(path) as file:
         file.write(text.encode())
 
@@ -113,6 +114,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
+    """Returns the value that `encode_value` has encoded as `value`. Raises ValueError for an unknown type of value."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):

@@ -31,7 +31,21 @@ _STATE_LOCK: Any = threading.RLock()
 for _lock in (GENERATOR_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, nn.Module, type, ModuleType)
+_LEAF_TYPES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    Tensor,
+    torch.dtype,
+    torch.device,
+    nn.Module,
+    type,
+    ModuleType,
+)
 _MAX_DEPTH = 6
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -178,7 +192,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> It
     visited.add(id(value))
     if isinstance(value, Tensor | nn.Module) or _is_generator(value):
         yield value
-    elif not isinstance(value, _PLAIN):
+    elif not isinstance(value, _LEAF_TYPES):
         for part in _referenced_objects(value):
             yield from iterate_leaves(part, visited, depth - 1)
 

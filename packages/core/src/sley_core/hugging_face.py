@@ -38,7 +38,7 @@ class HuggingFaceModel:
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the description with the keys that the weights and the plan's data determine: dtype and ids of special tokens."""
+    """Returns the description with `config` and `names`; the config gets the weights' dtype and, if missing, the end token."""
     dtype = _DTYPES[source.kind(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
@@ -81,11 +81,11 @@ def open_weights(path: Path) -> TensorReader:
         return WeightFiles(path)
     if run == path and "adapters" not in tomllib.loads((run / PLAN).read_text("utf-8")):
         return WeightFiles(run / WEIGHTS)
-    reader: TensorReader = import_object("sley_core.saved_weights:weights_of_run")(path, run)
+    reader: TensorReader = import_object("sley_core.saved_weights:open_run_weights")(path, run)
     return reader
 
 
-def merged_weights(plan: Plan, source: TensorReader) -> TensorReader:
+def merge_adapters(plan: Plan, source: TensorReader) -> TensorReader:
     """Returns the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if it has none."""
     record = None if plan.adapters is None else plan.adapters.record
     if not isinstance(record, AdaptersRecord) or record.merge is None:

@@ -13,7 +13,8 @@ from sley_core.files import to_json
 from sley_core.plugin import JsonlConfig
 from sley_core.protocols import MetricsWriter
 
-NAME = "metrics.jsonl"
+METRICS = "metrics.jsonl"
+"""The name of the metrics file in a run's folder."""
 
 
 class JsonlWriter(MetricsWriter):
@@ -24,7 +25,7 @@ class JsonlWriter(MetricsWriter):
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
         """Opens the file for appending. Raises RunError "metrics-file"."""
-        self.path = folder / NAME
+        self.path = folder / METRICS
         try:
             self._file = self.path.open("a+b", buffering=0)
             if not self._ends_with_newline():
@@ -72,7 +73,7 @@ class JsonlWriter(MetricsWriter):
 
 def read_rows(folder: Path) -> Iterator[dict[str, float | int]]:
     """Yields the rows of the metrics file in `folder`, if it exists. Skips invalid lines."""
-    with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
+    with suppress(FileNotFoundError), (folder / METRICS).open("rb") as file:
         yield from (json.loads(line) for line in file if _step_of(line))
 
 

@@ -48,7 +48,7 @@ COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states",
 
 
 class Where(Enum):
-    """Where a part is. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
+    """A part's location. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
 
     HERE = "here"
     LEAVING = "leaving"
@@ -147,8 +147,7 @@ class MemoryInventory:
     """Lists the memory of one rank's run on `device`, by part.
 
     sources: a function that yields the (name, tensor) pairs of each part. Each method calls it again, because optimizers create
-    states late and pools grow. trim: frees the unused memory of the pool and
-    returns the number of freed bytes.
+    states late and pools grow. trim: frees the unused memory of the pool and returns the number of freed bytes.
 
     Tensors on other devices (AdamW's step counts, on the host) are not listed. Scalar optimizer states are not listed either,
     because each would need a separate copy of a few bytes.
@@ -216,7 +215,7 @@ def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry
 
 
 def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
-    """Returns the view of `copy` that has the dtype, shape, strides and storage offset of `tensor`.
+    """Returns a view of `copy` with the dtype, shape, strides and storage offset of `tensor`.
 
     copy: a copy of the tensor's storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
     """

@@ -72,8 +72,8 @@ class AdaptersRecord(Record):
     """`build(config, layer_names) -> Callable[[nn.Module, str], None]`: adds adapters to a layer's module, in place.
 
     The result is called with the module and the name of each layer, after its base values are set, with generators that are
-    seeded for this layer. The parameters of the base are frozen before. New parameters are trained, and so is whatever the
-    function unfreezes. It is called on meta too.
+    seeded for this layer. All parameters of the model are frozen before the call. New parameters, and parameters that the
+    function unfreezes, are trained. The function is also called on meta.
 
     merge: `"module:attribute"` of `merge(plan, source) -> api.files.TensorReader`, which returns the weights in `source` with
         the adapters merged in, under the names of the model without adapters; None if that is not possible.
@@ -119,7 +119,7 @@ class LossRecord(Record):
 
 
 class ParameterRole(NamedTuple):
-    """Says how an optimizer updates one parameter.
+    """Describes how an optimizer updates one parameter.
 
     name: the option `role` of the parameter's group. lr, weight_decay: the defaults for the parameter; a group of the plan may
     replace them. scope: the scope of the update: an elementwise update of a split parameter needs no owner.
@@ -147,7 +147,7 @@ class OptimizerRecord(Record):
 
 
 class LRScheduleRecord(Record):
-    """`build(config, num_steps) -> Callable[[int], float]`: the factor of every group's `lr` at step 0, 1, ..."""
+    """`build(config, num_steps) -> Callable[[int], float]`: returns the factor of every group's `lr` at step 0, 1, ..."""
 
 
 class AveragingRecord(Record):

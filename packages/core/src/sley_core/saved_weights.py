@@ -38,7 +38,7 @@ OPTIONS = "options/"
 """The name prefix of a parameter's options in the optimizer's groups."""
 
 BASE = "base/"
-"""How the names of values begin that are checksums of the frozen parameters of a model with adapters."""
+"""The name prefix of the checksum of a frozen parameter, in checkpoints of a model with adapters."""
 
 SHARED = "shared/"
 """The name prefix of values that the optimizer keeps for all parameters, such as attributes."""
@@ -60,7 +60,7 @@ def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFile
     return files
 
 
-def weights_of_run(path: Path, run: Path) -> TensorReader:
+def open_run_weights(path: Path, run: Path) -> TensorReader:
     """Returns the final weights in the folder of a `run`, or those of its checkpoint `path`, with adapters merged in."""
     plan = resolve_plan(use_copied_files(read_file(run / PLAN), run), Loader())
     source: TensorReader
@@ -71,12 +71,12 @@ def weights_of_run(path: Path, run: Path) -> TensorReader:
         checkpoint = None if files is None else files.open(str(path))
         if checkpoint is None:
             raise weight_files_error(f"there is no checkpoint in `{path}`")
-        plan, source = plan_and_weights(checkpoint)
+        plan, source = load_plan_and_weights(checkpoint)
     if plan.adapters is None:
         return source
-    from sley_core.hugging_face import merged_weights  # runs do not load it
+    from sley_core.hugging_face import merge_adapters  # runs do not load it
 
-    return merged_weights(plan, source)
+    return merge_adapters(plan, source)
 
 
 def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
@@ -104,7 +104,7 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
 
 
 def shared_states(saved: CheckpointReader) -> shared.Shared:
-    """Returns the values, except options, that the optimizer keeps for all parameters."""
+    """Returns the optimizer's values that belong to no parameter, except options, by location."""
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
 
@@ -166,7 +166,7 @@ class SavedWeights:
 
 
 class BaseWeights:
-    """The first values of the model of `plan`, one layer in memory at a time."""
+    """Reads the initial parameters of the model of `plan`, with one layer in memory at a time."""
 
     def __init__(self, plan: Plan) -> None:
         info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
@@ -185,13 +185,13 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns the error of a checkpoint whose base had other values of the parameter `name`."""
+    """Returns RunError "adapters-base": the base of the checkpoint at `place` has other values of the parameter `name`."""
     hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
     message = f"{place} was trained on a different base model: {name!r} has other values"
     return RunError("adapters-base", message, hint=hint)
 
 
-def plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
+def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
     """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
 
     If the checkpoint is in the run's folder, the plan's files are replaced by their copies in this folder.

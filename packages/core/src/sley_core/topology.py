@@ -37,8 +37,8 @@ in the order of this table.
 AXES = tuple(SHARED_COORDINATES)
 
 
-GATHER = "gather"
-REDUCE = "reduce"
+GATHER, REDUCE = "gather", "reduce"
+"""The channels of the axis `wp`."""
 
 CHANNELS = {"pp": ("up", "down"), "wp": (GATHER, REDUCE)}
 """The channels of an axis. Separate channels keep a posted receive from blocking a later send, and a gather from blocking a
@@ -46,6 +46,7 @@ reduction.
 """
 
 DEFAULT_CHANNEL = "main"
+"""The only channel of every axis that is not in `CHANNELS`."""
 
 TIE = "tie["
 """The name prefix of a tie's axis. Only the ranks that hold the tied parameter have such a group."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.errors import PlanError
-from sley_core.optim.build import UNIFORM_ROUNDING, adamw, build_from_factory, sgd
+from sley_core.optim.build import UNIFORM_ROUNDING, adamw, build_from_factory, compiler_free_class, sgd
 from sley_core.optim.config import ELEMENTWISE, PER_MATRIX, AdamWConfig, FactoryOptimizerConfig, SGDConfig
 
 CPU = torch.device("cpu")
@@ -185,3 +187,31 @@ def test_every_class_of_torch_that_can_be_stepped_is_known():
     known = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
     assert known - ELEMENTWISE - PER_MATRIX <= {"Optimizer", "LBFGS", "SparseAdam"}
     assert known >= ELEMENTWISE
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9, "foreach": True})]
+)
+def test_it_steps_as_torchs_own_with_hooks_and_closure(kind, options):
+    found = []
+    for each in (kind, compiler_free_class(kind)):
+        parameter = torch.nn.Parameter(torch.arange(4.0))
+        optimizer, called = each([parameter], lr=0.1, **options), []
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
+
+        def closure(parameter=parameter, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = parameter.square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert called == ["before", "after"] * 3
+        assert type(deepcopy(optimizer)) is type(pickle.loads(pickle.dumps(optimizer.__class__([parameter])))) is kind
+        found.append((losses, parameter.detach().clone(), optimizer.state_dict()["state"][0], type(optimizer).__name__))
+    (losses, weights, state, name), (our_losses, our_weights, our_state, our_name) = found
+    assert (our_losses, our_name) == (losses, name)
+    assert torch.equal(our_weights, weights)
+    assert our_state.keys() == state.keys()
+    assert all(torch.equal(our_state[key], state[key]) for key in state if isinstance(state[key], torch.Tensor))

@@ -5,7 +5,9 @@ The distributions are folders with a `.dist-info` on `sys.path`, as pip leaves t
 
 from __future__ import annotations
 
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,9 @@ from typing import Any
 import pytest
 
 from sley_core import records
-from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError
+from sley_core.errors import EXIT_PLAN_INVALID, EXIT_PLUGIN, Diagnostic, PlanError, PluginError, is_installed
 from sley_core.hookspecs import hookimpl
-from sley_core.plan.loader import Loader
+from sley_core.plan.loader import Loader, find_plugins
 from sley_core.table import Table
 
 GOOD = """
@@ -118,6 +120,20 @@ def test_two_distributions_of_one_name(install: Install) -> None:
     assert found.code == "plugin-ambiguous"
     assert "sley-zeta 1.0" in found.message
     assert "other-zeta 0.3" in found.message
+
+
+def test_a_second_copy_of_a_distribution_does_not_count(
+    install: Install, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("zeta")
+    monkeypatch.syspath_prepend(shutil.copytree(tmp_path, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True))
+    assert [source.dist for source in find_plugins()["zeta"]] == ["sley-zeta"]
+
+
+def test_a_project_in_or_beside_an_environment_is_not_installed() -> None:
+    environment = sysconfig.get_path("data")
+    assert not is_installed(f"{environment}-project/model.py")
+    assert not is_installed(str(Path(environment, "src", "model.py")))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from sley_core.actions.action import in_words
 from sley_core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
-from sley_core.jsonl import NAME as METRICS
-from sley_core.jsonl import read_rows
+from sley_core.jsonl import METRICS, read_rows
 from sley_doctor.divergence import find_divergence, find_late_ranks
 from sley_doctor.fault_report import AttemptReports, ExchangeRecord, FaultReport, LaunchReport
 from sley_doctor.work_record import WorkRecord

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sley_core.checkpointing import WEIGHTS
-from sley_core.saved_weights import checkpoint_files, plan_and_weights
+from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, Squares, contract_plan
 from sley_testing.parity import full_tensors, tensor_bytes
@@ -131,7 +131,7 @@ def train(
         assert reader is not None
         checkpoint = reader.open(path)
         assert checkpoint is not None
-        result.exported = read_tensors(plan_and_weights(checkpoint)[1])
+        result.exported = read_tensors(load_plan_and_weights(checkpoint)[1])
         final_bits = {name: tensor_bytes(value) for name, value in full_tensors(run).items()}
         assert final_bits == result.bits, "an evaluation has changed the run"
     return result

@@ -30,7 +30,7 @@ from sley_core.optim.build import parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.shared import set_training_mode
 from sley_core.plan.load import plan_from_dict
-from sley_core.saved_weights import checkpoint_files, plan_and_weights
+from sley_core.saved_weights import checkpoint_files, load_plan_and_weights
 from sley_core.weight_files.read import WeightFiles
 from sley_testing.contract import SQUARES, WIDTH, TanhLinear, contract_plan
 from sley_testing.parity import assert_close_gradients
@@ -212,7 +212,7 @@ class OptimizerContract:
         reader = checkpoint_files(run.plan.loader)
         checkpoint = None if reader is None else reader.open(str(tmp_path / "last"))
         assert checkpoint is not None, "there is no checkpoint"
-        _, exported = plan_and_weights(checkpoint)
+        _, exported = load_plan_and_weights(checkpoint)
         with running(tables) as run:
             run.load_weights(saved)
             reloaded_loss = run.evaluate()

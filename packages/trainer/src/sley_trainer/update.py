@@ -41,6 +41,7 @@ from sley_core.optim.shared import (
     Shared,
     Traits,
     can_compare,
+    can_skip_on_device,
     changed_values,
     copy_attributes,
     copy_gradients_first,
@@ -48,7 +49,6 @@ from sley_core.optim.shared import (
     set_training_mode,
     set_values,
     shared_values,
-    skips_on_device,
     step_if,
 )
 
@@ -123,7 +123,7 @@ class Update:
             if overflowed:
                 return totals
         self._add_unfrozen_params()
-        is_on_device = self.device.is_async and self._has_stepped and skips_on_device(self.optimizer)
+        is_on_device = self.device.is_async and self._has_stepped and can_skip_on_device(self.optimizer)
         is_on_device &= self.masters.device is None
         if is_on_device:
             norm: Tensor | float = totals.values[NORM]

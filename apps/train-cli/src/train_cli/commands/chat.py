@@ -13,7 +13,7 @@ import typer
 
 from sley_core.errors import UsageError
 from sley_core.files import PLAN
-from sley_core.hugging_face import CONFIG, merged_weights
+from sley_core.hugging_face import CONFIG, merge_adapters
 from sley_core.plan.loader import Loader
 from sley_core.records import DatasetRecord
 from train_cli.commands.export import hugging_face_model, write_other_files
@@ -131,7 +131,7 @@ def open_generator(run: str, *, best: bool = False, tokenizer: Path | None = Non
     plan, source = open_weights(run, best=best)
     text_ids = load_text_ids(plan, tokenizer)
     if plan.adapters is not None:
-        source = merged_weights(plan, source)
+        source = merge_adapters(plan, source)
     model = hugging_face_model(plan, source)
     if model is None:
         hint = "use `hf.decoder` or `models.llama`"

@@ -23,7 +23,7 @@ import typer
 
 from sley_core.errors import RunError, UsageError
 from sley_core.files import PLAN, replace_atomically
-from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merged_weights, start_folder
+from sley_core.hugging_face import CONFIG, GENERATION, IDS, end_token, merge_adapters, start_folder
 from sley_core.records import AdaptersRecord, ModelRecord
 from sley_core.table import expand_path
 from sley_core.weight_files.read import TOKENIZER, deterministic_tokenizer_json
@@ -78,7 +78,7 @@ def export(
         message = "`--merge` leaves no adapters for `--format peft`"
         raise UsageError("export-adapters", message, hint="use one of them")
     if merge:
-        source = merged_weights(plan, source)
+        source = merge_adapters(plan, source)
     elif plan.adapters is not None and export_format is ExportFormat.huggingface:
         hint = "use `--merge` for a whole model, or `--format peft` for the adapters"
         raise UsageError("export-adapters", "transformers' model has no weights of adapters", hint=hint)
@@ -175,7 +175,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     from sley_core.saved_weights import SavedWeights
 
     record = None if plan.adapters is None else plan.adapters.record
-    model = hugging_face_model(plan, merged_weights(plan, source))
+    model = hugging_face_model(plan, merge_adapters(plan, source))
     if not isinstance(record, AdaptersRecord) or record.export is None or model is None:
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")

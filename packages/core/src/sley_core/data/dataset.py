@@ -233,6 +233,7 @@ class FactoryDataConfig(DataConfig):
 
 
 NUM_ROUNDS = 10
+"""The number of rounds of the Feistel network of `Order`."""
 
 
 class Order:
@@ -275,5 +276,6 @@ class Order:
         return left * self._side + right
 
     def _hash_round(self, number: int, value: int) -> int:
+        """Returns a pseudorandom integer in [0, 2**64) for the round `number` and the half `value`."""
         digest = blake2b(value.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([number])).digest()
         return int.from_bytes(digest, "little")

@@ -45,7 +45,7 @@ class PrefetchThread:
         self._items = items
         self._ready: SimpleQueue[_Item | BaseException] = SimpleQueue()
         self._permits = threading.Semaphore(1)
-        self._closing = False
+        self._is_closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._produce_items, name="sley-data", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class PrefetchThread:
         try:
             while True:
                 self._permits.acquire()
-                if self._closing:
+                if self._is_closing:
                     return
                 self._ready.put(next(self._items))
         except BaseException as error:
@@ -82,7 +82,7 @@ class PrefetchThread:
 
     def close(self, timeout_s: float) -> None:
         """Stops the thread after its current item and joins it. Raises RunError "data-timeout" after `timeout_s` seconds."""
-        self._closing = True
+        self._is_closing = True
         self._permits.release()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -95,7 +95,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _Item:
-    """A batch of this rank's rows, with the number of each row's sample and the feed's state after the batch."""
+    """A batch of this rank's rows, the number of each row's sample, and the feed's state after the batch."""
 
     batch: Batch
     samples: tuple[int, ...]
@@ -141,11 +141,11 @@ class Feed:
         self._timeout_s = timeout_s
         self._check = check
         self._will_save = will_save
-        self._reading = SeededReader(seed, batch_size if is_stream(dataset) else len(rows))
-        self._collating = SeededReader(seed, 1)
+        self._sample_reader = SeededReader(seed, batch_size if is_stream(dataset) else len(rows))
+        self._collate_reader = SeededReader(seed, 1)
         self._prefetch: PrefetchThread | None = None
         self._state: dict[str, Any] = {"samples": 0}
-        self._reader = StreamReader(cast(Stream, dataset), self._reading.read) if is_stream(dataset) else None
+        self._reader = StreamReader(cast(Stream, dataset), self._sample_reader.read) if is_stream(dataset) else None
         self.notes: list[str] = []
         self.wait_s = 0.0
         self.samples: tuple[int, ...] = ()
@@ -212,7 +212,7 @@ class Feed:
         indices = (0, num_samples // 2, num_samples - 1)
         try:
             first, second = (
-                digest_of(reader.read(index, partial(read_sample, dataset, index)) for index in indices) for _ in range(2)
+                compute_digest(reader.read(index, partial(read_sample, dataset, index)) for index in indices) for _ in range(2)
             )
         except Exception:
             return None
@@ -267,7 +267,7 @@ class Feed:
                     set_epoch(dataset, epoch)
                     last_epoch = epoch
                 indices.append(order(epoch)[position])
-                samples.append(self._reading.read(done + row, partial(read_sample, dataset, indices[-1])))
+                samples.append(self._sample_reader.read(done + row, partial(read_sample, dataset, indices[-1])))
             batch = self._collate(done + self.rows.start, collate, samples)
             done += self.batch_size
             yield _Item(batch, tuple(indices), {"samples": done})
@@ -295,8 +295,8 @@ class Feed:
 
         Raises RunError "data-random" if `collate` draws random numbers and this rank has only some of the rows.
         """
-        batch = self._collating.read(number, partial(collate, samples))
-        if self._collating.has_drawn and len(self.rows) < self.batch_size:
+        batch = self._collate_reader.read(number, partial(collate, samples))
+        if self._collate_reader.has_drawn and len(self.rows) < self.batch_size:
             message = "`collate` draws random numbers, so the batches would depend on the layout"
             raise RunError("data-random", message, hint="draw random numbers in `__getitem__` or `__iter__`")
         return batch
@@ -339,7 +339,7 @@ class SeededReader:
         return sample
 
 
-def digest_of(samples: Iterable[Any]) -> str:
+def compute_digest(samples: Iterable[Any]) -> str:
     """Returns a digest of the names, dtypes, shapes and values of all tensors in `samples`."""
     digest = SamplesDigest()
     for sample in samples:
@@ -372,11 +372,13 @@ class SamplesDigest:
 
 
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
-INEXACT = (
+"""The pairs of methods that read and restore the state of a stream."""
+
+INEXACT_STATE_NOTE = (
     "the data stream cannot return to its saved position, for example because of a shuffle buffer; "
     "{count} samples were read again from its start"
 )
-CHANGED = (
+CHANGED_STREAM_NOTE = (
     "the data stream yields different samples than before the checkpoint: "
     "its data have changed, or its order is random at each start"
 )
@@ -398,6 +400,7 @@ class StreamReader:
         self._start = self.position()
 
     def position(self) -> dict[str, Any]:
+        """Returns the present position."""
         state = {} if self._methods is None else {"stream": deepcopy(getattr(self._stream, self._methods[0])())}
         return {"epoch": self._epoch, **state}
 
@@ -413,14 +416,14 @@ class StreamReader:
         batch_start = replay["samples"] if replay else done
         if replay and "stream" in replay["place"] and self._methods is not None:
             samples = self._read_samples_after(replay["place"], batch_start)
-            if digest_of(islice(samples, done - batch_start)) == replay["digest"]:
+            if compute_digest(islice(samples, done - batch_start)) == replay["digest"]:
                 return samples
-            add_note(INEXACT.format(count=done))
+            add_note(INEXACT_STATE_NOTE.format(count=done))
         samples = self._read_samples_after(self._start, 0)
         for _ in islice(samples, batch_start):
             pass
-        if replay and digest_of(islice(samples, done - batch_start)) != replay["digest"]:
-            add_note(CHANGED)
+        if replay and compute_digest(islice(samples, done - batch_start)) != replay["digest"]:
+            add_note(CHANGED_STREAM_NOTE)
         return samples
 
     def _read_samples_after(self, position: Mapping[str, Any], start: int) -> Iterator[Sample]:

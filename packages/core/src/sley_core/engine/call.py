@@ -33,7 +33,7 @@ from sley_core.errors import PlanError, RunError, note_origin
 from sley_core.generators import GENERATOR_LOCK, derive_seed, module_generators, seed_generators
 from sley_core.model.attention import varlen
 from sley_core.model.layers import ForwardPatch, Layer
-from sley_core.model.tensors import formats_hint, sum_of_bits, version_of
+from sley_core.model.tensors import dtype_hint, sum_of_bits, version_of
 from sley_core.protocols import ActivationPolicy, SchedulerHook, SequenceCommunicator
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class LayerCaller:
             output = layer.module(*args, **fields)
         except Exception as error:
             note_origin(error, _describe_call(layer, args, fields, micro), layer.module)
-            if hint := formats_hint(error):
+            if hint := dtype_hint(error):
                 error.add_note(hint)
             raise
         finally:

@@ -31,7 +31,7 @@ from sley_core.engine.buffers import SHARD_ALIGNMENT, ElementRange, FlatBuffer
 from sley_core.engine.gradients import GradientStore
 from sley_core.engine.registry import Param
 from sley_core.errors import RunError
-from sley_core.model.tensors import keeps_fp32, parameter_format
+from sley_core.model.tensors import keeps_fp32, select_parameter_dtype
 
 if TYPE_CHECKING:
     from sley_core.engine.owners import MatrixOwners
@@ -105,7 +105,7 @@ class WeightStore:
         return param in self._places
 
     def dtype_of(self, param: Param) -> torch.dtype:
-        return parameter_format(param.name, self.dtype, self.keep)
+        return select_parameter_dtype(param.name, self.dtype, self.keep)
 
     def adopt(self, param: Param) -> None:
         """Rounds the parameter's value to its dtype, and moves it to its place in a buffer, if it has one. Afterwards the value

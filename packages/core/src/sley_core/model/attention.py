@@ -50,7 +50,7 @@ def cached_values(field: Tensor) -> list[Any]:
     return [value for (version, _), value in values.items() if version == field._version]
 
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Attention(nn.Module):
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         has_window = window is not None and window < q.shape[1]
         mask = attention_mask(cu_seqlens, window, q) if has_window or cu_seqlens is not None else None
         grouped = q.shape[2] != k.shape[2]
-        if grouped and is_cuda and (mask is not None or q.dtype not in _HALF):
+        if grouped and is_cuda and (mask is not None or q.dtype not in HALF_DTYPES):
             # only torch's math kernel supports groups here; the memory-efficient one needs equal numbers of heads
             k, v = (shared.repeat_interleave(q.shape[2] // shared.shape[2], dim=2) for shared in (k, v))
             grouped = False
@@ -169,7 +169,7 @@ def kernel_of_attention(name: str, head_dim: int, device: torch.device, dtype: t
 def _has_varlen(dtype: torch.dtype) -> bool:
     """Returns whether a CUDA device computes packed documents with `varlen_attn`, a flash kernel."""
     is_flash_enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    return dtype in _HALF and is_flash_enabled and varlen() is not None
+    return dtype in HALF_DTYPES and is_flash_enabled and varlen() is not None
 
 
 _varlen_cache: list[Any] = []

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sley_core.errors import PlanError, PluginError, SleyError, format_cause, shorten_names
 from sley_core.generators import function_generators, use_program_seed
 from sley_core.model.layers import MODEL, Layer, Model, as_model, parameter_like, set_fields
-from sley_core.model.tensors import check_held
+from sley_core.model.tensors import check_references
 
 if TYPE_CHECKING:
     from sley_core.data.dataset import DataInfo
@@ -79,7 +79,7 @@ def build_on_meta(component: Component, data: DataInfo, seed: int, adapters: Com
     except Exception as error:  # it probably reads values; any other error is raised again
         model = _run_factory(recipe, to_meta := MetaParameters(), on_meta=False)
         recipe = Recipe(component, data, seed, adapters, format_cause(error.__cause__ or error))
-    check_held({layer.name: layer.module for layer in model.layers}, to_meta.replacement)
+    check_references({layer.name: layer.module for layer in model.layers}, to_meta.replacement)
     model.recipe = recipe
     return set_fields(model, data)
 
@@ -147,7 +147,7 @@ def _check_builders(model: Model) -> None:
                 raise PlanError("model-factory", message, path=MODEL, hint=hint)
 
 
-_makers = WeakIdKeyDictionary()
+_builds = WeakIdKeyDictionary()
 """The `MetaParameters` of each parameter on meta: a model must not use parameters of an earlier build."""
 
 
@@ -167,7 +167,7 @@ class MetaParameters:
             if parameter._backward_hooks is None:
                 parameter._backward_hooks = OrderedDict()  # the same dict, for hooks that the real one gets later
             self._replacements[parameter] = parameter_like(parameter, parameter.data.to("meta"))
-            _makers[self._replacements[parameter]] = self
+            _builds[self._replacements[parameter]] = self
         meta: nn.Parameter = self._replacements[parameter]
         return meta
 
@@ -191,7 +191,7 @@ class NoDrawsOnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def parameters_on_meta(to_meta: MetaParameters) -> Iterator[None]:
     """Returns a context in which parameters move to meta when this thread registers them; ties are preserved.
 
-    to_meta: returns the meta parameter of a real one. torch's hook is global, so other threads are filtered out.
+    to_meta: maps a real parameter to its meta parameter. torch's hook is global, so other threads are filtered out.
     """
     builder = threading.get_ident()
 
@@ -228,7 +228,7 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
             reason, hint = f"is {parameter.dtype}, but parameters must be floating-point", "register it as a buffer"
         elif is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
             reason, hint = f"is a {kind}, but must be a plain dense tensor", "use a plain tensor in the module"
-        elif parameter in _makers and _makers[parameter] is not build:
+        elif parameter in _builds and _builds[parameter] is not build:
             reason = "belongs to a model that an earlier call built"
             hint = "create new modules in each call, since a factory and a builder are called more than once"
         elif parameter._post_accumulate_grad_hooks:
@@ -240,6 +240,7 @@ def check_parameters(name: str, module: nn.Module, build: MetaParameters | None 
 
 
 MAX_NAMES = 3
+"""The largest number of names in a message."""
 
 
 def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
@@ -247,18 +248,18 @@ def is_per_rank(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_written_buffers(written: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises PlanError "model-buffer-written" if `written`, the name and module of each written buffer, is not empty.
+def check_written_buffers(buffers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises PlanError "model-buffer-written" if `buffers`, the name and module of each written buffer, is not empty.
 
     A running mean, for example, is the mean of this rank's samples, and is not reduced.
     """
-    if not written:
+    if not buffers:
         return
-    types = " and ".join(dict.fromkeys(type(module).__name__ for _, module in written))
-    names = ", ".join(f"`{name}`" for name, _ in written[:MAX_NAMES]) + (", ..." if len(written) > MAX_NAMES else "")
-    num_buffers = f"{len(written)} buffer{'' if len(written) == 1 else 's'}"
-    patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in written))
-    alternative = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in written) else ""
+    types = " and ".join(dict.fromkeys(type(module).__name__ for _, module in buffers))
+    names = ", ".join(f"`{name}`" for name, _ in buffers[:MAX_NAMES]) + (", ..." if len(buffers) > MAX_NAMES else "")
+    num_buffers = f"{len(buffers)} buffer{'' if len(buffers) == 1 else 's'}"
+    patterns = ", ".join(dict.fromkeys(f'"*.{name.rpartition(".")[2]}"' for name, _ in buffers))
+    alternative = ", or use GroupNorm" if any(isinstance(module, _NormBase) for _, module in buffers) else ""
     raise PlanError(
         "model-buffer-written",
         f"training updates {num_buffers} of {types} ({names}), whose values would differ between ranks",

@@ -116,12 +116,12 @@ class Model:
 
     def initialise(self) -> None:
         """Calls `init_weights` once for each module without a builder. Raises PlanError "model-init" if it fails."""
-        done: set[int] = set()
+        initialised_ids: set[int] = set()
         memory: dict[nn.Parameter, nn.Parameter] = {}
         for layer in self.layers:
             if layer.builder is None and self.init_weights is not None:
                 _allocate_parameters(layer.module, memory)
-                self._initialise(layer.module, layer.name, done)
+                self._initialise(layer.module, layer.name, initialised_ids)
 
     def build_layer(self, layer: Layer, seed: int, *, initialises: bool = True) -> None:
         """Calls the layer's builder, if any, with generators seeded by `derive_seed(seed, layer.name)`, then `init_weights`.
@@ -133,19 +133,19 @@ class Model:
             return
         with use_program_seed(derive_seed(seed, layer.name)):
             try:
-                built = layer.builder()
+                module = layer.builder()
             except SleyError:
                 raise
             except Exception as error:
                 raise _factory_error(f"the builder of the layer {layer.name!r} failed: {format_cause(error)}") from error
-            if not isinstance(built, nn.Module):
+            if not isinstance(module, nn.Module):
                 raise _factory_error(
-                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_type_text(built)}"
+                    f"the builder of the layer {layer.name!r} must return a torch.nn.Module, but returned {_type_label(module)}"
                 )
-            layer.module = built
+            layer.module = module
             if initialises and self.init_weights is not None:
-                _allocate_parameters(built, {})
-                self._initialise(built, layer.name, set())
+                _allocate_parameters(module, {})
+                self._initialise(module, layer.name, set())
 
     def adapt_layer(self, layer: Layer, seed: int) -> None:
         """Adds the layer's adapters, if any, with generators seeded by `derive_seed(seed, layer.name, "adapters")`.
@@ -182,14 +182,14 @@ class Model:
         raise _factory_error(f"the model ties the parameter {name!r}, which does not exist")
 
     @torch.no_grad()
-    def _initialise(self, module: nn.Module, name: str, done: set[int]) -> None:
-        """Calls `init_weights` for `module` and its submodules, children first. done: ids of initialised modules."""
-        if id(module) in done:
+    def _initialise(self, module: nn.Module, name: str, initialised_ids: set[int]) -> None:
+        """Calls `init_weights` for `module` and its submodules, children first. initialised_ids: ids of initialised modules."""
+        if id(module) in initialised_ids:
             return
         assert self.init_weights is not None, name
         for key, child in module.named_children():
-            self._initialise(child, f"{name}.{key}", done)
-        done.add(id(module))
+            self._initialise(child, f"{name}.{key}", initialised_ids)
+        initialised_ids.add(id(module))
         try:
             self.init_weights(module, name)
         except SleyError:
@@ -225,9 +225,9 @@ def _make_layers(layers: Any) -> Iterator[Layer]:
         name, module, *count = item if isinstance(item, tuple) and len(item) in (2, 3) else (str(index), item)
         is_builder = callable(module) and not isinstance(module, nn.Module) and isinstance(item, tuple)
         if not isinstance(module, nn.Module) and not is_builder:
-            raise _factory_error(f"layer {index} of the model must be a torch.nn.Module, but is {_type_text(module)}")
+            raise _factory_error(f"layer {index} of the model must be a torch.nn.Module, but is {_type_label(module)}")
         if not isinstance(name, str) or not name:
-            raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_type_text(name)}")
+            raise _factory_error(f"the name of layer {index} of the model must be a string, but is {_type_label(name)}")
         if count and not (is_builder and type(count[0]) is int and count[0] > 0):
             raise _factory_error(
                 f"layer {index} of the model has the count {count[0]!r}, but only a builder can have one, of at least 1"
@@ -244,7 +244,7 @@ def _layer_items(layers: Any) -> Iterable[Any]:
     if isinstance(layers, Mapping):
         return layers.items()
     if isinstance(layers, nn.Module | str) or not isinstance(layers, Iterable):
-        raise _factory_error(f"the model's factory must return a list of layers, but returned {_type_text(layers)}")
+        raise _factory_error(f"the model's factory must return a list of layers, but returned {_type_label(layers)}")
     return layers
 
 
@@ -261,16 +261,17 @@ def _check_unique(layers: Sequence[Layer]) -> None:
             raise PlanError("model-factory", message, path=MODEL, hint=hint)
     parameters = (name for layer in layers for name, _ in layer.module.named_parameters(layer.name, remove_duplicate=False))
     for kind, names in (("layers", (layer.name for layer in layers)), ("parameters", parameters)):
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise _factory_error(f"two {kind} of the model are named {repeated[0]!r}")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise _factory_error(f"two {kind} of the model are named {name!r}")
 
 
-def _type_text(value: Any) -> str:
+def _type_label(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _factory_error(message: str) -> PlanError:
-    """Returns PlanError "model-factory" for a factory result that is not a list of layers."""
+    """Returns PlanError "model-factory" for an invalid result of a factory."""
     hint = "return modules, (name, module) pairs, an nn.Sequential, or sley_core.model.layers.Model(layers, ...)"
     return PlanError("model-factory", message, path=MODEL, hint=hint)
 

@@ -93,17 +93,17 @@ def keeps_fp32(name: str, keep: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in keep)
 
 
-def parameter_format(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
+def select_parameter_dtype(name: str, dtype: torch.dtype, keep: Sequence[str]) -> torch.dtype:
     """Returns the dtype of the parameter `name`: `dtype`, or at least fp32 if it matches `keep`."""
     return torch.promote_types(dtype, torch.float32) if keeps_fp32(name, keep) else dtype
 
 
-def buffer_format(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+def select_buffer_dtype(buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of a buffer in a model with parameters of `dtype`: its own dtype, except fp64 for fp32 beside fp64."""
     return dtype if dtype is torch.float64 and buffer.dtype is torch.float32 else buffer.dtype
 
 
-def formats_hint(error: BaseException) -> str:
+def dtype_hint(error: BaseException) -> str:
     """Returns a hint for an error of torch about mismatched dtypes; "" for any other error."""
     if not isinstance(error, RuntimeError) or not re.search(r"dtype|scalar type", str(error)):
         return ""
@@ -174,10 +174,10 @@ MAX_OBJECTS = 100_000
 _META_BITS = 64
 """The number of bits by which imaginary addresses on meta are shifted, so that they do not overlap real addresses."""
 
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-_ENDS: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
-_ENDS += (torch.dtype, torch.device, torch.Generator, type(None))
-_EMPTY = (dict, OrderedDict)
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+_LEAF_TYPES: tuple[type, ...] = (str, bytes, int, float, complex, type, ModuleType, BuiltinFunctionType, CodeType, FrameType)
+_LEAF_TYPES += (torch.dtype, torch.device, torch.Generator, type(None))
+_CONTAINER_TYPES = (dict, OrderedDict)
 
 
 class ReferencedTensor(NamedTuple):
@@ -195,12 +195,12 @@ def referenced_tensors(name: str, layer: nn.Module, layer_modules: set[int]) -> 
     """
     visited: set[int] = set()
     for attribute, root in _search_roots(name, layer):
-        if issubclass(type(root), _ENDS) or (type(root) in _EMPTY and not root):
+        if issubclass(type(root), _LEAF_TYPES) or (type(root) in _CONTAINER_TYPES and not root):
             continue  # fast path for most attributes: flags, names, and empty dicts of hooks
         yield from _reachable_tensors(attribute, root, visited, layer_modules)
 
 
-def check_held(
+def check_references(
     modules: Mapping[str, nn.Module], replacement: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> dict[str, list[ReferencedTensor]]:
     """Returns the tensors that a forward must not read, by layer: those with an autograd graph, and parameters of layers that a
@@ -221,12 +221,16 @@ def check_held(
             name, tensor = registered.get(key, ("", reference.tensor))
             is_parameter = bool(name) and isinstance(tensor, nn.Parameter)
             if is_parameter and (meta is not None or not reference.in_module):
-                message = f"`{reference.attribute}` refers to the parameter {name!r}, but does not register it"
+                attribute = reference.attribute
+                message = (
+                    f"`{attribute}` refers to the parameter {name!r}, but does not register it, so it would not follow its "
+                    "training"
+                )
                 hint = (
                     "read the parameter from its module in the forward (`self.linear.weight`), or register it in this module "
                     "too, as a tie"
                 )
-                raise PlanError("model-init", f"{message}, so it would not follow its training", path=("model",), hint=hint)
+                raise PlanError("model-init", message, path=("model",), hint=hint)
             if is_parameter or tensor.grad_fn is not None:
                 unreadable.setdefault(layer, []).append(reference)
             if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.strided:
@@ -297,7 +301,7 @@ def _search_roots(name: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module).items():
             # Attributes that torch updates when a parameter is replaced, or before each forward, cannot be stale.
             is_updated = (isinstance(module, nn.RNNBase) and name == "_flat_weights") or f"{name}_orig" in module._parameters
-            if name not in _REGISTERED and not is_updated:
+            if name not in _REGISTRIES and not is_updated:
                 yield f"{prefix}.{name}", value
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -323,7 +327,7 @@ def _reachable_tensors(attribute: str, root: Any, visited: set[int], layer_modul
     while pending and num_visited < MAX_OBJECTS:
         value = pending.pop()
         value_type = type(value)
-        if issubclass(value_type, _ENDS) or id(value) in visited:
+        if issubclass(value_type, _LEAF_TYPES) or id(value) in visited:
             continue
         visited.add(id(value))
         num_visited += 1

@@ -18,7 +18,7 @@ from sley_core.errors import PlanError
 from sley_core.generators import use_program_seed
 from sley_core.model.build import NoDrawsOnMeta, Recipe, check_parameters
 from sley_core.model.layers import MODEL, Layer, Model, parameter_like
-from sley_core.model.tensors import buffer_format, check_held, checksum, parameter_format
+from sley_core.model.tensors import check_references, checksum, select_buffer_dtype, select_parameter_dtype
 
 
 class HostModel:
@@ -45,7 +45,7 @@ class HostModel:
         if meta_layers != host_layers:
             raise _differs_error(f"first the layers {meta_layers}, then {host_layers}")
         self._check_modules({layer.name: layer.module for layer in self._factory_model.layers if layer.builder is None})
-        # The first location of each parameter on meta by id. The parameter is kept, so that its id is not reused.
+        # The first location of each parameter on meta, by id. A reference to the parameter keeps its id from being reused.
         self._homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
         for layer in model.layers:
             for name, _, _, parameter in _parameter_locations(layer.name, layer.module):
@@ -99,7 +99,7 @@ class HostModel:
                     if is_sharded := shard is not None and id(meta) in shard:
                         value = shard[id(meta)](value)
                     # A copy, since the factory's memory may belong to numpy, a file or a larger tensor.
-                    value = value.to(device=device, dtype=parameter_format(name, dtype, keep), copy=not is_sharded)
+                    value = value.to(device=device, dtype=select_parameter_dtype(name, dtype, keep), copy=not is_sharded)
                     parameters[id(meta)] = parameter_like(real, value)
                     parameters[id(meta)].requires_grad_(meta.requires_grad)
                 setattr(owner, attribute, parameters[id(meta)])
@@ -141,7 +141,7 @@ class HostModel:
         _check_structure(self.model, modules)
         for name, module in modules.items():
             check_parameters(name, module)
-        unregistered = check_held(modules)
+        unregistered = check_references(modules)
         for name in modules:
             self.model[name].unreadable = {entry.attribute: entry.tensor for entry in unregistered.get(name, ())}
 
@@ -217,7 +217,7 @@ def _differs_error(difference: str) -> PlanError:
 def _move_buffers(
     name: str, layer: nn.Module, dtype: torch.dtype, device: torch.device, moved: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Moves the layer's buffers to `device`, in the dtypes of `buffer_format`; shared buffers stay shared.
+    """Moves the layer's buffers to `device`, in the dtypes of `select_buffer_dtype`; shared buffers stay shared.
 
     moved: the (old, new) buffers by the id of the old one. Raises PlanError "model-buffer" for a buffer on meta.
     """
@@ -227,5 +227,5 @@ def _move_buffers(
                 message = f"the buffer '{path}.{attribute}' was built without values"
                 raise PlanError("model-buffer", message, path=MODEL, hint="write to it in the factory")
             if id(buffer) not in moved:
-                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=buffer_format(buffer, dtype))
+                moved[id(buffer)] = buffer, buffer.to(device=device, dtype=select_buffer_dtype(buffer, dtype))
             setattr(module, attribute, moved[id(buffer)][1])

@@ -24,10 +24,10 @@ from sley_core.records import ParameterRole, import_factory
 Groups = Sequence[dict[str, Any]]
 """The parameter groups from `parameter_groups`."""
 
-FUSED_ON = ("cpu", "cuda")
+FUSED_DEVICES = ("cpu", "cuda")
 """The devices with fused kernels. torch itself checks this only in the first step."""
 
-RESERVED = {"params", "lr", "weight_decay"}
+RESERVED_OPTIONS = {"params", "lr", "weight_decay"}
 """Keys that a factory's `options` must not have, because the values of the groups would silently replace them."""
 
 
@@ -56,7 +56,7 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: 
     if closure is not None and closure.default is inspect.Parameter.empty:
         message = f"`{path}` evaluates the loss again within a step, which a run cannot do"
         raise _factory_error(message, hint="choose an optimizer whose `step()` needs no closure")
-    if reserved := RESERVED & config.options.keys():
+    if reserved := RESERVED_OPTIONS & config.options.keys():
         raise _factory_error(f"`{min(reserved)}` belongs into [optimizer] itself", "options")
     parameters = inspect.signature(optimizer_class).parameters
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -80,7 +80,7 @@ def _build_fastest(
     It is foreach if `device` has no fused kernels, or if a group sets `foreach`, because a fused CPU kernel rounds the last
     elements of a tensor differently.
     """
-    is_fused = device.type in FUSED_ON and not any(group.get("foreach") for group in groups)
+    is_fused = device.type in FUSED_DEVICES and not any(group.get("foreach") for group in groups)
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
     kind = compiler_free_class(kind)  # type: ignore[arg-type]  # a class can be hashed
     return split_late_gradients(kind(groups, **form, **options))
@@ -210,7 +210,7 @@ def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -
             optimizer.param_groups.append({**group, "params": late_parameters})
 
 
-COMPILER_WRAPPED: tuple[Callable[..., Any], ...] = (
+COMPILER_WRAPPED_METHODS: tuple[Callable[..., Any], ...] = (
     Optimizer.add_param_group,
     Optimizer.zero_grad,
     Optimizer.state_dict,
@@ -225,7 +225,7 @@ def avoid_compiler_import() -> None:
     at its first call: 850 modules and a second of processor time in every rank. The wrapper caches the function that it then
     calls in an attribute; if the attribute is set before, nothing is imported. Only compiled code would notice a difference.
     """
-    for function in COMPILER_WRAPPED:
+    for function in COMPILER_WRAPPED_METHODS:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None and not hasattr(wrapped, "__dynamo_disable"):
             wrapped.__dynamo_disable = wrapped
@@ -244,8 +244,8 @@ def compiler_free_class(kind: type[Optimizer]) -> type[Optimizer]:
         loss: float | None = unwrapped_step(self, closure)
         return loss
 
-    def reduced(self: Optimizer) -> tuple[Any, ...]:
+    def reduce(self: Optimizer) -> tuple[Any, ...]:
         return object.__new__, (kind,), self.__getstate__()
 
     named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {"step": step, "__reduce__": reduced, **named})
+    return type(kind.__name__, (kind,), {"step": step, "__reduce__": reduce, **named})

@@ -93,7 +93,7 @@ def learning_rate_factor(plan: Plan) -> Factor:
         return factor
     name = plan.learning_rate.name
 
-    def checked(step: int) -> float:
+    def checked_factor(step: int) -> float:
         share = factor(step)
         try:
             value = float(share)
@@ -109,7 +109,7 @@ def learning_rate_factor(plan: Plan) -> Factor:
         raise _rate_error(
             plan, f"`{name}` must return a function from the step to a factor of `lr`, but returned a {type(factor).__name__}"
         )
-    return checked
+    return checked_factor
 
 
 def _rate_error(plan: Plan, message: str) -> SleyError:

@@ -180,6 +180,7 @@ def is_plain(value: Any) -> bool:
 
 
 def extra_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Returns the states of the optimizer whose keys are not parameters."""
     return {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
@@ -233,6 +234,7 @@ TORCH_TRAITS = Traits()
 
 
 def has_modes(optimizer: object) -> bool:
+    """Returns whether the optimizer has `train()` and `eval()`, as schedule-free optimizers do."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -246,17 +248,17 @@ def set_training_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Callable[[], Any]:
     """Returns a function that replaces each gradient by a copy and then calls `step`."""
 
-    def stepped() -> Any:
+    def step_with_copies() -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
         return step()
 
-    return stepped
+    return step_with_copies
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether `step_if` can skip a step of `optimizer`, as torch's fused optimizers allow.
 
     It cannot skip the first step, in which SGD creates its momentum from the kernel's output.

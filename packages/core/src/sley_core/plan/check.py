@@ -150,8 +150,6 @@ def _check_optimizer(plan: Plan, topology: Topology) -> Iterator[records.Problem
 CANONICAL_NORMS = (1.0, 2.0, math.inf, "inf")
 """The norms whose terms have the same bits in every kernel."""
 
-CODE = "canonical-unsupported"
-
 
 def check_canonical(plan: Plan) -> Iterator[records.Problem]:
     """Yields "canonical-unsupported" for each part of the plan with which results would depend on the layout."""
@@ -189,7 +187,8 @@ def check_canonical(plan: Plan) -> Iterator[records.Problem]:
 
 
 def _canonical_problem(path: KeyPath, message: str, hint: str) -> records.Problem:
-    return records.Problem(path, f"{message}, so there is no canonical sum", f'{hint}, or set `reduction = "fast"`', CODE)
+    hint = f'{hint}, or set `reduction = "fast"`'
+    return records.Problem(path, f"{message}, so there is no canonical sum", hint, "canonical-unsupported")
 
 
 SCOPE_RANKS = {"elementwise": 0, "per_matrix": 1, "global": 2, "unknown": 3}

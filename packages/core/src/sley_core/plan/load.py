@@ -70,15 +70,15 @@ def replace_values(plan: Plan, values: Mapping[KeyPath, Any]) -> Plan:
     return resolve_plan(replace(plan.document, tables=tables), plan.loader)
 
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_SET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 """The name of a set, `[evaluation.sets.NAME]`."""
 
 SLEY_RECORDS: dict[type[Record], str] = {DatasetRecord: "data.text", ModelRecord: "models.llama"}
 """Suggested records of other Sley packages, for the classes of which core has no record."""
 
-DATA = next(table for table in COMPONENTS if table.key == "data")
+DATA_TABLE = next(table for table in COMPONENTS if table.key == "data")
 
-TOP_LEVEL = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for table in COMPONENTS))
+TOP_LEVEL_KEYS = ("plan", "source_folder", *TABLES, *OPTIONAL_TABLES, *(table.key for table in COMPONENTS))
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
@@ -166,8 +166,8 @@ class _Resolver:
         sets: dict[str, EvaluationSet] = {}
         for name, table in {} if evaluation is None else evaluation.sets.items():
             path = ("evaluation", "sets", name)
-            spec = replace(DATA, key=format_path(path))
-            if not _NAME.fullmatch(name):
+            spec = replace(DATA_TABLE, key=format_path(path))
+            if not _SET_NAME.fullmatch(name):
                 message = f"the name of a set must have only letters, digits, `_` and `-`, but is `{name}`"
                 self._add_problem("wrong-name", message, path, "use a name that begins with a letter", at="key")
                 continue
@@ -197,10 +197,10 @@ class _Resolver:
         if version != FORMAT or isinstance(version, bool):
             message = f"the format `plan` must be {FORMAT}, not {describe_value(version)}"
             self._add_problem("plan-format", message, ("plan",))
-        for key in [key for key in self.tables if key not in TOP_LEVEL]:
+        for key in [key for key in self.tables if key not in TOP_LEVEL_KEYS]:
             owners = [name for name, model in TABLES.items() if key in model.model_fields]
             hint = f"did you mean `{owners[0]}.{key}`?" if len(owners) == 1 else None
-            self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL, (key,), self.document, "a plan", hint))
+            self.problems.append(unknown_key_diagnostic(key, TOP_LEVEL_KEYS, (key,), self.document, "a plan", hint))
 
     def _resolve_component(
         self,

@@ -24,20 +24,23 @@ from sley_core.records import GradientHandlerRecord, Record, SchedulerHookRecord
 from sley_core.table import Table
 
 GROUP = "sley.plugins"
-CORE = "core"
-CORE_DIST = "sley-core"
+"""The group of entry points that name plugins."""
+
+CORE, CORE_DIST = "core", "sley-core"
+"""The names of the plugin `core` and of its distribution."""
+
 FIRST_PARTY = ("checkpoint", "data", "dp", "hf", "isp", "memory", "metrics", "models", "pp")
 """The plugins of Sley's own distributions `sley-<name>`."""
 
 UPDATE_CORE = "update sley-core (`git pull` in the clone of Sley's repository from which it is installed)"
-"""The hint that tells how to update core."""
+"""A hint for a plugin that needs another version of core."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @dataclass(frozen=True)
 class PluginSource:
-    """Holds a plugin's metadata. import_module: imports the plugin's module. requires: the `Requires-Dist` lines."""
+    """The metadata of an installed plugin. import_module: imports the plugin's module. requires: the `Requires-Dist` lines."""
 
     name: str
     dist: str
@@ -220,6 +223,7 @@ class Loader:
 
 
 HOOKS = frozenset(name for name in vars(hookspecs) if name.startswith("sley_"))
+"""The names of all hooks."""
 
 RECORD_HOOKS: dict[str, type[Record]] = {
     "sley_records": Record,

@@ -240,7 +240,7 @@ def portable_tables(plan: Plan) -> dict[str, Any]:
 
 
 def digest_values(plan: Plan) -> dict[str, str]:
-    """Returns the plan's portable values as text by key, to compare plans with different digests."""
+    """Returns the text of each value of `portable_tables` by its key."""
     return {format_path(path): repr(value) for path, value in iterate_values(portable_tables(plan))}
 
 

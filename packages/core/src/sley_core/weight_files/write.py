@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FILE_BYTES = 5 * 10**9
 """The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""
 
-OURS = ("model*.safetensors", INDEX)
+WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX)
 """Name patterns of weight files."""
 
 DTYPES = {
@@ -50,6 +50,8 @@ DTYPES = {
 Item = TypeVar("Item")
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+"""The dtypes by their names in safetensors."""
+
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
@@ -187,9 +189,9 @@ def scratch_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def begin_folder(folder: Path, ours: Iterable[str] = OURS) -> Path:
+def begin_folder(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -> Path:
     """Creates the empty folder `scratch_folder(folder)` and returns it. Raises RunError "weights-folder"."""
-    check_replaceable(folder, ours)
+    check_replaceable(folder, patterns)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_folder(folder)
     shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left files
@@ -197,11 +199,11 @@ def begin_folder(folder: Path, ours: Iterable[str] = OURS) -> Path:
     return scratch
 
 
-def check_replaceable(folder: Path, ours: Iterable[str] = OURS) -> None:
-    """Raises RunError "weights-folder" if `folder` has files other than `ours`, which `complete_folder` would remove."""
+def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -> None:
+    """Raises RunError "weights-folder" if `folder` has files other than `patterns`, which `complete_folder` would remove."""
     if folder.exists() or folder.is_symlink():
         is_folder = folder.is_dir() and not folder.is_symlink()
-        foreign_files = [path for path in folder.iterdir() if not any(map(path.match, ours))] if is_folder else []
+        foreign_files = [path for path in folder.iterdir() if not any(map(path.match, patterns))] if is_folder else []
         if not is_folder or foreign_files:
             reason = f"has `{foreign_files[0].name}`, which is not a weight file" if foreign_files else "is not a folder"
             raise RunError("weights-folder", f"`{folder}` {reason}, and would be replaced", hint="choose another folder")
@@ -256,7 +258,7 @@ def write_tensors(
     lists = split_by_size(specs, lambda spec: spec.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(lists)), lists, strict=True))
     try:
-        scratch = begin_folder(out, ours=())
+        scratch = begin_folder(out, patterns=())
         with TensorFiles(scratch, files) as writer:
             for spec in specs:
                 writer.add(spec.name, source.tensor(source_names[spec.name]))

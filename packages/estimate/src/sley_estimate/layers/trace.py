@@ -34,7 +34,7 @@ from sley_core.engine.parts import MicroStep, Phase
 from sley_core.errors import PlanError, SleyError
 from sley_core.model.attention import cached_values
 from sley_core.model.layers import ForwardPatch, Layer, Model, parameter_like
-from sley_core.model.tensors import buffer_format
+from sley_core.model.tensors import select_buffer_dtype
 from sley_core.plan.plan import Plan
 from sley_core.protocols import ActivationPolicy, Loss, SplitLogits
 from sley_estimate.layers.operators import PHASES, FusedKernels, LayerWork, Operator, OperatorRecorder, moved_bytes
@@ -235,7 +235,7 @@ def replace_tensors(
                     data = torch.empty(tensor.shape, dtype=dtype, device=device)
                     replacements[id(tensor)] = parameter_like(tensor, data)
                 elif id(tensor) not in replacements:
-                    data = torch.empty_like(tensor, dtype=buffer_format(tensor, dtype), device=device)
+                    data = torch.empty_like(tensor, dtype=select_buffer_dtype(tensor, dtype), device=device)
                     replacements[id(tensor)] = data
                 originals.append((registered, name, tensor))
                 registered[name] = replacements[id(tensor)]  # type: ignore[assignment]  # the module's own dict

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sley_core.actions.action import Action, Delivery, Kind, Lowered, Placement, Transfer, direction_of, select_actions
-from sley_core.optim.shared import skips_on_device
+from sley_core.optim.shared import can_skip_on_device
 from sley_core.plan.load import replace_values
 from sley_core.plan.plan import Plan
 from sley_core.records import steps_on_host
@@ -275,4 +275,4 @@ def waits_before_updates(plan: Plan) -> bool:
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))]}]
-    return not skips_on_device(plan.optimizer.build(groups, torch.device("cpu")))
+    return not can_skip_on_device(plan.optimizer.build(groups, torch.device("cpu")))
