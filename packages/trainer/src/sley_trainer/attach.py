@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from sley_core.engine.direct import patch_layers
 from sley_core.engine.registry import check_no_parameters, parameter_roles
 from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
-from sley_core.engine.totals import LossScale, Skips
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
 from sley_core.memory import DevicePool, MemoryInventory, OffloadManager, Part
@@ -68,7 +66,7 @@ def build_stepper(
 
     sequence: the attention over split sequences. checks: whether to check the model's code by the values of tensors.
     """
-    topology, device = parts.topology, parts.world.device
+    topology = parts.topology
     hooks: list[protocols.SchedulerHook] = [component.build(parts) for component in plan.scheduler_hooks]
     policy: protocols.ActivationPolicy = plan.activations.build([layer.name for layer in model.layers])
     if (config := plan.model.config.compile) and parts.world.simulation is None:
@@ -111,7 +109,7 @@ def build_stepper(
         elif checks and not (isinstance(plan.loss.record, LossRecord) and plan.loss.record.split_logits):
             additivity = PositionAdditivity(loss, fields)  # core's own loss is a sum over positions
     caller = LayerCaller(
-        device,
+        parts.world.device,
         plan.run.seed,
         policy,
         hooks,
@@ -122,35 +120,10 @@ def build_stepper(
         WriteWatch(parts, model.per_rank_buffers) if checks else None,
         sequence if checks else None,
     )
-    executor = Executor(
-        stage.chunks,
-        Crossing(stage.action_lists.placement, stage.action_lists.stage, link),
-        caller,
-        loss,
-        fields,
-        device,
-        hooks,
-        parts.queue,
-        communicator,
-        additivity,
-        whole,
-        keeps_micro_losses=parts.store.reduction.fixed_order,
-        head=parts.head,
-    )
+    crossing = Crossing(stage.action_lists.placement, stage.action_lists.stage, link)
+    executor = Executor(parts, stage.chunks, crossing, caller, loss, fields, communicator, additivity, whole)
     compare = CopyComparison(parts, model.per_rank_buffers) if checks else None
-    stepper = Stepper(
-        executor,
-        stage.action_lists,
-        parts.store,
-        handlers,
-        update,
-        parts.groups,
-        device,
-        undo,
-        compare,
-        parts.events,
-        plan.model.config.attention,
-    )
+    stepper = Stepper(parts, executor, stage.action_lists, handlers, update, undo, compare, plan.model.config.attention)
     undo.callback(patch_layers(parts, splits=stage.action_lists.splits_backward(plan.num_micros(topology))))
     if parts.head is not None:
         from sley_core.losses.chunked_head import patch_head  # loaded only by the runs that need it
@@ -195,24 +168,8 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     if averages is not None and traits.has_modes:
         message = f"`{plan.optimizer.name}` evaluates and saves weights of its own, so `{averages.name}` cannot average them"
         raise plan.add_places(PlanError("averaging-modes", message, hint="remove [averaging]", path=("averaging",)))
-    return Update(
-        parts.store,
-        masters,
-        plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device),
-        groups_of,
-        factor,
-        parts.groups,
-        parts.world.device,
-        parts.numbers,
-        clip_norm=config.clip_norm,
-        norm_kind=math.inf if config.clip_kind == "inf" else config.clip_kind,
-        scale=None if plan.precision.loss_scale is None else LossScale(plan.precision.loss_scale),
-        events=parts.events,
-        skips=Skips(plan.run.max_skips) if plan.run.on_nan == "skip" else None,
-        traits=traits,
-        seed=plan.run.seed,
-        averages=averages,
-    )
+    optimizer = plan.optimizer.build(groups_of(masters.optimizer_params), optimizer_device)
+    return Update(parts, config, masters, optimizer, groups_of, factor, traits, averages)
 
 
 def collect_counts(plan: Plan, stepper: Stepper, pool: DevicePool, memory: RunMemory) -> dict[str, dict[str, float]]:
@@ -313,15 +270,8 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
     if names := getattr(dataset, "sources", ()):
         from sley_trainer.source_losses import SourceSums  # few plans need it
 
-        executor.sources = stepper.update.sources = SourceSums(
-            names,
-            executor.fields,
-            executor.loss,
-            parts.store.reduction,
-            parts.world.device,
-            weighs=weighs,
-            weighs_whole=whole is not None,
-        )
+        sources = SourceSums(names, parts, executor.fields, executor.loss, weighs=weighs, weighs_whole=whole is not None)
+        executor.sources = stepper.update.sources = sources
     config: Any = plan.data.config
     info = dataset.info
 

@@ -25,7 +25,6 @@ from sley_core.actions.action import Action, Flow, Kind, Lowered, Placement, Sta
 from sley_core.data.dataset import SOURCE, Batch, Field
 from sley_core.engine.boundary import Description, Leaf, flatten, unflatten
 from sley_core.engine.call import LayerCaller, call_hooks
-from sley_core.engine.direct import WeightQueue
 from sley_core.engine.parts import MicroStep, Phase, StepState
 from sley_core.engine.replicas import check_fields
 from sley_core.errors import RunError
@@ -33,10 +32,9 @@ from sley_core.model.tensors import version_of
 from sley_core.protocols import Loss, SchedulerHook, SplitLogits, StageLink, WeightCommunicator
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
     from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchWeight, PositionAdditivity, WholeSequences
-    from sley_core.losses.chunked_head import HeadChunks
     from sley_core.model.layers import Layer
     from sley_trainer.evaluation import Tally
     from sley_trainer.source_losses import SourceSums
@@ -74,31 +72,34 @@ class Executor:
     """Executes lists of actions over `chunks`, this rank's layers per model chunk.
 
     crossing: moves values between chunks. fields: the declared batch fields. position_check: checks the loss if ranks have
-    slices of sequences. whole: gathers full sequences for the loss. keeps_micro_losses: whether the losses are returned one per
-    microbatch, [microbatches], instead of their sum. head: the last linear, if the loss computes its logits in chunks. sources:
-    sums the losses by data source. has_loss: whether this rank holds the model's last chunk. left_in_flight: whether a list is
-    running or has failed, so that its messages and gathers may be in flight until the next list begins.
+    slices of sequences. whole: gathers full sequences for the loss. sources: sums the losses by data source. left_in_flight:
+    whether a list is running or has failed, so that its messages and gathers may be in flight until the next list begins.
+    keeps_micro_losses: whether the losses are returned one per microbatch, [microbatches], instead of their sum. has_loss:
+    whether this rank holds the model's last chunk.
     """
 
+    parts: Parts
     chunks: Sequence[Sequence[Layer]]
     crossing: Crossing
     caller: LayerCaller
     loss: Loss
     fields: Mapping[str, Field]
-    device: Device
-    hooks: Sequence[SchedulerHook] = ()
-    queue: WeightQueue = field(default_factory=WeightQueue)
-    weights: WeightCommunicator | None = None
-    position_check: PositionAdditivity | None = None
-    whole: WholeSequences | None = None
-    keeps_micro_losses: bool = False
-    head: HeadChunks | None = None
-    sources: SourceSums | None = None
+    weights: WeightCommunicator | None
+    position_check: PositionAdditivity | None
+    whole: WholeSequences | None
+    sources: SourceSums | None = field(default=None, init=False)
     left_in_flight: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.device, self.queue, self.head = self.parts.world.device, self.parts.queue, self.parts.head
+        self.hooks: Sequence[SchedulerHook] = self.caller.hooks
+        self.keeps_micro_losses = self.parts.store.reduction.fixed_order
         self.has_loss = any(self._is_last_chunk(chunk) for chunk in range(len(self.chunks)))
-        self._field_names = read_field_names(self.chunks, self.loss if self.has_loss else None, self.fields)
+        read_fields = {name for layers in self.chunks for layer in layers for name in layer.fields}
+        if self.has_loss:
+            loss_fields = getattr(self.loss, "fields", None)
+            read_fields.update(self.fields if loss_fields is None else loss_fields)
+        self._field_names = frozenset(read_fields)
 
     def run(self, steps: Lowered, state: StepState, run: ListRun) -> Tensor:
         """Runs a list with its exchanges, an evaluation under `torch.no_grad`. Returns the sum of the loss over this rank's
@@ -260,13 +261,6 @@ def _detach_output(output: Any, layer: str, *, copies: bool) -> Any:
         return output.logits()
     tensors, structure = flatten(output, layer)
     return unflatten([tensor.detach().clone() if copies else tensor.detach() for tensor in tensors], structure)
-
-
-def read_field_names(chunks: Sequence[Sequence[Layer]], loss: Loss | None, fields: Mapping[str, Field]) -> frozenset[str]:
-    """Returns the names of the batch fields that the layers and the loss read: all fields if the loss has no `fields`."""
-    layer_fields = {name for layers in chunks for layer in layers for name in layer.fields}
-    loss_fields = () if loss is None else getattr(loss, "fields", None)
-    return frozenset(layer_fields | set(fields if loss_fields is None else loss_fields))
 
 
 class Input:

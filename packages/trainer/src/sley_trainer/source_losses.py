@@ -22,8 +22,7 @@ from sley_core.errors import RunError
 from sley_core.protocols import Loss, SplitLogits
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
-    from sley_core.engine.reduction import Reduction
+    from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import StepBatch
 
 
@@ -49,23 +48,15 @@ class SourceSums:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        fields: Mapping[str, Field],
-        loss: Loss,
-        reduction: Reduction,
-        device: Device,
-        *,
-        weighs: bool,
-        weighs_whole: bool,
+        self, names: Sequence[str], parts: Parts, fields: Mapping[str, Field], loss: Loss, *, weighs: bool, weighs_whole: bool
     ) -> None:
         self.names = tuple(names)
         self.weighs = weighs
         self.weighs_whole = weighs_whole
         self._fields = fields
         self._loss = loss
-        self._reduction = reduction
-        self._device = device
+        self._reduction = parts.store.reduction
+        self._device = parts.world.device
         self._weights: list[list[float]] = [[] for _ in self.names]
         self._losses = torch.zeros(0)
 

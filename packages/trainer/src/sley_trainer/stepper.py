@@ -20,7 +20,7 @@ from sley_core.actions.action import Lowered, select_actions
 from sley_core.comm.progress import BETWEEN, EVALUATION, REDUCTION, UPDATE
 from sley_core.engine import replicas
 from sley_core.engine.agreement import Agreement, collect_exchanges, exchange_difference, exchange_mismatch_error
-from sley_core.engine.parts import StepEvents, StepState
+from sley_core.engine.parts import StepState
 from sley_core.engine.step_batch import BatchWeight, StepBatch
 from sley_core.engine.totals import StepTotals, Votes
 from sley_core.errors import RunError, run_closed_error
@@ -29,9 +29,7 @@ from sley_trainer.evaluation import Metrics, Tally
 from sley_trainer.execute import Executor, ListRun
 
 if TYPE_CHECKING:
-    from sley_core.comm.device import Device
-    from sley_core.comm.group import Groups
-    from sley_core.engine.gradients import GradientStore
+    from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.protocols import GradientHandler
     from sley_trainer.stage import Lists
@@ -48,26 +46,24 @@ class Stepper:
     the same order on all ranks.
 
     undo: detaches everything from the model, in reverse order, when the stepper is closed. compare: compares copies of weights
-    and buffers, before the first step and every `COMPARE_EVERY` steps. events: the plugins' callbacks. attention: the kernel of
-    all attentions. left_in_flight: whether a step failed before its handlers were done, so that their exchanges may be in
-    flight until the next step.
+    and buffers, before the first step and every `COMPARE_EVERY` steps. attention: the kernel of all attentions. left_in_flight:
+    whether a step failed before its handlers were done, so that their exchanges may be in flight until the next step.
     """
 
+    parts: Parts
     executor: Executor
     lists: Lists
-    store: GradientStore
     handlers: Sequence[GradientHandler]
     update: Update
-    groups: Groups
-    device: Device
     undo: ExitStack
-    compare: Callable[[], None] | None = None
-    events: StepEvents = field(default_factory=StepEvents)
-    attention: str = "auto"
+    compare: Callable[[], None] | None
+    attention: str
     left_in_flight: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        parts = self.parts
+        self.store, self.groups, self.device, self.events = parts.store, parts.groups, parts.world.device, parts.events
         self.state: StepState = self.store.state
         self.agreement = Agreement(self.groups, self.store)
         self._num_agreed = 0

@@ -14,6 +14,7 @@ saved weights use the averages; training keeps the raw weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
@@ -25,12 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
-from sley_core.comm.device import Device
-from sley_core.comm.group import Groups
 from sley_core.engine.agreement import collect_exchanges, exchange_difference
 from sley_core.engine.buffers import ElementRange, NormGroup
-from sley_core.engine.gradients import GradientStore
-from sley_core.engine.parts import Buckets, StepEvents, StepNumbers
+from sley_core.engine.parts import Buckets
 from sley_core.engine.totals import NORM, LossScale, Skips, StepTotals, Votes
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import RunError
@@ -53,6 +51,7 @@ from sley_core.optim.shared import (
 )
 
 if TYPE_CHECKING:
+    from sley_core.engine.parts import Parts
     from sley_trainer.source_losses import SourceSums
 
 CLIP_EPSILON = 1e-6
@@ -61,35 +60,30 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(eq=False)
 class Update:
-    """Runs `optimizer`, which was built over `masters`, with the gradients of `store`.
+    """Runs `optimizer`, which was built over `masters`, with the gradients of the store of `parts`.
 
-    parameter_groups: returns torch.optim's groups for parameters that are unfrozen later. factor: returns the learning rate's
-    factor at a step. clip_norm: the largest norm; None leaves the gradients' bits unchanged. norm_kind: the p of the p-norm.
-    scale: the loss scale of fp16. skips: counts non-finite steps, if the plan allows them. traits: the optimizer's behaviour.
-    sources: the losses by source. seed: the run's seed, for optimizers that draw random numbers. averages: the averages of the
-    weights, if the plan has [averaging]. was_taken: whether the last step changed weights, as far as the host knows.
+    config: the plan's [optimizer] table. parameter_groups: returns torch.optim's groups for parameters that are unfrozen later.
+    factor: returns the learning rate's factor at a step. traits: the optimizer's behaviour. averages: the averages of the
+    weights, if the plan has [averaging]. sources: the losses by source. scale: the loss scale of fp16. skips: counts non-finite
+    steps, if the plan allows them. was_taken: whether the last step changed weights, as far as the host knows.
     """
 
-    store: GradientStore
+    parts: Parts
+    config: Any
     masters: Masters
     optimizer: torch.optim.Optimizer
     parameter_groups: Callable[[list[Stepped]], list[dict[str, Any]]]
     factor: Callable[[int], float]
-    groups: Groups
-    device: Device
-    numbers: StepNumbers
-    clip_norm: float | None = field(kw_only=True)
-    norm_kind: float = field(kw_only=True)
-    scale: LossScale | None = field(default=None, kw_only=True)
-    events: StepEvents = field(default_factory=StepEvents, kw_only=True)
-    skips: Skips | None = field(default=None, kw_only=True)
-    traits: Traits = field(default=TORCH_TRAITS, kw_only=True)
-    seed: int = field(default=0, kw_only=True)
-    sources: SourceSums | None = field(default=None, kw_only=True)
-    averages: Averages | None = field(default=None, kw_only=True)
+    traits: Traits
+    averages: Averages | None
+    sources: SourceSums | None = field(default=None, init=False)
     was_taken: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
+        parts = self.parts
+        self.store, self.groups, self.device, self.numbers = parts.store, parts.groups, parts.world.device, parts.numbers
+        self.scale = None if parts.precision.loss_scale is None else LossScale(parts.precision.loss_scale)
+        self.skips = Skips(parts.run.max_skips) if parts.run.on_nan == "skip" else None
         optimizer = self.optimizer = set_training_mode(self.optimizer)
         self.initial_values = copy_attributes(optimizer)
         self._generators = [] if self.traits is TORCH_TRAITS else optimizer_generators(optimizer)
@@ -132,8 +126,8 @@ class Update:
             if not result.is_allowed:
                 return totals
             norm = result.grad_norm
-        if self.clip_norm is not None:
-            self._clip(gradients, norm, self.clip_norm)
+        if self.config.clip_norm is not None:
+            self._clip(gradients, norm, self.config.clip_norm)
         scale_learning_rate(self.optimizer, self._factor)
         self.masters.set_gradients()
         run_optimizer_step: Callable[[], Any] = self.optimizer.step
@@ -144,10 +138,10 @@ class Update:
         if self.averages is not None:
             self.averages.add(self.masters.stepped)
         with self.seeded(step):
-            if self.events.step_in_buckets is None:
+            if (buckets := self.parts.events.step_in_buckets) is None:
                 run_optimizer_step()
             else:
-                step_buckets(self.optimizer, self.masters.optimizer_params, self.events.step_in_buckets, run_optimizer_step)
+                step_buckets(self.optimizer, self.masters.optimizer_params, buckets, run_optimizer_step)
         self.masters.scatter_owned_params()
         if self.averages is not None:
             allowed = totals.allow_a_step if is_on_device else None
@@ -208,7 +202,7 @@ class Update:
         if self.traits is TORCH_TRAITS:
             yield
             return
-        seed = derive_seed(self.seed, "update", step)
+        seed = derive_seed(self.parts.run.seed, "update", step)
         with GENERATOR_LOCK, self.device.preserve_random_state():
             self.device.seed(seed)
             seed_generators(self._generators, seed)
@@ -231,7 +225,8 @@ class Update:
         if self.scale is not None:
             for group in gradients:
                 torch._foreach_mul_(group.tensors, 1 / self.scale.value)
-        totals = self.store.reduction.totals(gradients, loss, self.norm_kind)
+        norm_type = math.inf if self.config.clip_kind == "inf" else self.config.clip_kind
+        totals = self.store.reduction.totals(gradients, loss, norm_type)
         terms = totals.terms()
         differs = exchange_difference(self._exchanging)
         numbers = [self.numbers.local_shares(self.device.torch_device)] if self.numbers.names else []
@@ -243,7 +238,7 @@ class Update:
         self.groups["all"].all_reduce(summed, label="loss and gradient norm").wait()
         num_terms = terms.numel()
         values = torch.cat([torch.stack(totals.result(summed[:num_terms])), summed[num_terms:]])
-        scale = self.scale.value if self.scale is not None else None
+        scale = None if self.scale is None else self.scale.value
         return StepTotals(values, loss.sum(), collect_exchanges(self._exchanging), self.device, scale)
 
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
