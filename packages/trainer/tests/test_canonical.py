@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sley_core.comm.world import World
-from sley_core.engine.canonical import digit_sums, max_abs, norm_from_digits, tree_sum, weight_digits, weight_of
-from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, covering_nodes, leaf_node
+from sley_core.engine.canonical import CanonicalReduction, digit_sums, max_abs, norm_from_digits, tree_sum
+from sley_core.engine.canonical_tree import Node, PartialSums, SumMemory, covering_nodes
+from sley_core.engine.parts import StepState
 from sley_core.errors import RunError, SleyError
 from sley_core.plan.check import check_plan
 from sley_core.plan.load import plan_from_dict
@@ -45,7 +46,7 @@ def test_any_cut_and_any_order_give_the_bits_of_the_one_tree(num_leaves, data):
     for first, last in data.draw(st.permutations(list(pairwise(borders)))):
         part = PartialSums(num_leaves)
         for leaf in data.draw(st.permutations(range(first, last))):
-            part.put(0, leaf_node(leaf), gradients[leaf].clone())
+            part.put(0, Node(leaf, leaf + 1), gradients[leaf].clone())
         nodes = covering_nodes(first, last, num_leaves)
         assert part.nodes == [(0, node) for node in nodes]
         assert len(nodes) <= 2 * log2(num_leaves) + 1
@@ -64,7 +65,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
         incoming = sum_memory.allocate(torch.empty(4))
         incoming.fill_(at)
         most = max(most, len(sums))
-        sums.put(0, leaf_node(at), incoming)
+        sums.put(0, Node(at, at + 1), incoming)
     assert most == 3
     assert len(sum_memory.created) == 3 + 1
     assert sums.pop(0, Node(0, 8), torch.empty(4)).tolist() == [28.0] * 4
@@ -73,7 +74,7 @@ def test_eight_micro_batches_need_three_sums_besides_the_one_that_comes():
 def test_a_micro_batch_of_which_nothing_comes_is_a_zero_in_every_layout():
     """So a gradient of -0.0 becomes 0.0, as it does where another rank adds its zeros."""
     sums = PartialSums(4)
-    sums.put(0, leaf_node(1), torch.tensor([-0.0, 2.0]))
+    sums.put(0, Node(1, 2), torch.tensor([-0.0, 2.0]))
     found = sums.pop(0, Node(0, 4), torch.empty(2))
     assert found.tolist() == [0.0, 2.0]
     assert not torch.signbit(found).any()
@@ -120,16 +121,19 @@ def test_nothing_has_the_norm_zero_and_no_number_an_infinite_one():
 
 
 def test_a_loss_weight_has_no_order():
+    reduction = CanonicalReduction({}, StepState())
+
+    def total(*weights_of_ranks: list[float]) -> float:
+        terms = map(reduction.weight_terms, weights_of_ranks)
+        return reduction.weight_of([sum(digit) for digit in zip(*terms, strict=True)])
+
     weights = [0.1 * number + 1e-7 for number in range(24)]
-    found = {
-        weight_of([sum(digit) for digit in zip(*(weight_digits(weights[at::ranks]) for at in range(ranks)), strict=True)])
-        for ranks in (1, 2, 3, 8)
-    }
+    found = {total(*(weights[at::ranks] for at in range(ranks))) for ranks in (1, 2, 3, 8)}
     assert len(found) == 1
     assert math.isclose(found.pop(), math.fsum(weights), rel_tol=1e-15)
-    assert weight_of(weight_digits([])) == 0.0
-    assert weight_of(weight_digits([3.0, 5.0])) == 8.0
-    assert math.isnan(weight_of(weight_digits([math.nan, 1.0])))
+    assert total([]) == 0.0
+    assert total([3.0, 5.0]) == 8.0
+    assert math.isnan(total([math.nan, 1.0]))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import Param, ParameterRegistry
 from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
-from sley_core.errors import RunError, SleyError, format_cause
+from sley_core.errors import RunError, SleyError, format_cause, shorten_names
 from sley_core.files import decode_value, encode_value
 from sley_core.model.tensors import checksum
 from sley_core.weight_files.write import (
@@ -273,8 +273,6 @@ def _failure_of(write: Callable[[], object], folder: Path) -> str:
 
 Pairs = Iterable[tuple[str, Tensor]]
 
-_MAX_SHOWN = 4
-
 
 class LoadedWeights(NamedTuple):
     """Lists the model's parameters that the state lacks (missing), and the state's names that the model lacks (unknown)."""
@@ -369,8 +367,7 @@ class _WeightLoader:
         *lists, sums_of_ranks = zip(*control.gather_objects(report, label="the reports on loaded weights"), strict=True)
         faults, missing, unknown = (list(dict.fromkeys(chain.from_iterable(lists_of_ranks))) for lists_of_ranks in lists)
         if faults:
-            suffix = f", and {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
-            message = f"these are not the weights of this model: {', '.join(faults[:_MAX_SHOWN])}{suffix}"
+            message = f"these are not the weights of this model: {shorten_names(faults)}"
             raise RunError("weights-mismatch", message, hint="use the names of `run.registry`, or strict=False")
         sums: dict[str, tuple[int, int]] = {}
         for rank, sums_of_rank in zip(control.ranks, sums_of_ranks, strict=True):

@@ -29,7 +29,7 @@ from sley_core.comm.transport import MISMATCH_HINT, ExchangeSummary, Work, check
 from sley_core.engine.parts import StepState
 from sley_core.engine.reduction import Reduction
 from sley_core.engine.step_batch import NO_COUNTS, BatchCounts, StepBatch
-from sley_core.errors import RunError
+from sley_core.errors import RunError, shorten_names
 from sley_core.model.tensors import flat_bytes
 
 if TYPE_CHECKING:
@@ -188,10 +188,6 @@ def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
     return f"{differing[0]} is trained on rank {trains}, but frozen on rank {freezes}{suffix}"
 
 
-MAX_SHOWN_PARTS = 3
-"""The largest number of differing parts that an error names."""
-
-
 def agree(
     facts: Mapping[str, str], control: Group, parts: Mapping[str, Callable[[], Mapping[str, str]]] = MappingProxyType({})
 ) -> None:
@@ -221,11 +217,9 @@ def agree(
 
 
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """Returns a text that names the differing parts with both values."""
+    """Returns a text with the first differing parts and both values of each."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
-    texts = [f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names[:MAX_SHOWN_PARTS]]
-    suffix = f", and {len(names) - MAX_SHOWN_PARTS} more" if len(names) > MAX_SHOWN_PARTS else ""
-    return "; ".join(texts) + suffix
+    return shorten_names([f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names], 3)
 
 
 Exchanges = dict[str, ExchangeSummary]

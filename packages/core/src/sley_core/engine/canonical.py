@@ -76,7 +76,7 @@ class CanonicalReduction(Reduction):
         first, last = leaf_range(group.coord if coord is None else coord, group.size, self.num_leaves)
         return covering_nodes(first, last, self.num_leaves)
 
-    def place_losses(self, losses: Tensor) -> Tensor:
+    def pad_losses(self, losses: Tensor) -> Tensor:
         """Returns this rank's `losses` among zeros for other ranks, [all microbatches], so that sums over ranks are exact."""
         group = self.groups["dp"]
         spaced = losses.new_zeros(group.size, losses.numel())
@@ -118,16 +118,30 @@ class CanonicalReduction(Reduction):
         return TreeSums(self, store, sent, channel)
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> ExactTotals:
-        return ExactTotals(self.groups, gradients, self.place_losses(loss), norm_type)
+        return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        return weight_digits(weights)
+        """Returns the summed digits of `weights` [NUM_DIGITS]. The first has the non-finite weights."""
+        sums = [0.0] * NUM_DIGITS
+        for weight in weights:
+            if not math.isfinite(weight):
+                sums[0] += weight
+                continue
+            remainder = weight
+            for index in range(NUM_DIGITS):
+                digit = math.floor(remainder)
+                sums[index] += digit
+                remainder = (remainder - digit) * _BASE
+        return sums
 
     def weight_of(self, terms: Sequence[float]) -> float:
-        return weight_of(terms)
+        total = 0.0
+        for digit in reversed(terms):
+            total = total / _BASE + digit
+        return total
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
-        return torch.cat([self.place_losses(batch) for batch in losses])
+        return torch.cat([self.pad_losses(batch) for batch in losses])
 
     def loss_of(self, summed: Tensor, num_batches: int) -> float:
         return sum(float(tree_sum(losses)) for losses in torch.chunk(summed, num_batches))
@@ -241,8 +255,8 @@ class CanonicalAccumulator(Accumulator):
         group = self.reduction.groups[self.param.reduce_group]
         first, _ = leaf_range(group.coord, group.size, self.reduction.num_leaves)
         # The view holds the sum of this rank's first leaf.
-        is_first = self._leaf is None or self._leaf == (0, first)
-        self._sum = self._allocated_view() if is_first else self.reduction.sum_memory.allocate(self._allocated_view())
+        view, is_first = self._allocated_view(), self._leaf is None or self._leaf == (0, first)
+        self._sum = view if is_first else self.reduction.sum_memory.allocate(view)
         return self._sum
 
     def _close_leaf(self) -> None:
@@ -294,29 +308,6 @@ NUM_DIGITS = 4
 """The integer part, and three digits of 24 bits after the point."""
 
 _BASE = 2.0**24
-
-
-def weight_digits(weights: Iterable[float]) -> list[float]:
-    """Returns the summed digits of `weights` [NUM_DIGITS], to add over ranks. The first has the non-finite weights."""
-    sums = [0.0] * NUM_DIGITS
-    for weight in weights:
-        if not math.isfinite(weight):
-            sums[0] += weight
-            continue
-        remainder = weight
-        for index in range(NUM_DIGITS):
-            digit = math.floor(remainder)
-            sums[index] += digit
-            remainder = (remainder - digit) * _BASE
-    return sums
-
-
-def weight_of(digits: Sequence[float]) -> float:
-    """Returns the weight from the sum of its digits over ranks."""
-    total = 0.0
-    for digit in reversed(digits):
-        total = total / _BASE + digit
-    return total
 
 
 def tree_sum(values: Tensor) -> Tensor:

@@ -64,10 +64,6 @@ class Node(NamedTuple):
         return Node(self.first, middle), Node(middle, self.last)
 
 
-def leaf_node(index: int) -> Node:
-    return Node(index, index + 1)
-
-
 def sibling(node: Node, num_leaves: int) -> Node | None:
     """Returns the node that is added to `node` in the tree of `num_leaves`, or None for the root."""
     first, last = node
@@ -85,7 +81,7 @@ def covering_nodes(first: int, last: int, num_leaves: int) -> list[Node]:
     """Returns the shortest ordered list of nodes that covers the leaves from `first` to before `last`."""
     nodes: list[Node] = []
     while first < last:
-        node = leaf_node(first)
+        node = Node(first, first + 1)
         while (other := sibling(node, num_leaves)) is not None and node.last == other.first and other.last <= last:
             node = parent(node, other)
         nodes.append(node)
@@ -180,10 +176,9 @@ class PartialSums:
 
 def sum_uses(sums: list[Tensor]) -> Tensor:
     """Adds the sums of a parameter's uses into the first one, in layer order, and returns it."""
-    first, *other_sums = sums
-    for other_sum in other_sums:
-        first.add_(other_sum)
-    return first
+    for other_sum in sums[1:]:
+        sums[0].add_(other_sum)
+    return sums[0]
 
 
 MAX_IN_FLIGHT = 2

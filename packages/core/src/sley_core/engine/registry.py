@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from sley_core.engine.shards import REDUCE_GROUP, Shard, Shards
-from sley_core.errors import PlanError, RunError
+from sley_core.errors import PlanError, RunError, shorten_names
 from sley_core.generators import iterate_leaves
 from sley_core.records import OptimizerRecord, ParameterRole
 
@@ -245,7 +245,7 @@ def check_no_parameters(loss: Any) -> None:
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 names.append(key)
     if names:
-        names_text = ", ".join(f"`{name}`" for name in names[:4]) + (", ..." if len(names) > 4 else "")
-        message = f"the loss has its own parameters, {names_text}, which no step would train"
+        text = shorten_names([f"`{name}`" for name in names])
+        message = f"the loss has its own parameters, {text}, which no step would train"
         hint = "move them into the last layer, whose output the loss receives, or freeze them with `requires_grad_(False)`"
         raise PlanError("loss-parameters", message, path=("loss",), hint=hint)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sley_core.engine.shards import StandIn
-from sley_core.errors import RunError
+from sley_core.errors import RunError, shorten_names
 from sley_core.model.build import check_written_buffers, is_per_rank
 from sley_core.model.tensors import fingerprint, version_of
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import MicroStep, Parts
     from sley_core.engine.registry import Param
     from sley_core.model.layers import Layer
-
-MAX_SHOWN = 3
 
 
 class CopyComparison:
@@ -98,8 +96,7 @@ def _compare_fingerprints(label: str, names: list[str], prints: Tensor, group: G
     all_prints = local_print.new_empty(group.size)
     group.all_gather(all_prints, local_print, label="the fingerprints that differ").wait()
     other_rank = next(rank for rank, value in zip(group.ranks, all_prints.tolist(), strict=True) if value != int(all_prints[0]))
-    suffix = f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
-    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {', '.join(differing[:MAX_SHOWN])}{suffix}"
+    return f"{label} differ between rank {group.ranks[0]} and rank {other_rank}: {shorten_names(differing)}"
 
 
 COMPARE_EVERY = 256
@@ -195,13 +192,9 @@ class WriteWatch:
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for key, tensor in values.items():
                     path = f"{name}.{key}"
-                    if (
-                        tensor is None
-                        or isinstance(tensor, StandIn)
-                        or (is_buffer and is_per_rank(path, self._per_rank_buffers))
-                    ):
-                        continue
-                    yield _TensorSlot(path, module, values, key, is_buffer)
+                    is_ignored = isinstance(tensor, StandIn) or (is_buffer and is_per_rank(path, self._per_rank_buffers))
+                    if tensor is not None and not is_ignored:
+                        yield _TensorSlot(path, module, values, key, is_buffer)
 
 
 def check_fields(layers: Sequence[Layer], fields: Mapping[str, Tensor], before: Sequence[int]) -> None:

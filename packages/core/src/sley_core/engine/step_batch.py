@@ -11,7 +11,7 @@ The loss weight of the global batch is known from the data alone, before the fir
 independent of microbatches, dp, sp and padding; a mean of means does not. The loss's `weight` is called once for a batch that
 came in one piece; if sums are canonical, for each microbatch.
 
-A loss must be a sum over microbatches (`WeightAdditivity`) and, if ranks have slices of sequences, over positions
+A loss must be a sum over microbatches (`BatchSplitter`) and, if ranks have slices of sequences, over positions
 (`PositionAdditivity`):
 
     right    loss(positions 0 to 15) = loss(0 to 7) + loss(8 to 15)
@@ -64,32 +64,6 @@ class BatchWeight:
             total = self._total()
             self._inverse = like.new_full((), self.scale / total if total > 0 else 0.0)
         return self._inverse
-
-
-class WeightAdditivity:
-    """Checks that the weight of a batch is the sum of its microbatches' weights, once for each of its first shapes."""
-
-    def __init__(self, loss: Loss, fields: Mapping[str, Field]) -> None:
-        self.loss = loss
-        self.fields = fields
-        self._checked_shapes: set[tuple[object, ...]] = set()
-
-    def check(self, batch: Mapping[str, Tensor], num_micros: int) -> None:
-        """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
-        mean. All ranks of a replica call it, with or without the model's last chunk.
-        """
-        if num_micros == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES:
-            return
-        shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
-        if shape in self._checked_shapes:
-            return
-        parts = [narrow_batch(batch, self.fields, micro, num_micros) for micro in range(num_micros)]
-        hint = (
-            'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
-            'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
-        )
-        check_additive(self.loss, batch, parts, "microbatches", ("loss",), hint)
-        self._checked_shapes.add(shape)
 
 
 GivenBatch: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
@@ -155,8 +129,7 @@ class BatchSplitter:
     def __post_init__(self) -> None:
         self.weighs = self.weighs and self.loss is not None
         self._fields = sliced_info(self.info, self.slices.num_slices).fields
-        fields = self.info.fields if self.weighs_whole else self._fields
-        self._additive = None if self.loss is None else WeightAdditivity(self.loss, fields)
+        self._checked_shapes: set[tuple[object, ...]] = set()
 
     def split_input(self, batch: GivenBatch) -> StepBatch:
         """Checks and splits the samples that a program passes to a step. Raises RunError "batch-fields" unless they are a batch
@@ -215,15 +188,31 @@ class BatchSplitter:
         """Slices `whole`, checks weights, and cuts microbatches. counts: the numbers of microbatches of the pieces."""
         slices = [self.slices(piece) for piece in whole]
         weighed = whole if self.weighs_whole else slices
-        if self._additive is not None:
+        if self.loss is not None:
             for piece, count in zip(weighed, counts, strict=True):
-                self._additive.check(piece, count)
+                self._check_weights(self.loss, piece, count)
         micros = _cut(slices, self._fields, counts)
         if not self.weighs:
             weighed = ()
         elif self.weighs_micros:
             weighed = _cut(whole, self.info.fields, counts) if self.weighs_whole else micros
         return StepBatch(micros, whole, [self.loss.weight(piece) for piece in weighed] if self.loss else [])
+
+    def _check_weights(self, loss: Loss, batch: Mapping[str, Tensor], num_micros: int) -> None:
+        """Raises RunError "loss-not-additive" if the weights of the microbatches do not add up to that of the batch, as with a
+        mean. Checks the first `MAX_CHECKED_SHAPES` shapes, once each. All ranks of a replica call it, with or without the
+        model's last chunk.
+        """
+        shape = (num_micros, *(tuple(value.shape) for value in batch.values()))
+        if num_micros == 1 or len(self._checked_shapes) >= MAX_CHECKED_SHAPES or shape in self._checked_shapes:
+            return
+        fields = self.info.fields if self.weighs_whole else self._fields
+        hint = (
+            'return a sum from the loss and not a mean, for example `F.cross_entropy(..., reduction="sum")`, and return the '
+            'number of summed terms as its weight, for example `(batch["labels"] != -100).sum().item()`'
+        )
+        check_additive(loss, batch, _cut([batch], fields, [num_micros]), "microbatches", ("loss",), hint)
+        self._checked_shapes.add(shape)
 
 
 def _cut(pieces: Sequence[Mapping[str, Tensor]], fields: Mapping[str, Field], counts: Sequence[int]) -> list[Batch]:
@@ -269,13 +258,10 @@ class ModelOutputs:
             flat_outputs = [flatten(output) for output in outputs]
             for tensors, structure in flat_outputs:
                 if structure != flat_outputs[0][1] or not all(_has_dim(tensor, samples) for tensor in tensors):
-                    shapes, (dim, length) = [list(tensor.shape) for tensor in tensors], samples
-                    message = (
-                        f"an output of shapes {shapes} does not have the {length} samples of its microbatch along dim {dim}"
-                    )
-                    raise RunError(
-                        "outputs-apart", message, hint="pass a list of microbatches to get one output per microbatch"
-                    )
+                    shapes, (dim, size) = [list(tensor.shape) for tensor in tensors], samples
+                    message = f"an output of shapes {shapes} does not have the {size} samples of its microbatch along dim {dim}"
+                    hint = "pass a list of microbatches to get one output per microbatch"
+                    raise RunError("outputs-apart", message, hint=hint)
             columns = zip(*(tensors for tensors, _ in flat_outputs), strict=True)
             outputs = [unflatten([torch.cat(tensors, samples[0]) for tensors in columns], flat_outputs[0][1])]
         if join and sp.size > 1:
