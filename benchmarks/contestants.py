@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sley_core.comm.device import Device
 from sley_core.comm.world import World
-from sley_core.engine.totals import LOSS, USUAL, WEIGHT, StepTotals, Votes
+from sley_core.engine.totals import LOSS, TYPICAL_TOTALS, WEIGHT, StepTotals, Votes
 from sley_core.plan.load import plan_from_dict
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
@@ -84,7 +84,7 @@ class _NoUpdate:
         self.device = device
 
     def step(self, step: int, loss: Tensor, weight: float, votes: Votes) -> StepTotals:
-        values = loss.new_zeros(len(USUAL))
+        values = loss.new_zeros(len(TYPICAL_TOTALS))
         values[LOSS], values[WEIGHT] = loss, 1.0
         return StepTotals(values, own_loss=loss, own_exchanges={}, device=self.device)
 

@@ -11,7 +11,7 @@ from pp_parts import write_csv
 
 from sley_core.actions.action import Action, Kind, Schedule, loop, v_placement
 from sley_core.actions.lower import lower
-from sley_core.actions.simulate import Costs, Machine, SimulatedStep, simulate
+from sley_core.actions.simulate import Costs, ScheduleSimulator, SimulatedStep, simulate
 from sley_core.errors import PlanError
 from sley_pp.partitioners import balanced_boundaries, build_balanced, build_explicit, build_uniform, uniform_boundaries
 from sley_pp.plugin import BalancedConfig, CsvConfig, ExplicitConfig, UniformConfig
@@ -105,7 +105,7 @@ def test_zero_bubble_v_waits_only_at_the_start(stages, micros):
 def test_receives_are_posted_before_their_sends(schedule, stages, micros):
     placement = schedule.placement(stages)
     lowered = lower(schedule.lists(stages, micros), placement, micros)
-    machine = Machine(lowered, placement, Costs.even(placement.num_positions), is_lowered=True)
+    machine = ScheduleSimulator(lowered, placement, Costs.even(placement.num_positions), is_lowered=True)
     machine.run()
     assert machine.sent_s.keys() == machine.posted_s.keys()
     for delivery, sent_s in machine.sent_s.items():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sley_core.engine.totals import LARGEST, LossScale
+from sley_core.engine.totals import FP32_MAX, LossScale
 from sley_core.errors import RunError
 from sley_core.optim.shared import can_skip_on_device, step_if
 from sley_core.plan.tables import LossScaleTable
@@ -158,7 +158,7 @@ def test_the_scale_moves_as_torchs(overflows, init_scale, factors, interval):
         assert ours.value == pytest.approx(theirs.get_scale(), rel=1e-5)
         assert ours.state()["num_good"] == theirs.state_dict()["_growth_tracker"]
         assert ours.num_skipped == step + 1 - taken
-        assert ours.value <= LARGEST
+        assert ours.value <= FP32_MAX
 
 
 def test_a_state_is_gone_on_from_and_the_smallest_scale_is_the_end():

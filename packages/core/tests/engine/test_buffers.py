@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sley_core.engine.buffers import FlatBuffer
-from sley_core.engine.reduction import LONG, combined_norm
+from sley_core.engine.reduction import MIN_ROWS_NUMEL, combined_norm
 from sley_core.engine.shards import Shard
 from sley_core.memory import ALIGNMENT_BYTES
 from sley_testing.plans import small_plan
@@ -24,7 +24,7 @@ GRADIENTS = torch.randn(3_000_017, generator=torch.Generator().manual_seed(1)) *
 
 
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("size", [1000, LONG - 1, LONG, 1_000_003, len(GRADIENTS)])
+@pytest.mark.parametrize("size", [1000, MIN_ROWS_NUMEL - 1, MIN_ROWS_NUMEL, 1_000_003, len(GRADIENTS)])
 def test_a_norm_in_fp32_is_that_in_fp64(kind: float, size: int) -> None:
     found = combined_norm(GRADIENTS.split(size), kind)
     assert found.dtype == torch.float64

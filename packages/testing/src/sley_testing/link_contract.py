@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sley_core.actions.action import SENDS_GRADIENT, Action, Flow, Kind, Placement, Transfer, forward_only
+from sley_core.actions.action import INPUT_GRADIENT_KINDS, Action, Flow, Kind, Placement, Transfer, forward_only
 from sley_core.actions.lower import lower
 from sley_core.comm.world import World
 from sley_core.engine.boundary import Description, Leaf
@@ -171,7 +171,7 @@ class Walker:
                         tensor.fill_(77)
             elif step.kind is Kind.FORWARD:
                 self._forward(step)
-            elif step.kind in SENDS_GRADIENT:
+            elif step.kind in INPUT_GRADIENT_KINDS:
                 self._backward(step)
         self._crossing.end()
         self._sent.clear()

@@ -29,7 +29,7 @@ from sley_core.engine.gradients import GradientStore
 from sley_core.engine.parts import Parts, StepNumbers, StepState, Waits
 from sley_core.engine.reduction import reduction_class
 from sley_core.engine.registry import ParameterRegistry
-from sley_core.engine.shards import AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
+from sley_core.engine.shards import SHARD_AXIS, Shards, check_hooks, plan_shards, refuse_unregistered, shard_on_meta
 from sley_core.engine.weights import WeightStore
 from sley_core.errors import KeyPath, PlanError, PluginError, SleyError
 from sley_core.memory import DevicePool
@@ -88,7 +88,7 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         communicator: WeightCommunicator | None = plan.weights.build() if plan.weights else None
         if communicator is not None:
             communicator.prepare(model.layers)
-        shards = plan_shards(model.layers, communicator.shard_dim, groups[AXIS]) if communicator else {}
+        shards = plan_shards(model.layers, communicator.shard_dim, groups[SHARD_AXIS]) if communicator else {}
         check_hooks(stage.layers_by_position, shards, topology.sp)
         notes += describe_dtypes(plan, model)
         if simulation is None:

@@ -18,7 +18,7 @@ from sley_core.engine.totals import StepTotals, Votes, build_refusal
 from sley_core.errors import RunError, StateError, run_closed_error
 from sley_core.hookspecs import NOTIFICATIONS
 from sley_core.plan.tables import row_name
-from sley_trainer.run_memory import TO_STEP, RunMemory
+from sley_trainer.run_memory import STEP_PARTS, RunMemory
 from sley_trainer.run_state import RunState, build_checkpointer
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Loop:
 
         outputs: receives the model's outputs.
         """
-        self.memory.require("a step", TO_STEP)  # a listener may have offloaded some
+        self.memory.require("a step", STEP_PARTS)  # a listener may have offloaded some
         self._state.attempt.begin(self.num_steps_done)
         number, profiler, meter = self.num_steps_done + 1, self.profiler, self.samples.meter
         with self.device.preserve_random_state(), self._override_attribute("_activity", "a step"):
@@ -142,18 +142,11 @@ class Loop:
         self.num_steps_done = number
         return PendingStep(number, totals, self.stepper.update.lr, self.stepper.agreement.counts, wait_s, numbers)
 
-    def _mean_loss(self, inputs: GivenBatch | None) -> float:
-        """Returns the mean loss of the samples of `inputs`, by default of the plan's held-out samples."""
-        splitter = self.samples.splitter
-        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
-            batches = self.samples.evaluated[""].batches(splitter) if inputs is None else [splitter.split_input(inputs)]
-            return self.stepper.measure(batches)["loss"]
-
     def _evaluate_sets(self) -> Row:
         """Returns the results of `[evaluation]` by their keys in a row: those of the held-out split, then those of each set."""
         row: Row = {}
         metrics = self.samples.metrics
-        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+        with self._evaluation_mode():
             for set_name, feed in self.samples.evaluated.items():
                 results = self.stepper.measure(feed.batches(self.samples.splitter), metrics)
                 if metrics.has_perplexity:
@@ -163,12 +156,18 @@ class Loop:
         return row
 
     @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Marks an evaluation as running within the block, and switches to the weights for evaluations."""
+        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+            yield
+
+    @contextmanager
     def _use_evaluation_weights(self) -> Iterator[None]:
-        """Switches to the weights for evaluations and saves within the block (`Update.evaluated`)."""
+        """Switches to the weights for evaluations and saves within the block (`Update.use_evaluation_weights`)."""
         update = self.stepper.update
         if update.switches_weights:
             self._checkpointer.copy_unwritten_state()
-        with update.evaluated():
+        with update.use_evaluation_weights():
             yield
 
     def _format_outputs(self, outputs: ModelOutputs, inputs: GivenBatch | None, *, join: bool) -> Any:

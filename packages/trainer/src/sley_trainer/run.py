@@ -28,7 +28,7 @@ from sley_trainer.attach import collect_counts
 from sley_trainer.evaluation import local_rows
 from sley_trainer.loop import Loop, Row
 from sley_trainer.loop import Outcome as Outcome
-from sley_trainer.run_memory import TO_EVALUATE, TO_LOAD, TO_RESTORE, TO_SAVE, TO_STEP
+from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS
 from sley_trainer.run_state import AUTO
 from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
 
@@ -66,13 +66,13 @@ class Run(Loop, AbstractContextManager["Run"]):
         """
         with self.device.on_stream():
             self._finish_pending()
-            self.memory.require("a step", TO_STEP)
+            self.memory.require("a step", STEP_PARTS)
             self._checkpointer.probe()
             with self._track_outcome(), self._override_attribute("_is_training", True):
                 # All ranks must wait for late weights if any rank has a listener.
                 has_listeners = bool(self.listeners)
                 control = self.groups["control"]
-                self._has_listeners = self.parts.weights.may_arrive_late and any(
+                self._has_listeners = self.parts.weights.can_arrive_late and any(
                     control.gather_objects(has_listeners, label="who listens to steps")
                 )
                 self._restart_timer()
@@ -137,8 +137,11 @@ class Run(Loop, AbstractContextManager["Run"]):
         if batch is None and self.held_out is None:
             hint = "add [evaluation] with `every = 100` and without `held_out = false`, or pass a batch"
             raise UsageError("no-evaluation", "the plan has no held-out samples to evaluate", hint=hint)
-        self._require_memory("an evaluation", TO_EVALUATE)
-        return self._mean_loss(batch)
+        self._require_memory("an evaluation", EVALUATION_PARTS)
+        splitter = self.samples.splitter
+        with self._evaluation_mode():
+            batches = [splitter.split_input(batch)] if batch is not None else self.samples.evaluated[""].batches(splitter)
+            return self.stepper.measure(batches)["loss"]
 
     @on_stream
     def evaluate_sets(self) -> Row:
@@ -149,7 +152,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         if not self.samples.evaluated:
             hint = "add [evaluation] with `every = 100`"
             raise UsageError("no-evaluation", "the plan has no [evaluation] table", hint=hint)
-        self._require_memory("an evaluation", TO_EVALUATE)
+        self._require_memory("an evaluation", EVALUATION_PARTS)
         return self._evaluate_sets()
 
     @on_stream
@@ -166,8 +169,8 @@ class Run(Loop, AbstractContextManager["Run"]):
         dim along which it would be joined, and StateError "memory-away".
         """
         self._finish_pending()
-        self._require_memory("a prediction", TO_EVALUATE)
-        with self._override_attribute("_activity", "an evaluation"), self._use_evaluation_weights():
+        self._require_memory("a prediction", EVALUATION_PARTS)
+        with self._evaluation_mode():
             step_batch = self.samples.splitter.split_prediction(batch, self.samples.reads)
             outputs = ModelOutputs(step_batch.micros, self.stepper.outputs(step_batch))
             return self._format_outputs(outputs, batch, join=join)
@@ -184,7 +187,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         Raises RunError on all ranks: "weights-mismatch", and "weights-differ" if ranks got different values.
         """
         self._finish_pending()
-        self.memory.require("loading weights", TO_LOAD)
+        self.memory.require("loading weights", LOAD_PARTS)
         self._checkpointer.copy_unwritten_state()
         loaded = self._load_weights(state, strict=strict)
         if (averages := self.stepper.update.averages) is not None:
@@ -204,8 +207,9 @@ class Run(Loop, AbstractContextManager["Run"]):
         offloaded, and UsageError "no-precision" for an unknown precision.
         """
         self._finish_pending()
-        if precision not in TO_SAVE:
-            raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=f"use {' or '.join(TO_SAVE)}")
+        if precision not in SAVE_PARTS:
+            hint = f"use {' or '.join(SAVE_PARTS)}"
+            raise UsageError("no-precision", f"unknown precision of weights {precision!r}", hint=hint)
         save = WeightSaver(self.parts, self.stepper.update.masters)
         attempt = self._state.attempt.current
         metadata = {"step": str(self.num_steps_done), "attempt": "" if attempt is None else attempt.id}
@@ -222,7 +226,7 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     def _prepare_weights(self, precision: Precision) -> None:
         """Prepares the memory that a save of `precision` reads. Raises StateError "memory-away"."""
-        self.memory.require("saving weights", TO_SAVE[precision])
+        self.memory.require("saving weights", SAVE_PARTS[precision])
         if precision == "full":
             self.memory.follow("saving weights")
 
@@ -250,7 +254,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         "auto" without a checkpoint of this run if its folder has rows or weights.
         """
         self._finish_pending()
-        self.memory.require("loading a checkpoint", TO_RESTORE)
+        self.memory.require("loading a checkpoint", RESTORE_PARTS)
         restored, num_rows = self._checkpointer.load(path, allow_fresh_start=allow_fresh_start), 0
         if restored is not None:
             named = "" if str(path) == AUTO else str(path)
@@ -320,4 +324,4 @@ class Run(Loop, AbstractContextManager["Run"]):
 
         Raises StateError "memory-away".
         """
-        self.memory.require(label, (*parts, *(TO_RESTORE if self.stepper.update.switches_weights else ())))
+        self.memory.require(label, (*parts, *(RESTORE_PARTS if self.stepper.update.switches_weights else ())))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Masters
 
 
-TO_STEP = PARTS
-TO_EVALUATE: tuple[Part, ...] = ("weights", "buffers", "pools")
-TO_LOAD: tuple[Part, ...] = ("weights", "buffers", "masters")
-TO_SAVE: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": TO_LOAD}
-TO_RESTORE: tuple[Part, ...] = (*TO_LOAD, "optimizer_states", "handlers")
+STEP_PARTS = PARTS
+EVALUATION_PARTS: tuple[Part, ...] = ("weights", "buffers", "pools")
+LOAD_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters")
+SAVE_PARTS: dict[str, tuple[Part, ...]] = {"working": ("weights", "buffers"), "full": LOAD_PARTS}
+RESTORE_PARTS: tuple[Part, ...] = (*LOAD_PARTS, "optimizer_states", "handlers")
 """The parts that must be on the device to step, evaluate, load weights, save weights and restore a checkpoint."""
 
 
@@ -117,7 +117,7 @@ class RunMemory:
         try:
             self.require(f"{reader} after a program has written weights", ("weights", "masters"))
         except StateError:
-            if reader is not None and self.masters.have_outside_writes:
+            if reader is not None and self.masters.has_outside_writes:
                 raise
         else:
             self.masters.follow()
@@ -150,7 +150,7 @@ class RunMemory:
 
         return ((name, value(tensor)) for name, tensor in self.inventory.all_tensors(part))
 
-    def at_rest(self) -> Callable[[Tensor], Tensor]:
+    def memory_lookup(self) -> Callable[[Tensor], Tensor]:
         """Returns a function from a tensor of the run to its current memory: the tensor itself, or the host's copy while the
         tensor is offloaded or in transfer.
 

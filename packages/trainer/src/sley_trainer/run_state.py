@@ -128,11 +128,11 @@ class RunState(TrainingState):
 
     def pieces(self) -> list[TensorPiece]:
         self._memory.follow("a checkpoint")
-        at_rest = self._memory.at_rest()
+        current_memory = self._memory.memory_lookup()
         pieces = [
             TensorPiece(name, region.shape, rectangle, view)
             for name, region, tensor in self._local_tensors()
-            for rectangle, view in region.split(at_rest(tensor.detach()))
+            for rectangle, view in region.split(current_memory(tensor.detach()))
         ]
         for piece in pieces:
             if piece.tensor.dtype not in DTYPES or piece.tensor.layout is not torch.strided:

@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer, Model
     from sley_core.plan.plan import Plan
 
-Generate = Callable[[int], Sequence[Sequence[Action]]]
+ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 """Returns every stage's compute actions for a given number of microbatches."""
 
 
-class Lists:
+class ActionLists:
     """Generates, lowers and caches the lists. Every stage lowers the lists of all stages, so that each detects a wrong
-    schedule. generate_actions: returns the compute actions of all stages, which are cheap and not cached.
+    schedule. generate: returns the compute actions of all stages, which are cheap and not cached.
     """
 
-    def __init__(self, generate_actions: Generate, placement: Placement, stage: int) -> None:
-        self.generate_actions = generate_actions
+    def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:
+        self.generate = generate
         self.placement = placement
         self.stage = stage
-        self.of_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate_actions(micros), placement, micros))
+        self.lower_all_stages = lru_cache(maxsize=64)(lambda micros: lower(generate(micros), placement, micros))
         self.evaluation = lru_cache(maxsize=64)(self._evaluation)
 
-    def for_stage(self, stage: int) -> Lists:
+    def for_stage(self, stage: int) -> ActionLists:
         """Returns the lists of another stage, sharing this one's cache."""
-        lists = Lists(self.generate_actions, self.placement, stage)
-        lists.of_all_stages = self.of_all_stages
+        lists = ActionLists(self.generate, self.placement, stage)
+        lists.lower_all_stages = self.lower_all_stages
         return lists
 
     def splits_backward(self, micros: int) -> bool:
@@ -55,10 +55,10 @@ class Lists:
 
     def training(self, micros: int) -> Lowered:
         """Returns this stage's lowered list of a training step."""
-        return self.of_all_stages(micros)[self.stage]
+        return self.lower_all_stages(micros)[self.stage]
 
     def _evaluation(self, micros: int) -> Lowered:
-        lists = [forward_only(actions) for actions in self.generate_actions(micros)]
+        lists = [forward_only(actions) for actions in self.generate(micros)]
         return lower(lists, self.placement, micros, training=False)[self.stage]
 
 
@@ -68,7 +68,7 @@ class Stage:
     number and the layers of each position, in model order.
     """
 
-    action_lists: Lists
+    action_lists: ActionLists
     layers_by_position: Stages
 
     def for_stage(self, number: int) -> Stage:
@@ -96,12 +96,12 @@ def build_stage(plan: Plan, topology: Topology, rank: int, model: Model, costs: 
     """
     stage_index = topology.coordinates(rank).stage
     if plan.pipeline is None:  # forward and backward of one microbatch after the other
-        lists = Lists(lambda micros: [sequential(micros)], loop(1), 0)
+        lists = ActionLists(lambda micros: [sequential(micros)], loop(1), 0)
         return Stage(lists, [(0, model.layers)])
     assert plan.partition is not None, "a pipeline has a partition"
     schedule = plan.pipeline.build()
     placement = schedule.placement(topology.pp)
-    lists = Lists(lambda micros: schedule.lists(topology.pp, micros), placement, stage_index)
+    lists = ActionLists(lambda micros: schedule.lists(topology.pp, micros), placement, stage_index)
     try:
         boundaries = plan.partition.build()(costs, placement.num_positions)
     except PlanError as error:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from sley_core.engine.agreement import Agreement
 from sley_core.engine.registry import Param, ParameterRegistry
-from sley_core.engine.shards import AXIS, REDUCE_GROUP, gather_full_tensors
+from sley_core.engine.shards import REDUCE_GROUP, SHARD_AXIS, gather_full_tensors
 from sley_core.errors import RunError, SleyError, format_cause, shorten_names
 from sley_core.files import decode_value, encode_value
 from sley_core.model.tensors import checksum
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from sley_core.engine.weights import Masters
     from sley_core.model.layers import Layer
 
-KEY = "_extra_state"
+EXTRA_STATE_KEY = "_extra_state"
 """The suffix of an extra state's name, as in torch's state dict."""
 
 
@@ -65,7 +65,7 @@ def modules_with_extra_state(layers: Iterable[Layer]) -> Iterator[tuple[str, nn.
     for layer in layers:
         for name, module in layer.module.named_modules(prefix=layer.name):
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield f"{name}.{KEY}", module
+                yield f"{name}.{EXTRA_STATE_KEY}", module
 
 
 def extra_state(name: str, module: nn.Module) -> Tensor:
@@ -93,7 +93,7 @@ def set_extra_state(module: nn.Module, value: Tensor) -> None:
 Precision = Literal["working", "full"]
 """working: the weights in the dtype of the forward. full: the weights that the optimizer updates, in fp32 or wider."""
 
-_BITS = {4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 """The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
 
 
@@ -113,7 +113,7 @@ class WeightSaver:
         self._masters = masters
         self._control = parts.groups["control"]
         self._is_first_copy = parts.groups[REDUCE_GROUP].coord == 0
-        self._writes = self._is_first_copy and parts.groups[AXIS].coord == 0
+        self._writes = self._is_first_copy and parts.groups[SHARD_AXIS].coord == 0
         self._stepped = {stepped.param: stepped for stepped in masters.stepped}
         # All ranks must take the same branch, so it depends on sharded buffers, not on the part that this rank updates.
         self._shards = {param: buffer.shard for buffer in parts.store.buffers if buffer.shard for param in buffer.params}
@@ -122,7 +122,7 @@ class WeightSaver:
         """Raises the same RunError on all ranks: "weights-unsaved" if `folder` has other files, "checkpoint-folder" if a
         writing rank cannot see the folder that contains it. Every rank calls it. A single writer is not tested.
         """
-        failure = _failure_of(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
+        failure = _describe_failure(partial(check_replaceable, folder), folder) if self._parts.world.rank == 0 else ""
         self._exchange_files([], failure, folder, {})
         if self._parts.topology.pp > 1:
             open_folder, timeout_s = partial(LocalProbeFolder, folder.parent), self._parts.limits.collective_timeout_s
@@ -144,7 +144,7 @@ class WeightSaver:
             if is_first:
                 begin_folder(folder)
 
-        failure = _failure_of(prepare, folder)
+        failure = _describe_failure(prepare, folder)
         specs_of_rank = [source.spec for source in sources] if self._writes else []
         files, metadata = self._exchange_files(
             split_by_size(specs_of_rank, lambda spec: spec.num_bytes, max_file_bytes), failure, folder, metadata
@@ -156,7 +156,7 @@ class WeightSaver:
             specs_by_file = {name: specs for name, _, specs in files}
             missing = [name for name in specs_by_file if not (scratch_folder(folder) / name).is_file()]
             failure = f"`{missing[0]}` was written to a folder that rank 0 does not see" if missing else ""
-            failure = failure or _failure_of(partial(complete_folder, folder, specs_by_file), folder)
+            failure = failure or _describe_failure(partial(complete_folder, folder, specs_by_file), folder)
         self._exchange_files([], failure, folder, {})
 
     def _exchange_files(
@@ -224,8 +224,8 @@ class WeightSaver:
             for source in sources:
                 value = self._gather_full(source, precision)
                 if value is not None and not failure:
-                    failure = _failure_of(partial(tensor_files.add, source.spec.name, value), folder)
-            return failure or _failure_of(tensor_files.close, folder)
+                    failure = _describe_failure(partial(tensor_files.add, source.spec.name, value), folder)
+            return failure or _describe_failure(tensor_files.close, folder)
 
     def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
         """Returns the full tensor on the rank that writes it, or None on other ranks. A collective over the stage."""
@@ -255,12 +255,12 @@ class WeightSaver:
         if stepped is not None and stepped.elements is not None and group.ranks[0] in self._parts.groups[shard.axis].ranks:
             flat[stepped.elements.first : stepped.elements.last] = stepped.parameter.detach().reshape(-1)
         # Over the reduce group, all of whose ranks save the same parameters in the order of the registry.
-        bits = flat.view(_BITS[flat.element_size()])
+        bits = flat.view(_INTEGER_DTYPES[flat.element_size()])
         group.all_reduce(bits, label=f"the master of {param.name}").wait()
         return flat.reshape(parameter.shape)
 
 
-def _failure_of(write: Callable[[], object], folder: Path) -> str:
+def _describe_failure(write: Callable[[], object], folder: Path) -> str:
     """Calls `write`, which works on `folder`. Returns its failure, or ""."""
     try:
         write()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.registry import Param
     from sley_core.protocols import GradientHandler
-    from sley_trainer.stage import Lists
+    from sley_trainer.stage import ActionLists
     from sley_trainer.update import Update
 
 
@@ -52,7 +52,7 @@ class Stepper:
 
     parts: Parts
     executor: Executor
-    lists: Lists
+    lists: ActionLists
     handlers: Sequence[GradientHandler]
     update: Update
     undo: ExitStack
@@ -148,7 +148,7 @@ class Stepper:
         """Returns the mean loss over all `batches` as "loss", and the means of `metrics` by name, NaN for a count of 0. All
         ranks call it with equally many batches. Raises RunError "not-finite", "nothing-counts", "metric-result".
         """
-        with self._evaluating() as state:
+        with self._evaluation_mode() as state:
             weight, losses, tally = 0.0, [], Tally(metrics)
             for group in self.groups.values():
                 group.log.clear()
@@ -183,7 +183,7 @@ class Stepper:
 
     def outputs(self, batch: StepBatch) -> dict[int, Any]:
         """Returns the model's output of each microbatch, on ranks with the last layer. All ranks call it."""
-        with self._evaluating() as state:
+        with self._evaluation_mode() as state:
             steps = self._begin_forward("a prediction", 0, batch, state)
             outputs: dict[int, Any] = {}
             self.executor.run(steps, state, ListRun(batch.micros, outputs=outputs))
@@ -191,7 +191,7 @@ class Stepper:
         return outputs
 
     @contextmanager
-    def _evaluating(self) -> Iterator[StepState]:
+    def _evaluation_mode(self) -> Iterator[StepState]:
         """Yields the state of an evaluation. Within the block all modules are in evaluation mode, and graphs are not saved."""
         modules = [layer.module for layers in self.executor.chunks for layer in layers]
         all_modules = [submodule for module in modules for submodule in module.modules()]

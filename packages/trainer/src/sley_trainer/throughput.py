@@ -241,9 +241,6 @@ def attention_width(module: Any) -> int:
     return heads * head_dim * (1 if getattr(module, "is_causal", True) else 2)
 
 
-STATUS = Path("/proc/self/status")
-
-
 def memory_mb(device: torch.device) -> float:
     """Returns the peak memory in MiB: torch's allocations on a CUDA device, or the resident set of this process on a CPU.
 
@@ -253,7 +250,7 @@ def memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     try:
-        status = STATUS.read_bytes()
+        status = Path("/proc/self/status").read_bytes()
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) / 2**10
     except (OSError, IndexError):
         import resource  # does not exist on Windows

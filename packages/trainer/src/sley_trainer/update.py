@@ -132,19 +132,19 @@ class Update:
         self.masters.set_gradients()
         run_optimizer_step: Callable[[], Any] = self.optimizer.step
         if is_on_device:
-            run_optimizer_step = partial(step_if, self.optimizer, totals.allow_a_step)
+            run_optimizer_step = partial(step_if, self.optimizer, totals.is_allowed_on_device)
         if self.traits.keeps_gradients:
             run_optimizer_step = copy_gradients_first(self.optimizer, run_optimizer_step)
         if self.averages is not None:
             self.averages.add(self.masters.stepped)
-        with self.seeded(step):
+        with self._seed_optimizer(step):
             if (buckets := self.parts.events.step_in_buckets) is None:
                 run_optimizer_step()
             else:
                 step_buckets(self.optimizer, self.masters.optimizer_params, buckets, run_optimizer_step)
         self.masters.scatter_owned_params()
         if self.averages is not None:
-            allowed = totals.allow_a_step if is_on_device else None
+            allowed = totals.is_allowed_on_device if is_on_device else None
             self.averages.update(self.masters.stepped, step, step - num_skipped, allowed)
         self._has_stepped = self.was_taken = True
         self.masters.write_back()
@@ -156,10 +156,9 @@ class Update:
         return self.averages is not None or self.traits.has_modes
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """Returns a context manager in which weights and masters have the averages, or the values of the optimizer's evaluation
-        mode, if there are any. Afterwards they have their former bits. All ranks call it between two steps, with all memory on
-        the device.
+    def use_evaluation_weights(self) -> Iterator[None]:
+        """Sets weights and masters to the averages, or to the values of the optimizer's evaluation mode, if there are any, and
+        restores their bits after the block. All ranks call it between two steps, with all memory on the device.
         """
         if not self.switches_weights:
             yield
@@ -197,8 +196,8 @@ class Update:
         self.masters.weights.settle()
 
     @contextmanager
-    def seeded(self, step: int) -> Iterator[None]:
-        """Returns a context manager in which the optimizer's generators are seeded equally on all ranks."""
+    def _seed_optimizer(self, step: int) -> Iterator[None]:
+        """Seeds the optimizer's generators equally on all ranks, and restores their states after the block."""
         if self.traits is TORCH_TRAITS:
             yield
             return

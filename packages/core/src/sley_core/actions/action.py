@@ -6,7 +6,7 @@ lists.
 
 The layers of a model are cut into `stages x chunks` positions, in the order in which a sample passes them. A stage holds
 `chunks` of them. A placement is the route of a sample: the stage of each position. Two placements are here; plugins may define
-others (`Placing`):
+others (`PlacementFunction`):
 
     loop, 4 stages, 2 chunks               v, 4 stages
 
@@ -46,10 +46,10 @@ class Kind(StrEnum):
     @property
     def makes_gradients(self) -> bool:
         """Returns whether an action of this type may change a gradient."""
-        return self in SENDS_GRADIENT or self is Kind.WEIGHT_GRADIENT
+        return self in INPUT_GRADIENT_KINDS or self is Kind.WEIGHT_GRADIENT
 
 
-SENDS_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """The types of actions that compute the gradient of a chunk's input from the gradient of its output."""
 
 
@@ -223,7 +223,7 @@ class Placement:
         """Returns the value that `action` needs from the chunk before or after `position`, or None if it needs none."""
         if action.kind is Kind.FORWARD and position > 0:
             return Delivery("forward", position, action.micro)
-        if action.kind in SENDS_GRADIENT and position + 1 < self.num_positions:
+        if action.kind in INPUT_GRADIENT_KINDS and position + 1 < self.num_positions:
             return Delivery("backward", position, action.micro)
         return None
 
@@ -231,7 +231,7 @@ class Placement:
         """Returns the value that `action` at `position` computes for a neighbouring chunk, or None if there is none."""
         if action.kind is Kind.FORWARD and position + 1 < self.num_positions:
             return Delivery("forward", position + 1, action.micro)
-        if action.kind in SENDS_GRADIENT and position > 0:
+        if action.kind in INPUT_GRADIENT_KINDS and position > 0:
             return Delivery("backward", position - 1, action.micro)
         return None
 
@@ -253,7 +253,7 @@ class Placement:
         return tuple(holders)
 
 
-Placing = Callable[[int, int], Placement]
+PlacementFunction = Callable[[int, int], Placement]
 """A pure function `(stages, chunks) -> placement`, which raises PlanError for numbers that it does not support."""
 
 
@@ -286,7 +286,7 @@ class Schedule:
 
     generate: Generator
     chunks: int = 1
-    place: Placing = loop
+    place: PlacementFunction = loop
 
     def placement(self, stages: int) -> Placement:
         """Returns the placement for `stages`. Raises PlanError "placement-wrong" unless each stage holds `chunks` positions."""

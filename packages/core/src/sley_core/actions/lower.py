@@ -14,7 +14,8 @@ one at both of its ends, and no two ends can wait for each other.
 
 A post precedes the first action that needs a later transfer in either direction. Otherwise a stage with several neighbours in
 one direction could deadlock, because its late receive would block a message for which the stage itself waits. Within that order
-a receive is posted `AHEAD` actions before its use: early enough that no send waits, late enough that few buffers are in use.
+a receive is posted `NUM_AHEAD` actions before its use: early enough that no send waits, and late enough that few buffers are in
+use.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -40,10 +41,10 @@ from sley_core.actions.action import (
     Transfer,
     direction_of,
 )
-from sley_core.actions.simulate import Costs, Machine
+from sley_core.actions.simulate import Costs, ScheduleSimulator
 from sley_core.errors import PlanError
 
-NEEDS = {
+NEEDED_KIND = {
     Kind.FORWARD: None,
     Kind.BACKWARD: Kind.FORWARD,
     Kind.INPUT_GRADIENT: Kind.FORWARD,
@@ -51,7 +52,7 @@ NEEDS = {
 }
 """The type of the action that must precede an action on the same chunk and microbatch."""
 
-EXCLUDES = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
+EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
 """The types that exclude each other on a chunk and microbatch: a backward is either whole or split."""
 
 
@@ -79,7 +80,7 @@ def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros:
 def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micros: int, training: bool) -> str:
     """Returns a description of the fault of `action` after `earlier_actions`; "" if it is valid."""
     kind, chunk, micro = action.kind, action.chunk, action.micro
-    if kind not in NEEDS:
+    if kind not in NEEDED_KIND:
         return "is not a compute action"
     if not (0 <= chunk < chunks and 0 <= micro < micros):
         return f"is outside {chunks} chunks and {micros} microbatches"
@@ -87,12 +88,12 @@ def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micro
         return "is repeated"
     if kind.makes_gradients and not training:
         return "is in a forward-only list"
-    needed = NEEDS[kind]
+    needed = NEEDED_KIND[kind]
     # plain tuples are equal to actions and faster to create; a search looks up a million
     if needed and (needed, chunk, micro) not in earlier_actions:
         return f"comes before its {Action(needed, chunk, micro)}"
-    if kind in EXCLUDES and (EXCLUDES[kind], chunk, micro) in earlier_actions:
-        return f"repeats a backward, since there is also {Action(EXCLUDES[kind], chunk, micro)}"
+    if kind in EXCLUDED_KIND and (EXCLUDED_KIND[kind], chunk, micro) in earlier_actions:
+        return f"repeats a backward, since there is also {Action(EXCLUDED_KIND[kind], chunk, micro)}"
     return ""
 
 
@@ -110,7 +111,7 @@ def _missing_actions(earlier_actions: set[Action], chunks: int, micros: int, tra
                 yield Action(Kind.WEIGHT_GRADIENT, chunk, micro)
 
 
-AHEAD = 4
+NUM_AHEAD = 4
 """The number of actions between the post of a receive and its use.
 
 With this number no schedule of sley-pp sends a value before its receive is posted, and a stage has at most six buffers. In
@@ -183,13 +184,13 @@ def schedule_posts(
 def _place_posts(issues: Sequence[_TransferEnd]) -> list[tuple[int, Transfer]]:
     """Returns each post in `issues`, which are sorted and of one direction, with the index of the action that it precedes.
 
-    The backward pass over the issues puts a post `AHEAD` actions before its use, but not after its latest index nor after a
+    The backward pass over the issues puts a post `NUM_AHEAD` actions before its use, but not after its latest index nor after a
     later issue. The forward pass keeps it from overtaking an earlier issue.
     """
     positions: list[int] = []
     following = max((issue.action for issue in issues), default=0)
     for issue in reversed(issues):
-        following = min(following, issue.latest, issue.action - AHEAD if issue.post else issue.action)
+        following = min(following, issue.latest, issue.action - NUM_AHEAD if issue.post else issue.action)
         positions.append(max(0, following))
     placed: list[tuple[int, Transfer]] = []
     preceding = 0
@@ -214,7 +215,7 @@ def lower(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, 
     for which the blocked stages wait.
     """
     check_lists(lists, placement, micros, training=training)
-    machine = Machine(lists, placement, Costs.even(placement.num_positions), is_lowered=False)
+    machine = ScheduleSimulator(lists, placement, Costs.even(placement.num_positions), is_lowered=False)
     machine.run()
     order = order_transfers(machine.sent_s)
     return [_lower_stage(actions, stage, placement, order) for stage, actions in enumerate(lists)]

@@ -27,7 +27,7 @@ from sley_core.actions.action import Action, Delivery, Kind, Placement, Step, Tr
 from sley_core.errors import PlanError
 
 
-class Machine:
+class ScheduleSimulator:
     """Simulates one run of `lists`.
 
     is_lowered: whether the lists have sends and posts. If not, a value arrives at the end of the action that computes it.
@@ -189,7 +189,7 @@ def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs
     """Runs lowered lists in simulated time, as the module describes. A transfer takes the time of its link, and overlaps with
     the actions of both stages. Raises PlanError "schedule-deadlock" for lists that do not end.
     """
-    machine = Machine(lists, placement, costs, is_lowered=True)
+    machine = ScheduleSimulator(lists, placement, costs, is_lowered=True)
     machine.run()
     timeline = Timeline.from_spans(placement.stages, machine.spans)
     return SimulatedStep(timeline, tuple(compute_peaks(steps, stage, placement, costs) for stage, steps in enumerate(lists)))

@@ -39,18 +39,16 @@ from sley_core.generators import host_state, seed_host, set_host_state
 Moment = float | torch.cuda.Event
 """A point in a device's work: a reading of the host's clock, or an event on the stream."""
 
-Span = tuple[Moment, Moment]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The number of CUDA driver queues for the work of all streams: 8 by default, and 32 at most. A run has more than eight
 streams; if two share a queue, a receive that waits for its peer holds up the copies behind it.
 """
 
-SHARED_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARED_NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own switch (2.30 and later) for several ranks on one device."""
 
 
@@ -155,7 +153,7 @@ def grow(tensor: Tensor, num_bytes: int) -> None:
     tensor.untyped_storage().resize_(num_bytes)
 
 
-_hosts: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+_host_memories: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
 
 class HostMemory:
@@ -171,13 +169,13 @@ class HostMemory:
         pages = mmap.mmap(-1, self.num_bytes)
         self.data: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
         self.is_locked = lock and self._lock(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
-        _hosts.add(self)
+        _host_memories.add(self)
 
     @staticmethod
     def contains(tensor: Tensor) -> bool:
         """Returns whether `tensor` lies in a live `HostMemory`: on a CPU, an offloaded tensor."""
         key = storage_id(tensor)
-        return any(storage_id(memory.data) == key for memory in list(_hosts))
+        return any(storage_id(memory.data) == key for memory in list(_host_memories))
 
     def _lock(self, address: int) -> bool:
         """Page-locks the pages at `address` for the life of this object. Returns whether that worked, and warns if not."""
@@ -225,7 +223,7 @@ class Device:
             return cls(torch.device("cpu"))
         if count == 0:
             raise RunError("no-device", 'the plan asks for device = "cuda", but torch finds no CUDA device')
-        os.environ.setdefault(CONNECTIONS, "32")
+        os.environ.setdefault(CONNECTIONS_VARIABLE, "32")
         device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
         # Autograd's thread has no current device before its first kernel. If that were a matrix product, as in a stage that
@@ -240,7 +238,7 @@ class Device:
     @property
     def backend(self) -> str:
         """Returns the backend of this device's groups: gloo for CPUs and shared devices, else NCCL."""
-        if self.is_shared and os.environ.get(SHARED_NCCL) != "1":
+        if self.is_shared and os.environ.get(SHARED_NCCL_VARIABLE) != "1":
             return "gloo"
         return BACKENDS[self.type]
 

@@ -35,8 +35,8 @@ from sley_core.comm.progress import Members, Turn, run_guarded
 from sley_core.errors import RunError
 
 HEADER_BYTES = 192
-_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
-_BITS = 0x7FFFFFFF
+_HEADER_FORMAT = struct.Struct(f"<qq{HEADER_BYTES - 16}s")
+_MARK_MASK = 0x7FFFFFFF
 MISMATCH_HINT = (
     "ranks that share weights must run the same modules in the same order. Does a forward depend on "
     "its data, or skip layers at random (LayerDrop, stochastic depth)? Random draws are seeded per "
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
         description, equal on all ranks. contents: a checksum of additional content to compare (`checksum`).
         """
         pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
-        number = zlib.crc32(f"{contents} {pieces}".encode(), _crc(operation, label)) & _BITS
+        number = zlib.crc32(f"{contents} {pieces}".encode(), _checksum_label(operation, label)) & _MARK_MASK
         return cls(label, number, sum(num_bytes for num_bytes, _ in pieces))
 
     def mismatch_error(self, rank: int, peer_exchange: str, peer: int) -> RunError:
@@ -76,11 +76,12 @@ class Mark(NamedTuple):
 
     def header(self) -> Tensor:
         """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
-        return torch.frombuffer(bytearray(_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)), dtype=torch.uint8)
+        header = _HEADER_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)
+        return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
 
 def mark_from_header(header: Tensor) -> Mark:
-    number, num_bytes, encoded_text = _FORMAT.unpack(bytes(header.tolist()))
+    number, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
     return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
 
@@ -90,7 +91,7 @@ def checksum(names: Iterable[str]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _crc(operation: str, label: str) -> int:
+def _checksum_label(operation: str, label: str) -> int:
     return zlib.crc32(f"{operation}\0{label}".encode())
 
 

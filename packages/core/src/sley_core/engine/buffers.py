@@ -128,7 +128,7 @@ class BufferShard:
         return size * self.index, size * (self.index + 1)
 
 
-WHOLE = BufferShard("", 1, 0)
+FULL_BUFFER = BufferShard("", 1, 0)
 """The only shard of a buffer that is not divided."""
 
 
@@ -196,7 +196,7 @@ class GradientBuffer(FlatBuffer):
         self.is_whole = True
         self.reduce_group = params[0].reduce_group
         self.stages = params[0].stages
-        self._begin, self._end = (shard or WHOLE).bounds(self.data.numel())
+        self._begin, self._end = (shard or FULL_BUFFER).bounds(self.data.numel())
         assert all(param.family == params[0].family for param in params), f"{params} do not reduce together"
 
     @cached_property
@@ -212,11 +212,11 @@ class GradientBuffer(FlatBuffer):
     @cached_property
     def ranges(self) -> dict[Param, ElementRange]:
         """Returns the range of each parameter's elements in this rank's part, which may be empty."""
-        return self.ranges_of((self.shard or WHOLE).index)
+        return self.ranges_of((self.shard or FULL_BUFFER).index)
 
     def ranges_of(self, index: int) -> dict[Param, ElementRange]:
         """Returns the range of each parameter's elements in part `index` of the buffer."""
-        begin, end = replace(self.shard or WHOLE, index=index).bounds(self.data.numel())
+        begin, end = replace(self.shard or FULL_BUFFER, index=index).bounds(self.data.numel())
         ranges = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             first = min(max(begin - start, 0), param.numel)

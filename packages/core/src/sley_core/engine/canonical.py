@@ -91,7 +91,7 @@ class CanonicalReduction(Reduction):
         faults = [*_tie_faults(stages)]
         if per_rank_buffers:
             message = f"each rank updates its own {', '.join(per_rank_buffers)} from its own samples"
-            hint = f"{FAST}, or modules without such buffers"
+            hint = f"{FAST_HINT}, or modules without such buffers"
             faults.append(Diagnostic("canonical-buffers", message, path=MODEL, hint=hint))
         if faults:
             raise PlanError.from_diagnostics(faults)
@@ -121,23 +121,23 @@ class CanonicalReduction(Reduction):
         return ExactTotals(self.groups, gradients, self.pad_losses(loss), norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
-        """Returns the summed digits of `weights` [NUM_DIGITS]. The first has the non-finite weights."""
-        sums = [0.0] * NUM_DIGITS
+        """Returns the summed digits of `weights` [NUM_WEIGHT_DIGITS]. The first has the non-finite weights."""
+        sums = [0.0] * NUM_WEIGHT_DIGITS
         for weight in weights:
             if not math.isfinite(weight):
                 sums[0] += weight
                 continue
             remainder = weight
-            for index in range(NUM_DIGITS):
+            for index in range(NUM_WEIGHT_DIGITS):
                 digit = math.floor(remainder)
                 sums[index] += digit
-                remainder = (remainder - digit) * _BASE
+                remainder = (remainder - digit) * _DIGIT_BASE
         return sums
 
     def weight_of(self, terms: Sequence[float]) -> float:
         total = 0.0
         for digit in reversed(terms):
-            total = total / _BASE + digit
+            total = total / _DIGIT_BASE + digit
         return total
 
     def loss_terms(self, losses: Sequence[Tensor]) -> Tensor:
@@ -208,7 +208,7 @@ class CanonicalAccumulator(Accumulator):
                 f"the parameter {self.param.name!r} of a linear or an embedding is also used in another way, has "
                 "a hook, is used under autocast, or is differentiated twice, so the order of its gradient sum "
                 "depends on the layout",
-                hint=FAST,
+                hint=FAST_HINT,
             )
         self.begin_contribution()
         super().accumulate_grad()
@@ -273,7 +273,7 @@ class CanonicalAccumulator(Accumulator):
         return PartialSums(self.reduction.num_leaves, self.reduction.sum_memory, self._allocated_view())
 
 
-FAST = 'set [parallel] reduction = "fast"'
+FAST_HINT = 'set [parallel] reduction = "fast"'
 Use = tuple[str, nn.Module, int]
 """A use of a parameter: its name there, the module that holds it, and that module's stage."""
 
@@ -296,18 +296,18 @@ def _tie_faults(stages: Stages) -> Iterator[Diagnostic]:
         if unsupported is not None:
             class_name = type(unsupported[1]).__name__
             message = f"{name!r} is also {unsupported[0]!r} in a {class_name}, so the order of their gradient sum varies"
-            hint = f"{FAST}, or tie only weights of plain nn.Linear and nn.Embedding"
+            hint = f"{FAST_HINT}, or tie only weights of plain nn.Linear and nn.Embedding"
             yield Diagnostic("canonical-tie", message, path=MODEL, hint=hint)
         elif len({use[2] for use in all_uses}) > 1 and len(by_layer) > 2:
             count = len(by_layer)
             message = f"{count} layers on several stages share {name!r}, and the stages sum its gradients in their own order"
-            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST}, or set `pp = 1`")
+            yield Diagnostic("canonical-tie", message, path=MODEL, hint=f"{FAST_HINT}, or set `pp = 1`")
 
 
-NUM_DIGITS = 4
+NUM_WEIGHT_DIGITS = 4
 """The integer part, and three digits of 24 bits after the point."""
 
-_BASE = 2.0**24
+_DIGIT_BASE = 2.0**24
 
 
 def tree_sum(values: Tensor) -> Tensor:
@@ -319,11 +319,11 @@ def tree_sum(values: Tensor) -> Tensor:
     return values[0]
 
 
-_DIGIT = 24
-_NUM_DIGITS = 3
-_CHUNK = 1 << 18
+_DIGIT_BITS = 24
+_NUM_NORM_DIGITS = 3
+_CHUNK_NUMEL = 1 << 18
 """The number of elements converted to float64 at a time. The sum of their digits is below 2^53, so exact."""
-_HALF = 26
+_LOW_BITS = 26
 """The number of low bits of a digit's sum, which are sent in a separate float64; sums over up to 2^27 ranks are exact."""
 
 
@@ -338,26 +338,26 @@ def max_abs(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def digit_sums(tensors: Iterable[Tensor], largest: Tensor, norm_type: float) -> Tensor:
     """Returns the digit sums of |g|^p, float64 [6] with integer values. largest: the largest |g| of all ranks. norm_type: p."""
     shrink = _power_of_two(-_exponent(largest))
-    sums = torch.zeros(_NUM_DIGITS, dtype=torch.int64, device=largest.device)
+    sums = torch.zeros(_NUM_NORM_DIGITS, dtype=torch.int64, device=largest.device)
     for tensor in tensors:
-        for chunk in torch.split(tensor.reshape(-1), _CHUNK):
+        for chunk in torch.split(tensor.reshape(-1), _CHUNK_NUMEL):
             remainder = chunk.to(torch.float64, copy=True).mul_(shrink)
             remainder = remainder.square_() if norm_type == 2 else remainder.abs_()
-            for number in range(_NUM_DIGITS):
-                digit = remainder.mul_(2.0**_DIGIT).floor()
+            for number in range(_NUM_NORM_DIGITS):
+                digit = remainder.mul_(2.0**_DIGIT_BITS).floor()
                 sums[number] += digit.sum().to(torch.int64)
                 remainder.sub_(digit)
-    high = sums >> _HALF
-    return torch.cat([high, sums - (high << _HALF)]).double()
+    high = sums >> _LOW_BITS
+    return torch.cat([high, sums - (high << _LOW_BITS)]).double()
 
 
 def norm_from_digits(summed: Tensor, largest: Tensor, norm_type: float) -> Tensor:
     """Returns the norm as a float64 scalar, inf if a gradient is not finite. summed: the sum of all ranks' `digit_sums`."""
-    halves = summed.to(torch.int64).view(2, _NUM_DIGITS)
+    halves = summed.to(torch.int64).view(2, _NUM_NORM_DIGITS)
     total = torch.zeros((), dtype=torch.float64, device=largest.device)
-    for number in reversed(range(_NUM_DIGITS)):
-        value = halves[0, number].double() * 2.0**_HALF + halves[1, number].double()
-        total = total + value * 2.0 ** (-_DIGIT * (number + 1))
+    for number in reversed(range(_NUM_NORM_DIGITS)):
+        value = halves[0, number].double() * 2.0**_LOW_BITS + halves[1, number].double()
+        total = total + value * 2.0 ** (-_DIGIT_BITS * (number + 1))
     root = total.sqrt() if norm_type == 2 else total
     return torch.where(largest.isfinite(), root * _power_of_two(_exponent(largest)), math.inf)
 

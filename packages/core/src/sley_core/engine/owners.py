@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sley_core.comm.device import free, grow
 from sley_core.engine.buffers import FlatBuffer
 from sley_core.engine.registry import Param
-from sley_core.engine.shards import AXIS
+from sley_core.engine.shards import SHARD_AXIS
 
 if TYPE_CHECKING:
     from sley_core.comm.group import Group, Groups
@@ -72,13 +72,13 @@ class PartExchange:
         }
 
     def _join(self, param: Param, pieces: Sequence[Tensor]) -> Tensor:
-        if self.group.axis != AXIS:
+        if self.group.axis != SHARD_AXIS:
             return torch.cat(list(pieces)).view(param.parameter.shape)
         assert param.shard is not None, param
         return param.shard.join(torch.stack(list(pieces)).view(-1, *param.shard.own_shape))
 
     def _split(self, param: Param, full_tensor: Tensor) -> Sequence[Tensor]:
-        if self.group.axis != AXIS:
+        if self.group.axis != SHARD_AXIS:
             return torch.split(full_tensor.reshape(-1), list(self.sizes[param]))
         assert param.shard is not None, param
         return [replace(param.shard, index=index).cut(full_tensor) for index in range(self.group.size)]
@@ -190,7 +190,7 @@ class MatrixOwners:
 
     def _ordered_exchanges(self) -> list[PartExchange]:
         """Returns the exchanges over the axes of reducers, then that over `wp`. The order is the same on all ranks."""
-        return [self._exchanges[axis] for axis in sorted(self._exchanges, key=lambda axis: (axis == AXIS, axis))]
+        return [self._exchanges[axis] for axis in sorted(self._exchanges, key=lambda axis: (axis == SHARD_AXIS, axis))]
 
     def _part_sizes(self, param: Param) -> dict[str, Sequence[int]]:
         """Returns the number of elements of each rank's part by axis; {} for a parameter that this rank has whole."""
@@ -201,5 +201,5 @@ class MatrixOwners:
         if buffer is not None and buffer.shard is not None and buffer.shard.count > 1:
             sizes[buffer.shard.axis] = [buffer.ranges_of(index)[param].numel for index in range(buffer.shard.count)]
         if param.shard is not None:
-            sizes[AXIS] = [param.numel] * param.shard.count
+            sizes[SHARD_AXIS] = [param.numel] * param.shard.count
         return sizes

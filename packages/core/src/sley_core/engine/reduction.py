@@ -382,8 +382,8 @@ def reduction_class(name: str) -> type[Reduction]:
     return Reduction
 
 
-ROW = 1024
-LONG = 4 * ROW
+ROW_NUMEL = 1024
+MIN_ROWS_NUMEL = 4 * ROW_NUMEL
 """The least number of elements of a tensor that is viewed as rows. For 16,384 elements, few of them large as in an embedding's
 gradient, the error without rows was 1.2e-6 (measured).
 """
@@ -392,19 +392,19 @@ gradient, the error without rows was 1.2e-6 (measured).
 def combined_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns the p-norm over `tensors`, of one device and dtype, as a float64 scalar. norm_type: p, which may be inf."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
-    min_rows_numel: float = LONG if norm_type == 2 else ROW  # other powers lose more
+    min_rows_numel: float = MIN_ROWS_NUMEL if norm_type == 2 else ROW_NUMEL  # other powers lose more
     if tensors and tensors[0].device.type != "cpu":
         min_rows_numel = math.inf
     norms, short = [], []
     for tensor in tensors:
         if (numel := tensor.numel()) < min_rows_numel:
             short.append(tensor)
-        elif num_remaining := numel % ROW:  # 0 for most weights: a call of torch costs as much as the norm of a small one
+        elif num_remaining := numel % ROW_NUMEL:  # 0 for most weights: a call of torch costs as much as the norm of a small one
             flat = tensor.reshape(-1)
-            norms.append(torch.linalg.vector_norm(flat[:-num_remaining].view(-1, ROW), norm_type, dim=1, dtype=wide))
+            norms.append(torch.linalg.vector_norm(flat[:-num_remaining].view(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
             norms.append(torch.linalg.vector_norm(flat[-num_remaining:], norm_type, dtype=wide).reshape(1))
         else:
-            norms.append(torch.linalg.vector_norm(tensor.reshape(-1, ROW), norm_type, dim=1, dtype=wide))
+            norms.append(torch.linalg.vector_norm(tensor.reshape(-1, ROW_NUMEL), norm_type, dim=1, dtype=wide))
     if short:
         # As torch.nn.utils.get_total_norm, without its sorting by device and dtype: here all have the same.
         norms.append(torch.stack(torch._foreach_norm(short, norm_type, dtype=wide)))

@@ -137,7 +137,7 @@ class WriteWatch:
         """Returns a snapshot of `layer`, or None if this call is not watched."""
         is_first_call = layer.name not in self._slots_of_layer
         if is_first_call:
-            self._slots_of_layer[layer.name] = list(self._watched_places(layer))
+            self._slots_of_layer[layer.name] = list(self._list_slots(layer))
             self._first_steps[layer.name] = micro.step
         elif micro.micro and micro.step > self._first_steps[layer.name]:
             return None
@@ -186,7 +186,7 @@ class WriteWatch:
             raise _weight_written_error(layer, slot.name, reason, slot.module)
         self._writers[layer.name] = slot.name
 
-    def _watched_places(self, layer: Layer) -> Iterable[_TensorSlot]:
+    def _list_slots(self, layer: Layer) -> Iterable[_TensorSlot]:
         """Yields the slots of unsharded parameters, and of buffers that must not be written."""
         for name, module in layer.module.named_modules(prefix=layer.name):
             for values, is_buffer in ((module._parameters, False), (module._buffers, True)):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sley_core.comm.group import Group, Groups
     from sley_core.engine.registry import Param, Stages
 
-AXIS = "wp"
+SHARD_AXIS = "wp"
 """The axis over which weights are sharded."""
 
 REDUCE_GROUP = "wdp"
@@ -135,12 +135,12 @@ def gather_full_tensors(parts: Mapping[Param, Tensor], groups: Groups) -> dict[P
     for dtype in dict.fromkeys(shard.dtype for shard in sharded.values()):
         same_dtype = {param: shard for param, shard in sharded.items() if shard.dtype == dtype}
         sent = torch.cat([shard.reshape(-1) for shard in same_dtype.values()])
-        received = sent.new_empty((groups[AXIS].size, sent.numel()))
-        groups[AXIS].all_gather(received, sent[None], label="parts of parameters", channel="gather").wait()
+        received = sent.new_empty((groups[SHARD_AXIS].size, sent.numel()))
+        groups[SHARD_AXIS].all_gather(received, sent[None], label="parts of parameters", channel="gather").wait()
         slices = torch.split(received, [shard.numel() for shard in same_dtype.values()], dim=1)
         for (param, shard), parts_of_ranks in zip(same_dtype.items(), slices, strict=True):
             assert param.shard is not None, param
-            full_tensors[param] = param.shard.join(parts_of_ranks.reshape(groups[AXIS].size, *shard.shape))
+            full_tensors[param] = param.shard.join(parts_of_ranks.reshape(groups[SHARD_AXIS].size, *shard.shape))
     return {param: full_tensors[param] for param in parts}
 
 

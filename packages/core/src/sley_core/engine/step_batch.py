@@ -347,7 +347,7 @@ class WholeSequences:
 _NARROW_TOLERANCE = 2**-6
 """The relative tolerance of the sum of halves if the loss computes in a type narrower than fp64: bf16 has 8 bits."""
 
-WINDOW = 16
+WINDOW_LENGTH = 16
 """The number of positions per check. The beginning, the middle and the end of a slice are checked."""
 
 
@@ -369,7 +369,7 @@ class PositionAdditivity:
             return
         fields = [name for name, field in self.fields.items() if field.sequence_dim is not None and name in batch]
         dim, length = dim_and_size(batch, self.fields, "sequence_dim") if fields else (0, 0)
-        size = min(WINDOW, length) // 2 * 2
+        size = min(WINDOW_LENGTH, length) // 2 * 2
         if size < 2 or output.ndim <= dim or output.shape[dim] != length:
             return
         starts = sorted({0, (length - size) // 2, length - size})

@@ -48,7 +48,7 @@ class Votes(NamedTuple):
 LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
 """The index of each of a step's totals. The plugins' numbers follow."""
 
-USUAL = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
+TYPICAL_TOTALS = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
 """Totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
 
 
@@ -79,14 +79,14 @@ class StepTotals:
         """Waits for the copy of the values, but for no later work on the device, and returns them."""
         self.device.wait_until(self.end)
         loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read(
-            self.values, [*USUAL, *[0.0] * (self.values.numel() - len(USUAL))]
+            self.values, [*TYPICAL_TOTALS, *[0.0] * (self.values.numel() - len(TYPICAL_TOTALS))]
         )
         skipped = self.loss_scale is not None and not math.isfinite(grad_norm)
         mean = loss / weight if weight else 0.0
         return StepResult(mean, grad_norm, weight, stops > 0, saves > 0, differs != 0, numbers, self.loss_scale, skipped)
 
     @property
-    def allow_a_step(self) -> Tensor:
+    def is_allowed_on_device(self) -> Tensor:
         """Returns `StepResult.is_allowed` as a bool tensor, without waiting for the device."""
         is_number = torch.isfinite(self.values[:WEIGHT]).all()
         return is_number & (self.values[WEIGHT] > 0) & (self.values[DIFFERS] == 0)
@@ -129,7 +129,7 @@ class StepResult:
         return not self.is_finite and not (self.ranks_differ or self.skipped) and self.weight > 0
 
 
-LARGEST = 3.4028234663852886e38
+FP32_MAX = 3.4028234663852886e38
 """The largest fp32 number: the gradient of the loss starts as scale / weight in the loss's own type."""
 
 
@@ -160,7 +160,7 @@ class LossScale:
         self._num_good += 1
         if self._num_good == config.growth_interval:
             self._num_good = 0
-            if self.value * config.growth_factor <= LARGEST:
+            if self.value * config.growth_factor <= FP32_MAX:
                 self.value *= config.growth_factor
 
     def state(self) -> dict[str, float | int]:

@@ -146,7 +146,7 @@ class WeightStore:
         self._completions.append(completion)
 
     @property
-    def may_arrive_late(self) -> bool:
+    def can_arrive_late(self) -> bool:
         """Returns whether weights may be in flight after a step returns. The result is the same on all ranks."""
         return bool(self._completions) and not self.is_eager
 
@@ -174,9 +174,6 @@ class WeightStore:
                 with suppress(RunError):
                     completion.wait()
             raise
-
-
-HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -355,7 +352,7 @@ class Masters:
             stepped.sync()
 
     @property
-    def have_outside_writes(self) -> bool:
+    def has_outside_writes(self) -> bool:
         """Returns whether a program has written weights since the last `follow`. Also works while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())

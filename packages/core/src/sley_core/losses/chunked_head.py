@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
     from sley_core.engine.step_batch import BatchWeight
 
-PATH = ("loss", "chunk_tokens")
+CHUNK_TOKENS_PATH = ("loss", "chunk_tokens")
 
-AUTO_BYTES = 1 << 27
+AUTO_CHUNK_BYTES = 1 << 27
 """The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
 
-ELEMENTWISE = frozenset(
+ELEMENTWISE_METHODS = frozenset(
     {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
     | {f"__{name}__" for name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg")}
 )
@@ -49,9 +49,9 @@ ELEMENTWISE = frozenset(
 class HeadChunks:
     """The model's last linear, whose loss is computed in chunks of tokens, and the size of the chunks.
 
-    layer: the name of the last layer. path: the name of the linear within it. max_tokens: the tokens of a chunk; None sets them
-    by `AUTO_BYTES`. weight: the divisor of gradients in the running step. is_active: whether a call of the head is followed by
-    the loss; otherwise the head returns all logits. is_patched: whether a `LogitsHead` replaces the linear's forward.
+    layer: the name of the last layer. path: the name of the linear within it. max_tokens: the tokens of a chunk; None derives
+    them from `AUTO_CHUNK_BYTES`. weight: the divisor of gradients in the running step. is_active: whether the loss follows a
+    call of the head; otherwise the head returns all logits. is_patched: whether a `LogitsHead` replaces the linear's forward.
     """
 
     layer: str
@@ -92,7 +92,7 @@ class HeadChunks:
 
     def slices(self, num_tokens: int, num_classes: int, itemsize: int) -> Iterator[slice]:
         """Yields equal slices of the tokens; the last may be smaller."""
-        max_tokens = self.max_tokens or max(1, AUTO_BYTES // (num_classes * itemsize))
+        max_tokens = self.max_tokens or max(1, AUTO_CHUNK_BYTES // (num_classes * itemsize))
         size = max(1, -(-num_tokens // -(-num_tokens // max_tokens))) if num_tokens else 1
         return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))
 
@@ -104,7 +104,7 @@ class LogitsHead:
     weight, so that all of them must compute their losses together.
     """
 
-    refusal: tuple[KeyPath, str] = (PATH, "remove `chunk_tokens`")
+    refusal: tuple[KeyPath, str] = (CHUNK_TOKENS_PATH, "remove `chunk_tokens`")
     is_collective = False
 
     def __init__(self, chunks: HeadChunks, linear: nn.Linear) -> None:
@@ -197,7 +197,7 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
         return DirectHead(parts, chunks, cast("nn.Linear", layer.module.get_submodule(chunks.path))).patch.undo
     if layer is not None and not chunks.is_patched:
         message = f"the weight of `{chunks.name}` is sharded in a way that does not allow chunks"
-        raise PlanError("head-chunks", message, path=PATH, hint="remove `chunk_tokens`, or `[model] compile`")
+        raise PlanError("head-chunks", message, path=CHUNK_TOKENS_PATH, hint="remove `chunk_tokens`, or `[model] compile`")
     return lambda: None
 
 
@@ -240,13 +240,13 @@ class LazyLogits(SplitLogits):
         """Returns an elementwise method of the head. Raises RunError `logits-split` for all other methods of a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
-        if name not in ELEMENTWISE:
+        if name not in ELEMENTWISE_METHODS:
             self._refuse(name)
         return partial(self._apply_later, name)
 
     def _apply_later(self, name: str, *args: Any, **kwargs: Any) -> LazyLogits:
         is_simple = not kwargs and all(isinstance(argument, int | float | torch.dtype) for argument in args)
-        if name not in ELEMENTWISE or not is_simple:
+        if name not in ELEMENTWISE_METHODS or not is_simple:
             self._refuse(name)
         return LazyLogits(self._head(), self.hidden, (*self.functions, lambda logits: getattr(logits, name)(*args)))
 

@@ -182,7 +182,7 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
-NOT_TOKENS = frozenset({"positions", "cu_seqlens"})
+NON_TOKEN_FIELDS = frozenset({"positions", "cu_seqlens"})
 
 
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
@@ -198,7 +198,7 @@ def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Ten
     if labels.ndim < 2 or int(has_weight.sum()) < 2:
         return
     for name, tokens in batch.items():
-        if name == labels_name or name in NOT_TOKENS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
+        if name == labels_name or name in NON_TOKEN_FIELDS or tokens.shape != labels.shape or tokens.dtype != labels.dtype:
             continue
         if _is_equal(labels, tokens, has_weight) and not any(
             _is_shifted(labels, tokens, has_weight, dim) for dim in range(labels.ndim)

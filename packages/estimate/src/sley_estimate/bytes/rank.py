@@ -50,7 +50,7 @@ from sley_estimate.layers.trace import layer_keys
 from sley_estimate.step.record import RankRecord, Recording
 from sley_trainer.assemble import Draft, assemble, build_draft, weight_dtypes
 from sley_trainer.run import Run
-from sley_trainer.stage import Lists
+from sley_trainer.stage import ActionLists
 from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
@@ -209,7 +209,7 @@ def classify_allocation(allocation: Allocation) -> str:
     return "temporary buffers" if is_temporary else "activations"
 
 
-def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
+def min_equivalent_micro_batches(lists: ActionLists, num_micro_batches: int) -> int:
     """Returns the smallest number of microbatches with the same peaks of this stage's list as `num_micro_batches`: of pending
     pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micro_batches` if no
     smaller number has the same peaks.
@@ -219,7 +219,7 @@ def min_equivalent_micro_batches(lists: Lists, num_micro_batches: int) -> int:
     return next((count for count in range(min_count, num_micro_batches) if _peaks(lists, count) == peaks), num_micro_batches)
 
 
-def _peaks(lists: Lists, num_micro_batches: int) -> Peaks | None:
+def _peaks(lists: ActionLists, num_micro_batches: int) -> Peaks | None:
     """Returns the peaks of this stage's list, or None if the schedule has no list for `num_micro_batches`."""
     try:
         steps = lists.training(num_micro_batches)
@@ -315,7 +315,7 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
-    pending_forwards = [max_pending_forwards(steps) for steps in lists.of_all_stages(num_micro_batches)]
+    pending_forwards = [max_pending_forwards(steps) for steps in lists.lower_all_stages(num_micro_batches)]
     by_key: dict[Hashable, int] = {}
     for stage in sorted(range(topology.pp), key=lambda stage: -pending_forwards[stage]):
         by_key.setdefault(keys[stage], stage)

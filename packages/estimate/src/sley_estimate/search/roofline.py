@@ -264,14 +264,14 @@ class Roofline:
         positions = [[placement.position(number, chunk) for number in range(pp)] for chunk in range(placement.chunks)]
         try:
             pending, longer_pending = (
-                [max_pending_forwards(steps) for steps in lists.generate_actions(times * pp)] for times in (2, 3)
+                [max_pending_forwards(steps) for steps in lists.generate(times * pp)] for times in (2, 3)
             )
             max_pending = [
                 float(count) if count == longer_count else np.inf
                 for count, longer_count in zip(pending, longer_pending, strict=True)
             ]
             even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
-            end = simulate(lists.of_all_stages(2 * pp), placement, even).timeline.makespan_s
+            end = simulate(lists.lower_all_stages(2 * pp), placement, even).timeline.makespan_s
             bubble = end / placement.chunks - 2 * pp
         except SleyError:  # a schedule file has lists only for its own number of microbatches
             max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks

@@ -249,7 +249,7 @@ def estimate_plan(
     num_micro_batches, lists = plan.num_micros(plan.topology(size)), draft.stage.action_lists
     host_waits = machine.engine is not None and waits_before_updates(plan)
     pricer = _StepPricer(records, lists.placement, machine, measured, num_micro_batches, host_waits)
-    entries_by_stage = lists.of_all_stages(num_micro_batches)
+    entries_by_stage = lists.lower_all_stages(num_micro_batches)
     step = simulate_programs([list(pricer.program(stage, entries)) for stage, entries in enumerate(entries_by_stage)])
     return PlanEstimate(step, layers, memory)
 
