@@ -172,6 +172,7 @@ class EvaluationFeed:
     fields: Collection[str]
 
     def batches(self, splitter: BatchSplitter) -> Iterator[StepBatch]:
+        """Yields this rank's samples, batch by batch, from the first sample of the set on."""
         self.feed.restore({"samples": 0})
         splitter = splitter.select_fields(self.fields)
         for done in range(0, self.num_samples, self.batch_size):

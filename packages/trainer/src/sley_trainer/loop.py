@@ -192,7 +192,7 @@ class Loop:
         self._start_time = end_time
         if skips is not None:
             skips.settle(pending.totals)
-        is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.most
+        is_skipped = skips is not None and result.is_skippable and skips.num_in_a_row <= skips.max_in_a_row
         if result.is_refused and not is_skipped:
             raise build_refusal(
                 self.parts,

@@ -30,6 +30,7 @@ def state_region(stepped: Stepped) -> Region:
 
 
 def state_name(parameter: str, state: str) -> str:
+    """Returns the name of an optimizer state in a checkpoint."""
     return f"{OPTIMIZER}{parameter}/{state}"
 
 
@@ -46,6 +47,7 @@ def generator_states(device: Device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: Device) -> None:
+    """Sets this process's generators to the result of `generator_states`."""
     values = {name: decode_value(state) for name, state in states.items()}
     numpy_state = None
     if "numpy" in values:
@@ -59,6 +61,7 @@ def restore_generators(states: Mapping[str, Any], device: Device) -> None:
 
 
 def encode_state(value: Any, parameter: str, name: str) -> Any:
+    """Returns the optimizer's `value` as JSON. Raises RunError "optimizer-state" for a value that JSON cannot represent."""
     try:
         return encode_value(value)
     except TypeError as error:

@@ -228,7 +228,7 @@ class Run(Loop, AbstractContextManager["Run"]):
         """Prepares the memory that a save of `precision` reads. Raises StateError "memory-away"."""
         self.memory.require("saving weights", SAVE_PARTS[precision])
         if precision == "full":
-            self.memory.follow("saving weights")
+            self.memory.update_masters("saving weights")
 
     @on_stream
     def save_checkpoint(self, path: str | Path | None = None) -> str:

@@ -85,7 +85,7 @@ class RunMemory:
         """
         self.wait_until_idle()
         self.check_idle()
-        self.follow()
+        self.update_masters()
         waits = [manager.offload(part) for part, manager in reversed(self._select(parts))]
         return Move(waits, self.inventory.device)
 
@@ -99,15 +99,15 @@ class RunMemory:
         return Move([manager.onload(part) for part, manager in self._select(parts)])
 
     def require(self, caller: str, parts: Iterable[Part]) -> None:
-        """Makes the device wait for transfers of `parts`. caller: what needs them, such as "a step". Raises
-        StateError "memory-away".
+        """Makes the device wait for transfers of `parts`. caller: the operation that needs them, such as "a step". Raises
+        StateError "memory-away" if one of them is offloaded.
         """
         managers = self._managers
         for part in parts:
             if part in managers:
                 managers[part].require(part, caller)
 
-    def follow(self, reader: str | None = None) -> None:
+    def update_masters(self, reader: str | None = None) -> None:
         """Updates the master weights after a program has written weights, if both are on the device.
 
         Must be called before master weights are read. reader: the purpose of the read, such as "a checkpoint"; None if nothing
@@ -120,7 +120,7 @@ class RunMemory:
             if reader is not None and self.masters.has_outside_writes:
                 raise
         else:
-            self.masters.follow()
+            self.masters.copy_outside_writes()
 
     @property
     def report(self) -> dict[Part, Moved]:
@@ -141,7 +141,7 @@ class RunMemory:
             hint = f"remove it from the call, or use one of {', '.join(COPIED)}"
             raise UsageError("not-copied", f"an offload makes no copy of a run's {part.replace('_', ' ')}", hint=hint)
         if part == "masters":
-            self.follow("reading masters")
+            self.update_masters("reading masters")
         copies = self._copies()
 
         def value(tensor: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class RunState(TrainingState):
         return cast("T", result)
 
     def pieces(self) -> list[TensorPiece]:
-        self._memory.follow("a checkpoint")
+        self._memory.update_masters("a checkpoint")
         current_memory = self._memory.memory_lookup()
         pieces = [
             TensorPiece(name, region.shape, rectangle, view)
@@ -331,6 +331,7 @@ AUTO = "auto"
 
 
 def build_checkpointer(state: RunState) -> Checkpointer:
+    """Returns the checkpointer of the plan's `[checkpoint]`, or `NoCheckpointer` without this table."""
     component = state.plan.checkpoint
     checkpointer: Checkpointer = NoCheckpointer(state) if component is None else component.build(state)
     return checkpointer

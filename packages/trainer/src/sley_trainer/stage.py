@@ -72,6 +72,7 @@ class Stage:
     layers_by_position: Stages
 
     def for_stage(self, number: int) -> Stage:
+        """Returns the part of the model on stage `number`, sharing this one's cache of lists."""
         return Stage(self.action_lists.for_stage(number), self.layers_by_position)
 
     @cached_property
@@ -82,6 +83,7 @@ class Stage:
 
     @property
     def layers(self) -> list[Layer]:
+        """Returns this stage's layers, chunk by chunk."""
         return [layer for chunk in self.chunks for layer in chunk]
 
     @property

@@ -87,6 +87,7 @@ def check_extra_states(layers: Iterable[Layer]) -> None:
 
 
 def set_extra_state(module: nn.Module, value: Tensor) -> None:
+    """Restores the extra state of `module` from the result of `extra_state`."""
     module.set_extra_state(decode_value(json.loads(value.cpu().numpy().tobytes())))
 
 
@@ -98,7 +99,7 @@ _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 
 
 class _Source(NamedTuple):
-    """Names a tensor that this rank's stage writes: a parameter or a buffer."""
+    """A tensor that this rank's stage writes: the parameter `param`, or `buffer`."""
 
     spec: Spec
     param: Param | None
@@ -261,7 +262,7 @@ class WeightSaver:
 
 
 def _describe_failure(write: Callable[[], object], folder: Path) -> str:
-    """Calls `write`, which works on `folder`. Returns its failure, or ""."""
+    """Calls `write`, and returns a description of its failure, or "". folder: the folder that `write` changes."""
     try:
         write()
     except SleyError as error:
@@ -282,16 +283,17 @@ class LoadedWeights(NamedTuple):
 
 
 class ModelNames(NamedTuple):
-    """The names of a full model. first: the registry's name by parameter name. buffers: buffers and extra states."""
+    """The names of a full model. parameters: the registry's name by parameter name. buffers: buffers and extra states."""
 
-    first: Mapping[str, str]
+    parameters: Mapping[str, str]
     buffers: set[str]
 
 
 def collect_names(layers: Sequence[Layer]) -> ModelNames:
-    first = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
+    """Returns the names of the parameters, buffers and extra states of a model with these `layers`."""
+    parameters = {name: param.name for param in ParameterRegistry([layers]) for name in (param.name, *param.aliases)}
     buffers = {name for layer in layers for name, _ in layer.module.named_buffers(layer.name, True, False)}
-    return ModelNames(first, buffers | {name for name, _ in modules_with_extra_state(layers)})
+    return ModelNames(parameters, buffers | {name for name, _ in modules_with_extra_state(layers)})
 
 
 def load_weights(
@@ -343,7 +345,7 @@ class _WeightLoader:
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
         """Copies `value` into this rank's weight, weight shard or buffer of this name, if there is one."""
-        param, buffer = self.params.get(self.names.first.get(name, name)), self.buffers.get(name)
+        param, buffer = self.params.get(self.names.parameters.get(name, name)), self.buffers.get(name)
         if param is not None:
             if param.name in self.base:
                 self.base[param.name] = self.sums[param.name]
@@ -380,11 +382,11 @@ class _WeightLoader:
 
     def _check_value(self, name: str, value: Tensor) -> None:
         """Checks name, shape and dtype, and adds a checksum of the values to the report; `exchange_reports` compares them."""
-        first = self.names.first.get(name, name)
-        self.received_names.add(first)
-        if name not in self.names.first and name not in self.names.buffers:
+        registry_name = self.names.parameters.get(name, name)
+        self.received_names.add(registry_name)
+        if name not in self.names.parameters and name not in self.names.buffers:
             self.unknown.append(name)
-        param, buffer = self.params.get(first), self.buffers.get(name)
+        param, buffer = self.params.get(registry_name), self.buffers.get(name)
         if param is not None:
             shape = param.shape
         elif buffer is not None:
@@ -402,7 +404,7 @@ class _WeightLoader:
             fault = "is on meta and has no values"
         else:
             digest = checksum(value)
-            if self.sums.setdefault(first, digest) != digest:
+            if self.sums.setdefault(registry_name, digest) != digest:
                 fault = "has different values than the parameter that it is tied to"
         if fault:
             self.faults.append(f"{name!r} {fault}")

@@ -98,7 +98,7 @@ class Stepper:
             totals.fetch()
             self.state.was_taken = self.update.was_taken
             if skips is not None:
-                skips.follow(totals)
+                skips.record(totals)
                 if self.device.is_async and self.update.was_taken:  # the host does not know yet
                     self.state.was_taken = lambda: not totals.read().is_skippable
             for event in self.events.after_update:

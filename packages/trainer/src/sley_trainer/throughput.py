@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 MEMORY_EVERY_S = 0.5
+"""The seconds between two readings of the memory."""
+
 DOCUMENTS = "cu_seqlens"
+"""The batch field with the boundaries of packed documents."""
 
 
 class ModelFlops(NamedTuple):
@@ -41,6 +44,7 @@ class ModelFlops(NamedTuple):
     in_documents: bool = False
 
     def total(self, counts: BatchCounts) -> float:
+        """Returns the FLOPs of a batch with these `counts`."""
         return self.matrices * counts.positions + self.attention * counts.pairs
 
 

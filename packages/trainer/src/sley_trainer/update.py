@@ -163,7 +163,7 @@ class Update:
         if not self.switches_weights:
             yield
             return
-        self.masters.follow()
+        self.masters.copy_outside_writes()
         restore = self._switch_mode() if self.averages is None else self.averages.swap(self.masters.stepped)
         self._publish_weights()
         try:

@@ -53,17 +53,17 @@ SHARED_NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class CopyEvent:
-    """A point in a copy stream, after all copies that were enqueued before it; this class is that of completed copies."""
+    """A point in a copy stream, after all copies that were enqueued before it. In this class these copies are complete."""
 
     def is_done(self) -> bool:
-        """Returns whether those copies are done; does not wait."""
+        """Returns whether these copies are done. Does not wait."""
         return True
 
     def wait(self) -> None:
-        """Waits, on the host, until those copies are done."""
+        """Waits on the host until these copies are done."""
 
     def hold_device(self) -> None:
-        """Makes all later work on the device's own stream wait for those copies; does not block the host."""
+        """Makes all later work on the device's own stream wait for these copies. Does not block the host."""
 
 
 class CopyStream:
@@ -303,6 +303,7 @@ class Device:
         return event
 
     def wait_until(self, moment: Moment) -> None:
+        """Waits on the host until the device has reached `moment`."""
         if isinstance(moment, torch.cuda.Event):
             moment.synchronize()
 

@@ -81,6 +81,7 @@ class Mark(NamedTuple):
 
 
 def mark_from_header(header: Tensor) -> Mark:
+    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's encoded text."""
     number, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
     return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
@@ -144,9 +145,9 @@ class ExchangeLog:
 
 
 class Work:
-    """The handle of an exchange in progress; this class is that of a completed one.
+    """The handle of an exchange in progress. This class is the handle of a completed exchange.
 
-        start ──> test* ──> wait ──> release ──> wait_sent
+        start ──> is_completed* ──> wait ──> release ──> wait_sent
 
     Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `is_completed` raise RunError
     `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and `ranks-differ` if a peer's

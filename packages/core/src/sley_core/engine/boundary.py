@@ -186,6 +186,7 @@ class Leaf:
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
     def with_flags(self, flags: int) -> Leaf:
+        """Returns this leaf with other `flags`, a value of the property `flags`."""
         first = flags // _SAME_AS_FACTOR
         return replace(
             self,
@@ -208,6 +209,7 @@ class Description:
 
     @property
     def flags(self) -> bytes:
+        """Returns the flags of all leaves, `Leaf.FLAG_BYTES` each, little-endian."""
         return struct.pack(f"<{len(self.leaves)}I", *(leaf.flags for leaf in self.leaves))
 
     @property
@@ -236,6 +238,7 @@ class Description:
         return all(left.dtype == right.dtype and left.shape == right.shape for left, right in pairs)
 
     def with_flags(self, flags: bytes) -> Description:
+        """Returns this description with other `flags`, a value of the property `flags`."""
         if flags == self.flags:
             return self
         pairs = zip(self.leaves, struct.unpack(f"<{len(self.leaves)}I", flags), strict=True)

@@ -76,6 +76,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
+        """Begins a list of `actions`. The other arguments are those of the class."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin(step + 1)
@@ -89,7 +90,7 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Returns whether the last step changed weights. Otherwise a handler's copies of its gradients are useless."""
+        """Returns whether the last step changed weights. If not, a handler must not use its copies of the step's gradients."""
         if callable(self._was_taken):
             self._was_taken = self._was_taken()
         return self._was_taken

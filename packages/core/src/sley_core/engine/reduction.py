@@ -40,8 +40,8 @@ class State(Enum):
     """The state of a gradient within a step; see the diagram of `Accumulator`."""
 
     OPEN = "contributions may come"
-    COMPLETE = "no more contributions are expected; it waits for the gradients before it in the order"
-    REPORTED = "handlers know that it is complete"
+    COMPLETE = "no more contributions are expected; gradients before it in the order are still open"
+    REPORTED = "the store has called `on_ready` for it"
 
 
 class Accumulator:
@@ -356,6 +356,7 @@ class Reduction:
         return None
 
     def totals(self, gradients: Sequence[NormGroup], loss: Tensor, norm_type: float) -> Totals:
+        """Returns the totals of a step. The arguments are those of `Totals`."""
         return Totals(self.groups, gradients, loss, norm_type)
 
     def weight_terms(self, weights: Iterable[float]) -> list[float]:
@@ -371,10 +372,12 @@ class Reduction:
         return reduce(torch.add, losses).reshape(1)
 
     def loss_of(self, summed: Tensor, num_batches: int) -> float:
+        """Returns the sum of the losses of `num_batches` batches. summed: the sum of all ranks' `loss_terms`."""
         return float(summed)
 
 
 def reduction_class(name: str) -> type[Reduction]:
+    """Returns the class for the plan's value of `[parallel] reduction`."""
     if name == "canonical":
         from sley_core.engine.canonical import CanonicalReduction  # few plans need it
 

@@ -292,8 +292,8 @@ class ComputedTensor(_UnreadableTensor, Tensor):
 
 
 def refuse_unregistered(model: Model, local_layers: Iterable[Layer]) -> None:
-    """Makes the parameters of layers of other ranks, and the `unreadable` tensors of this rank's layers `own`, raise RunError
-    "weight-unregistered" when they are used, since it is unknown before whether a forward uses an unregistered tensor.
+    """Makes the parameters of layers of other ranks, and the `unreadable` tensors of `local_layers`, raise RunError
+    "weight-unregistered" when code reads them, since only the forward shows whether it reads an unregistered tensor.
     """
     hint = "register it in the layer that uses it, as a tie: `self.weight = other.weight` or `self.part = part`"
 

@@ -173,15 +173,17 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. most: the limit in a row. num_skipped: the total. num_in_a_row: as of the last settled step."""
+    """Counts skipped steps. max_in_a_row: the limit of consecutive skips. num_skipped: the number of all skips. num_in_a_row: the
+    number of consecutive skips, including the last settled step.
+    """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_in_a_row: int) -> None:
+        self.max_in_a_row = max_in_a_row
         self.num_skipped = 0
         self.num_in_a_row = 0
         self._unread: StepTotals | None = None
 
-    def follow(self, totals: StepTotals) -> None:
+    def record(self, totals: StepTotals) -> None:
         """Records the totals of the last step. The step before must be settled."""
         assert self._unread is None, "a step was launched before the one before it was counted"
         self._unread = totals

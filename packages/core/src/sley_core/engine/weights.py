@@ -284,10 +284,10 @@ class Masters:
             yield stepped.name, stepped.parameter
 
     def set_gradients(self) -> None:
-        """Calls `follow`, and without a `device` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
+        """Calls `copy_outside_writes`, and without a `device` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
         get values and gradients of their matrices from the other ranks.
         """
-        self.follow()
+        self.copy_outside_writes()
         if self.device is not None:
             return
         gradients = self.store.parts()
@@ -353,11 +353,11 @@ class Masters:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `follow`. Also works while memory is offloaded."""
+        """Returns whether a program has written weights since the last `copy_outside_writes`. Also works while memory is offloaded."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())
 
-    def follow(self) -> None:
+    def copy_outside_writes(self) -> None:
         """Copies the values that a program wrote to working weights into their masters. Writes are detected by version and
         storage, without a device sync. Weights and masters must be on the device. Raises RunError `weight-replaced`.
         """
