@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -104,36 +103,6 @@ def test_recomputation_is_reported_layer_by_layer(watched):
         )
     ]
     assert all(hidden.shape == (1, 12, 8) for _, micro, hidden in seen if micro.layer)
-
-
-LAYERS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
-
-
-@pytest.fixture
-def waited(alone, small):
-    """`with waited(**changes) as (run, seen)`: every layer waits for two things and runs; `seen` has the order."""
-
-    @contextmanager
-    def waited(**changes):
-        seen = []
-        with alone(small(**{"batch__global_size": 1} | changes)) as run:
-            for layer in run.layers:
-                run.parts.waits.before_layer(layer.name, lambda name=layer.name: seen.append(f"first {name}"))
-                run.parts.waits.before_layer(layer.name, lambda name=layer.name: seen.append(f"second {name}"))
-                layer.module.register_forward_pre_hook(lambda *_, name=layer.name: seen.append(f"run {name}"))
-            yield run, seen
-
-    return waited
-
-
-def uses(names):
-    return [f"{label} {name}" for name in names for label in ("first", "second", "run")]
-
-
-def test_in_recomputation_too(waited):
-    with waited(activations={"use": "core.recompute", "fraction": 0.5}) as (run, seen):
-        run.step()
-    assert seen == uses([*LAYERS, "blocks.1", "blocks.0"])
 
 
 def test_a_wait_comes_before_the_seed(alone, small):

@@ -105,20 +105,6 @@ def test_lists_that_wait_for_each_other_are_refused_with_what_each_stage_waits_f
     )
 
 
-@pytest.mark.parametrize(
-    ("actions", "fault"),
-    [
-        ("F1.0 F0.0 B1.0 B0.0", "stage 0 at F1.0 (number 1 in its list) waits for F0.0 of stage 0"),
-        ("F0.0 F1.0 B0.0 B1.0", "stage 0 at B0.0 (number 3 in its list) waits for B1.0 of stage 0"),
-    ],
-)
-def test_chunks_of_one_stage_in_the_wrong_order_are_refused(actions, fault):
-    with pytest.raises(PlanError) as caught:
-        lower([words(actions)], loop(1, 2), 1)
-    assert caught.value.diagnostics[0].code == "schedule-deadlock"
-    assert fault in caught.value.diagnostics[0].message
-
-
 def can_run(lists, placement, micros) -> bool:
     """Whether `lists` are one step, told by the plainest means: walk as long as any stage can go on."""
     done: set[tuple[Kind, int, int]] = set()

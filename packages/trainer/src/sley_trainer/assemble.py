@@ -45,7 +45,7 @@ from sley_core.plan.plan import Plan, digest_values
 from sley_core.plugin import CrossEntropyConfig
 from sley_core.records import OffloadManagerRecord, ProcessGroupRecord, steps_on_host
 from sley_core.topology import AXES, GroupEntry, Topology
-from sley_trainer.attach import build_outputs, build_run_memory, build_samples, build_stepper, components_with_objects
+from sley_trainer.attach import StepProfiler, build_run_memory, build_samples, build_stepper, components_with_objects
 from sley_trainer.run import Run
 from sley_trainer.run_memory import OffloadMetrics
 from sley_trainer.run_state import RunState
@@ -126,7 +126,8 @@ def assemble(plan: Plan, world: World, *, folder: Path | None = None, draft: Dra
         if has_values:
             check_extra_states(stage.layers)
             refuse_unregistered(model, stage.layers)  # last, since the code above still uses other ranks' layers
-        writers, profiler = build_outputs(plan, world, folder)
+        writers = [component.build(folder) for component in plan.metrics] if folder and world.rank == 0 else []
+        profiler = StepProfiler(plan.profile.steps, folder, world.rank, world.device) if folder and plan.profile else None
         state = RunState(
             plan,
             parts,

@@ -24,7 +24,7 @@ from sley_core.engine.replicas import CopyComparison, WriteWatch
 from sley_core.engine.step_batch import BatchSplitter, PositionAdditivity, WholeSequences, needs_whole_sequences
 from sley_core.engine.weights import Masters, Stepped
 from sley_core.errors import PlanError
-from sley_core.memory import DevicePool, MemoryInventory, OffloadManager, Part
+from sley_core.memory import MemoryInventory, OffloadManager, Part
 from sley_core.optim.build import UNIFORM_ROUNDING, parameter_groups
 from sley_core.optim.config import scope_of
 from sley_core.optim.learning_rate import learning_rate_factor
@@ -33,14 +33,13 @@ from sley_core.plan.tables import CompileConfig
 from sley_core.records import GradientHandlerRecord, LossRecord, steps_on_host
 from sley_trainer.evaluation import EvaluationFeed, Metrics, build_evaluation_feeds, build_metrics, local_rows
 from sley_trainer.execute import Crossing, Executor
-from sley_trainer.run_memory import RunMemory, count_moves
+from sley_trainer.run_memory import RunMemory
 from sley_trainer.stepper import Stepper
 from sley_trainer.throughput import Meter
 from sley_trainer.update import AVERAGE, Averages, Update, list_averages, named_tensors, optimizer_states
 
 if TYPE_CHECKING:
     from sley_core.comm.device import Device
-    from sley_core.comm.world import World
     from sley_core.engine.parts import Parts
     from sley_core.model.layers import Model
     from sley_core.plan.plan import Component, Plan
@@ -172,18 +171,6 @@ def make_update(plan: Plan, parts: Parts, model: Model, *, checks: bool) -> Upda
     return Update(parts, config, masters, optimizer, groups_of, factor, traits, averages)
 
 
-def collect_counts(plan: Plan, stepper: Stepper, pool: DevicePool, memory: RunMemory) -> dict[str, dict[str, float]]:
-    """Returns the stats of the pool, of parts with `protocols.Counts` and of offload managers, by unique names."""
-    objects = components_with_objects(plan, stepper)
-    stats = [(component.name, dict(part.counts())) for component, part in objects if isinstance(part, protocols.Counts)]
-    stats += [(table.name, count_moves(manager)) for table, manager in zip(plan.offload, memory.managers, strict=True)]
-    counts: dict[str, dict[str, float]] = {"core.pool": pool.counts()}
-    for name, numbers in stats:
-        num_same = sum(key.split(" ")[0] == name for key in counts)
-        counts[f"{name} {num_same + 1}" if num_same else name] = numbers
-    return counts
-
-
 def components_with_objects(plan: Plan, stepper: Stepper) -> list[tuple[Component, object]]:
     """Returns the plan's components, each with its object in this run."""
     pairs = [
@@ -293,16 +280,6 @@ def build_samples(plan: Plan, parts: Parts, model: Model, dataset: AnyDataset, s
         evaluated=build_evaluation_feeds(plan, parts, dataset.info, feed),
         metrics=build_metrics(plan, parts, dataset.info, has_tokens=samples.meter.unit == "tokens"),
     )
-
-
-def build_outputs(
-    plan: Plan, world: World, folder: Path | None
-) -> tuple[Sequence[protocols.MetricsWriter], StepProfiler | None]:
-    """Returns the metrics writers, on rank 0 only, and the profiler, which write into the run's `folder` if it has one."""
-    if folder is None:
-        return (), None
-    writers = [component.build(folder) for component in plan.metrics] if world.rank == 0 else []
-    return writers, None if plan.profile is None else StepProfiler(plan.profile.steps, folder, world.rank, world.device)
 
 
 def build_run_memory(parts: Parts, stepper: Stepper, managers: Sequence[OffloadManager], undo: ExitStack) -> RunMemory:

@@ -22,13 +22,13 @@ from sley_core.comm.device import on_stream
 from sley_core.engine.call import count_graphs
 from sley_core.engine.step_batch import GivenBatch, ModelOutputs
 from sley_core.errors import UsageError
-from sley_core.protocols import RestoreResult, RewindableWriter
+from sley_core.protocols import Counts, RestoreResult, RewindableWriter
 from sley_core.weight_files.write import FILE_BYTES
-from sley_trainer.attach import collect_counts
+from sley_trainer.attach import components_with_objects
 from sley_trainer.evaluation import local_rows
 from sley_trainer.loop import Loop, Row
 from sley_trainer.loop import Outcome as Outcome
-from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS
+from sley_trainer.run_memory import EVALUATION_PARTS, LOAD_PARTS, RESTORE_PARTS, SAVE_PARTS, STEP_PARTS, count_moves
 from sley_trainer.run_state import AUTO
 from sley_trainer.state_dict import LoadedWeights, Precision, WeightSaver
 
@@ -279,11 +279,19 @@ class Run(Loop, AbstractContextManager["Run"]):
 
     @property
     def counts(self) -> dict[str, dict[str, float]]:
-        """The stats of the run's parts on this rank (`protocols.Counts`, offload managers), by their names in the plan."""
-        counts = collect_counts(self.plan, self.stepper, self.parts.pool, self.memory)
-        if self.plan.model.config.compile:
+        """The stats of the run's parts on this rank (`protocols.Counts`, offload managers), by their names in the plan. If
+        several parts have one name, a number follows it.
+        """
+        plan, parts = self.plan, components_with_objects(self.plan, self.stepper)
+        stats = [(component.name, dict(part.counts())) for component, part in parts if isinstance(part, Counts)]
+        stats += [(table.name, count_moves(manager)) for table, manager in zip(plan.offload, self.memory.managers, strict=True)]
+        counts: dict[str, dict[str, float]] = {"core.pool": self.parts.pool.counts()}
+        for name, numbers in stats:
+            num_same = sum(key.split(" ")[0] == name for key in counts)
+            counts[f"{name} {num_same + 1}" if num_same else name] = numbers
+        if plan.model.config.compile:
             counts["compile"] = {"graphs": count_graphs()}
-        return counts | ({} if self.plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
+        return counts | ({} if plan.checkpoint is None else {"checkpoint": dict(self._checkpointer.counts())})
 
     @on_stream
     def close(self) -> None:

@@ -173,8 +173,8 @@ class LossScale:
 
 
 class Skips:
-    """Counts skipped steps. max_in_a_row: the limit of consecutive skips. num_skipped: the number of all skips. num_in_a_row: the
-    number of consecutive skips, including the last settled step.
+    """Counts skipped steps. max_in_a_row: the limit of consecutive skips. num_skipped: the number of all skips. num_in_a_row:
+    the number of consecutive skips up to the last settled step.
     """
 
     def __init__(self, max_in_a_row: int) -> None:

@@ -284,8 +284,8 @@ class Masters:
             yield stepped.name, stepped.parameter
 
     def set_gradients(self) -> None:
-        """Calls `copy_outside_writes`, and without a `device` sets `grad` of the optimizer's tensors from the store, None if frozen. Owners
-        get values and gradients of their matrices from the other ranks.
+        """Calls `copy_outside_writes`, and without a `device` sets `grad` of the optimizer's tensors from the store; None if
+        frozen. Owners get values and gradients of their matrices from the other ranks.
         """
         self.copy_outside_writes()
         if self.device is not None:
@@ -353,7 +353,7 @@ class Masters:
 
     @property
     def has_outside_writes(self) -> bool:
-        """Returns whether a program has written weights since the last `copy_outside_writes`. Also works while memory is offloaded."""
+        """Returns whether a program has written weights since the last `copy_outside_writes`, also for offloaded memory."""
         is_moved = next(self.weights.moved_parameters(), None) is not None
         return is_moved or any(stepped.synced != stepped.state for stepped in self._masters.values())
 
