@@ -245,7 +245,7 @@ def check_no_parameters(loss: Any) -> None:
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 names.append(key)
     if names:
-        text = shorten_names([f"`{name}`" for name in names])
-        message = f"the loss has its own parameters, {text}, which no step would train"
+        names_text = shorten_names([f"`{name}`" for name in names])
+        message = f"the loss has its own parameters, {names_text}, which no step would train"
         hint = "move them into the last layer, whose output the loss receives, or freeze them with `requires_grad_(False)`"
         raise PlanError("loss-parameters", message, path=("loss",), hint=hint)
