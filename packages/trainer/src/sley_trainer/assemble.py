@@ -264,7 +264,8 @@ def _group_fault(record: object, topology: Topology, owners: dict[str, Plugin]) 
     return ""
 
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes by their names in plans."""
 
 
 @dataclass(frozen=True)

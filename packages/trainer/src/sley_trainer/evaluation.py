@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 Metric: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Mapping[str, tuple[Tensor | float, Tensor | float]]]"
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""Returns (sum, count) of each metric by name, for the model's output and the batch fields of a microbatch."""
+
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Metrics:
 
 
 class Tally:
-    """Sums the counts of `metrics` over the microbatches of one evaluation on this rank. names: the sorted names of the user's
-    metrics; None before the first result.
+    """Adds up the sums and counts of `metrics` over the microbatches of one evaluation on this rank. names: the sorted names of
+    the user's metrics; None before the first result.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -137,7 +139,7 @@ class Tally:
         for name, pair in results.items():
             if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
                 raise _metric_error(f"returns no pair of numbers as {name!r}")
-            if not _NAME.fullmatch(str(name)) or name in BEST_MODES:
+            if not _METRIC_NAME.fullmatch(str(name)) or name in BEST_MODES:
                 raise _metric_error(f"returns the name {name!r}, which is {'taken' if name in BEST_MODES else 'not valid'}")
         names = sorted(results)
         if self.names not in (None, names):

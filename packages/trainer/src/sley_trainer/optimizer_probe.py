@@ -41,6 +41,7 @@ NUM_STEPS = 7
 """Rectified optimizers change no weight in their first five steps."""
 
 RESUME_STEP = 3
+"""The number of steps before the checkpoint."""
 
 HINT = "keep tensors in `self.state[parameter]`, and numbers in attributes; a checkpoint contains nothing else"
 

@@ -32,8 +32,11 @@ ActionGenerator = Callable[[int], Sequence[Sequence[Action]]]
 
 
 class ActionLists:
-    """Generates, lowers and caches the lists. Every stage lowers the lists of all stages, so that each detects a wrong
-    schedule. generate: returns the compute actions of all stages, which are cheap and not cached.
+    """Generates, lowers and caches the action lists of `stage`. Every stage lowers the lists of all stages, so that each
+    detects a wrong schedule.
+
+    generate: returns the compute actions of all stages, which are cheap and not cached. lower_all_stages: returns the lowered
+    training lists of all stages. evaluation: returns this stage's lowered list without backwards.
     """
 
     def __init__(self, generate: ActionGenerator, placement: Placement, stage: int) -> None:

@@ -98,7 +98,7 @@ _INTEGER_DTYPES = {4: torch.int32, 8: torch.int64}
 """The integer dtype by bytes per element: adding zeros to its values keeps every bit."""
 
 
-class _Source(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A tensor that this rank's stage writes: the parameter `param`, or `buffer`."""
 
     spec: Spec
@@ -137,7 +137,7 @@ class WeightSaver:
         the files' metadata; only those of rank 0 count.
         """
         Agreement(self._parts.groups).begin(f"saving weights ({precision}) in {folder}").check()
-        is_first, sources = self._parts.world.rank == 0, list[_Source]()
+        is_first, sources = self._parts.world.rank == 0, list[_SavedTensor]()
 
         def prepare() -> None:
             require()
@@ -189,13 +189,13 @@ class WeightSaver:
         ]
         return named, messages[0][2]
 
-    def _list_sources(self, precision: Precision) -> Iterator[_Source]:
+    def _list_sources(self, precision: Precision) -> Iterator[_SavedTensor]:
         """Yields the tensors that this rank's stage writes, in the order of the registry, equal on all ranks of the stage."""
         stage = self._parts.groups["pp"].coord
         master_dtype = self._masters.dtype if precision == "full" else None
         for param in self._parts.registry:
             if param.stages[0] == stage:  # of a tie, the first stage
-                yield _Source(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
+                yield _SavedTensor(Spec.from_dtype(param.name, master_dtype or param.parameter.dtype, param.shape), param, None)
         for layer in self._parts.layers:
             buffers = [
                 (f"{prefix}.{name}", buffer)
@@ -205,12 +205,12 @@ class WeightSaver:
             ]
             buffers += [(name, extra_state(name, module)) for name, module in modules_with_extra_state([layer])]
             for name, buffer in buffers:
-                yield _Source(Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
+                yield _SavedTensor(Spec.from_dtype(name, buffer.dtype, buffer.shape), None, buffer)
 
     @torch.no_grad()
     def _write(
         self,
-        sources: list[_Source],
+        sources: list[_SavedTensor],
         file_of_tensor: dict[str, str],
         precision: Precision,
         folder: Path,
@@ -228,7 +228,7 @@ class WeightSaver:
                     failure = _describe_failure(partial(tensor_files.add, source.spec.name, value), folder)
             return failure or _describe_failure(tensor_files.close, folder)
 
-    def _gather_full(self, source: _Source, precision: Precision) -> Tensor | None:
+    def _gather_full(self, source: _SavedTensor, precision: Precision) -> Tensor | None:
         """Returns the full tensor on the rank that writes it, or None on other ranks. A collective over the stage."""
         if source.param is None:
             return source.buffer if self._writes else None

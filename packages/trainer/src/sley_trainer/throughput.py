@@ -213,9 +213,9 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
         in_documents |= DOCUMENTS in layer.fields
         has_backward |= any(param.requires_grad for param in layer.module.parameters())
         for module in layer.module.modules():
-            is_flat &= not isinstance(module, _LOOK_UP)
+            is_flat &= not isinstance(module, _EMBEDDING_CLASSES)
             share = getattr(module, "active_share", 1.0)
-            for name in () if isinstance(module, _LOOK_UP) else _MATRICES if share == 1.0 else module._parameters:
+            for name in () if isinstance(module, _EMBEDDING_CLASSES) else _MATRIX_NAMES if share == 1.0 else module._parameters:
                 weight = getattr(module, name, None)
                 # In peft's wrappers a parameter that is not in `_parameters` belongs to a child.
                 is_owned = name in module._parameters or not isinstance(weight, nn.Parameter)
@@ -227,8 +227,8 @@ def model_flops(layers: Iterable[Layer], full_numels: Mapping[int, int] | None =
     return ModelFlops(matrices, attention, is_flat and not attention, in_documents)
 
 
-_LOOK_UP = (nn.Embedding, nn.EmbeddingBag)
-_MATRICES = ("weight", "in_proj_weight")
+_EMBEDDING_CLASSES = (nn.Embedding, nn.EmbeddingBag)
+_MATRIX_NAMES = ("weight", "in_proj_weight")
 
 
 def attention_width(module: Any) -> int:

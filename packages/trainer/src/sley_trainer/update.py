@@ -334,6 +334,7 @@ def _average(averages: list[Tensor], values: list[Tensor], weight: float, allowe
 
 
 MASTER = "master"
+"""The name of a master weight among the states of a parameter."""
 
 
 class ParamState(NamedTuple):

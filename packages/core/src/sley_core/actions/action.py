@@ -122,7 +122,7 @@ def select_actions(steps: Sequence[Step]) -> tuple[Action, ...]:
     return tuple(step for step in steps if isinstance(step, Action))
 
 
-_ACTIONS = {
+_KIND_TEXTS = {
     "F": "the forward",
     "B": "the backward",
     "I": "the backward for inputs",
@@ -138,7 +138,7 @@ def in_words(entry: str) -> str:
         return entry
     kind, chunk, micro, suffix = match.groups()
     micro_text = "" if micro is None else f" on microbatch {micro}"
-    return f"{_ACTIONS[kind]} of chunk {chunk}{micro_text}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
+    return f"{_KIND_TEXTS[kind]} of chunk {chunk}{micro_text}{suffix} ({kind}{chunk}{'' if micro is None else f'.{micro}'})"
 
 
 class Delivery(NamedTuple):

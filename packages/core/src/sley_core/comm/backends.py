@@ -187,7 +187,8 @@ class SingleRankTransport(Transport):
         return Work()
 
 
-GROUP = "sley.transports"
+ENTRY_POINT_GROUP = "sley.transports"
+"""The group of the entry points of packages that provide transports."""
 
 
 def sends_from_host(backend: str, device: torch.device) -> bool:
@@ -214,7 +215,7 @@ def choose_transports(
 def installed_transports() -> tuple[TransportRecord, ...]:
     """Returns the transport records of installed packages, sorted by name. Raises PluginError "transport-import"."""
     records = []
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         try:
             records.append(point.load())
         except Exception as error:

@@ -42,6 +42,7 @@ Moment = float | torch.cuda.Event
 F = TypeVar("F", bound=Callable[..., Any])
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+"""The backend of torch.distributed by device type."""
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The number of CUDA driver queues for the work of all streams: 8 by default, and 32 at most. A run has more than eight

@@ -54,6 +54,7 @@ class ActionProgress:
     follow: Callable[[object], None] | None = None
 
     def begin(self, step: int) -> None:
+        """Records the start of the optimizer step `step`, counted from 1."""
         self.step, self.layer = step, ""
         self.begin_entry(BEGINNING)
 
@@ -113,6 +114,7 @@ class Progress:
         return Wait(turn, failed_at - self._wait_start_s, end, peer)
 
     def add_turn(self, turn: Turn) -> None:
+        """Records that this rank starts the exchange `turn`."""
         self.numbers[turn.queue] = turn.number
         turns = self.recent.get(turn.queue)
         if turns is None:
@@ -120,6 +122,7 @@ class Progress:
         turns.append(turn)
 
     def begin_wait(self, turn: Turn) -> None:
+        """Records that this rank starts to wait for the exchange `turn`."""
         self._failure = None
         self._wait_start_s = time.perf_counter()
         self._turn = turn

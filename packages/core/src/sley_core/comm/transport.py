@@ -303,7 +303,8 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     value: serialisable as JSON; tuples return as lists, and keys of mappings as strings. torch's object collectives unpickle
     their messages, and gloo's ports accept connections of any user of the host, who must not make a rank run code.
     """
-    local = _encode(value, group)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = _gather_padded(torch.tensor([local.numel()], dtype=torch.int64, device=local.device), 1, group)
     lengths = [int(size) for size in sizes]
     texts = _gather_padded(local, max(lengths), group)  # all members see the same lengths
@@ -315,8 +316,3 @@ def _gather_padded(local: Tensor, numel: int, group: dist.ProcessGroup | None) -
     outputs = [local.new_zeros(numel) for _ in range(dist.get_world_size(group))]
     dist.all_gather(outputs, torch.nn.functional.pad(local, (0, numel - local.numel())), group=group)
     return outputs
-
-
-def _encode(value: Any, group: dist.ProcessGroup | None) -> Tensor:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sley_core.engine.gradients import GradientStore
 
 CALL, TRAINED, MICROS, BATCH = range(4)
+"""The facts that ranks compare: the call, the trained parameters, the number of microbatches, and the samples."""
+
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
 """The first indices of refusals, counts and weight terms in the summed tensor, float64, whose other elements are integers below
 2^53. No other exchange of these ranks has its length.
@@ -54,6 +56,7 @@ _HINTS = {
 }
 
 View = tuple[Any, int]
+"""A rank's value of a fact, as a description for errors and as a checksum."""
 
 
 class Agreement:
@@ -166,6 +169,7 @@ class Agreement:
 
 
 def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
+    """Returns a text with the first rank whose view is rare, a rank with the usual view, and both values."""
     usual_checksum, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     peer = next(rank for rank, (_, number) in views.items() if number == usual_checksum)
     rank = next(rank for rank, (_, number) in views.items() if number != usual_checksum)

@@ -33,12 +33,6 @@ Context = Any
 """The JSON data that rebuild a container from its parts: field names or keys."""
 
 
-def type_name(cls: type) -> str | None:
-    """Returns the name of `cls` for `find_type`, or None for a class that it cannot find, such as a local class."""
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    return name if find_type(name) is cls else None
-
-
 def find_type(name: str) -> Any:
     """Returns the class `name`, of the form `module:qualname`, or None if no imported module has it."""
     module, _, path = name.partition(":")
@@ -298,8 +292,8 @@ def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
         return [_structure(item, leaves, layer) for item in part]
     if cls is dict and all(isinstance(key, str) for key in part):
         return {"dict": {key: _structure(item, leaves, layer) for key, item in part.items()}}
-    name, container = type_name(cls), split_container(part)
-    if name is None or container is None:
+    name, container = f"{cls.__module__}:{cls.__qualname__}", split_container(part)
+    if find_type(name) is not cls or container is None:  # a local class cannot be found
         owner = f"the output of the layer {layer!r}" if layer else "a layer's output"
         raise RunError(
             "boundary-type",

@@ -53,6 +53,7 @@ class WeightQueue:
 
     @contextmanager
     def collect(self, key: ActionKey) -> Iterator[None]:
+        """Makes `put` queue its products for the W action of `key` within the block."""
         assert self._open is None, f"I of {key} within that of {self._open}"
         self._queued[key] = []
         self._open = key
@@ -91,8 +92,8 @@ _UNSHARED_REFERENCES = 2
 
 @dataclass(eq=False)
 class WeightGradientSink:
-    """The sink of one linear's weight gradient, which multiplies at once, or queues while an I is collecting. param: the
-    weight, for `on_last`.
+    """Receives the factors of one linear's weight gradient. Multiplies them at once, or queues them while an I action collects.
+    param: the weight, for `on_last`.
 
     Between I and W, a hook or the backward of another branch may write in place to an output gradient that it shares. So a
     shared gradient is copied until the first W has shown whether this happens, and after that only if it does.
@@ -298,18 +299,15 @@ class DirectEmbedding(torch.autograd.Function):
         if use is GradientUse.SUM and not torch.is_grad_enabled():
             is_shared = ctx.sink.shares_memory(gradient)
             rows, flat = gradient.reshape(-1, gradient.shape[-1]), tokens.reshape(-1)
-            ctx.sink(zero_padding_rows(rows, flat, ctx.padding_idx), flat, is_shared=is_shared)
+            if ctx.padding_idx is not None:  # its embedding is not trained
+                rows = rows.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0.0)
+            ctx.sink(rows, flat, is_shared=is_shared)
             return None, None, None, None
         if use is GradientUse.NOTHING:
             return None, None, None, None
         padding = -1 if ctx.padding_idx is None else ctx.padding_idx
         table = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding, False)
         return None, table, None, None
-
-
-def zero_padding_rows(rows: Tensor, tokens: Tensor, padding_idx: int | None) -> Tensor:
-    """Returns `rows` [n, width] with zeros where `tokens` [n] are padding, whose embedding is not trained."""
-    return rows if padding_idx is None else rows.masked_fill((tokens == padding_idx).unsqueeze(1), 0.0)
 
 
 def embedding_forward(embedding: nn.Embedding, weight: Tensor, sink: WeightGradientSink, input: Tensor) -> Tensor:

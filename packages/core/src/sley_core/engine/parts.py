@@ -174,7 +174,10 @@ class StepEvents:
 
 
 Share = Callable[[], "Tensor | float"]
+"""Returns this rank's part of a number: a float, or a scalar on the device."""
+
 Combination = Literal["sum", "root"]
+"""The result for the row: the sum of all ranks' shares, or its square root."""
 
 
 class StepNumbers:

@@ -25,6 +25,7 @@ Stages: TypeAlias = "Sequence[tuple[int, Sequence[Layer]]]"
 """Parts of the model in its own order, each with the stage that holds it; a stage may hold several."""
 
 NORM_CLASSES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+"""Torch's classes of norms, whose parameters have no weight decay."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Param:
     stages: the stages that hold it; several for a tie across stages. decays: whether weight decay applies (to matrices, not to
     norms, biases and other vectors). reduce_group: the axis over which its accumulated gradient is still a partial sum. shard:
     this rank's shard; None if the parameter is not sharded. layers: this rank's layers that hold it, in model order. num_sums:
-    the number of partial sums of its gradient until it is reduced: one for each of `layers` if their order is fixed.
+    the number of partial sums of its gradient until it is reduced: one for each of `layers` if their order is fixed. index: its
+    index in the registry.
     has_products: whether code adds to its gradient by `GradientStore.add_product` or the like, besides autograd.
     """
 

@@ -41,6 +41,7 @@ REDUCE_GROUP = "wdp"
 """The axis over which the gradient of a shard is still partial, once a communicator has reduced it over `wp`."""
 
 Place = tuple[nn.Module, str]
+"""A module, and its attribute that holds a parameter."""
 
 
 @dataclass(frozen=True)

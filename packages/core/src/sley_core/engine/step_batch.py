@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from sley_core.protocols import Loss
 
 MAX_CHECKED_SHAPES = 16
+"""The number of batch shapes whose loss weights are checked."""
 
 
 class BatchWeight:
@@ -233,6 +234,7 @@ def _require_micro_batches(batch: object) -> Sequence[Mapping[str, Tensor]]:
 
 
 DimSize = tuple[int, int]
+"""A dim of a tensor, and its size."""
 
 
 @dataclass

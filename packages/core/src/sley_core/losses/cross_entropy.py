@@ -183,6 +183,7 @@ def row_chunks(logits: Tensor) -> Iterator[slice]:
 
 
 NON_TOKEN_FIELDS = frozenset({"positions", "cu_seqlens"})
+"""Batch fields of integers that are no token ids."""
 
 
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
