@@ -109,7 +109,7 @@ class Tally:
                 place = total[micro] if total.dim() else total
                 place += value.reshape(()) if isinstance(value, Tensor) else value
 
-    def column(self, name: str, index: int) -> list[Tensor]:
+    def sums_by_batch(self, name: str, index: int) -> list[Tensor]:
         """Returns the sum (index 0) or the count (1) of a metric for each batch; zeros where this rank has none."""
         return [sums.get((name, index), zeros) for zeros, sums in self._batches]
 

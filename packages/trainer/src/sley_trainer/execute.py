@@ -180,7 +180,7 @@ class Executor:
         layers = self.chunks[micro.chunk]
         args: tuple[Any, ...] = ()
         if self.crossing.placement.previous(self.crossing.stage, micro.chunk) is not None:
-            args = (flight.enter(*self.crossing.receive("forward", micro.chunk, micro.micro)),)
+            args = (flight.build_input(*self.crossing.receive("forward", micro.chunk, micro.micro)),)
         call_hooks(self.hooks, "before_forward", micro, args[0] if args else None)
         versions = [version_of(value) for value in fields.values()]
         for layer in layers:
@@ -203,7 +203,7 @@ class Executor:
         is_counted = run.num_counted is None or micro.micro < run.num_counted
         if run.tally is not None:
             self._count_metrics(run.tally, micro, output, batch, counts=is_counted)
-        flight.loss = self._loss(micro, output, fields, batch)
+        flight.loss = self._compute_loss(micro, output, fields, batch)
         if is_counted and (self.whole is None or self.whole.counts):
             loss_sum = run.total[micro.micro] if self.keeps_micro_losses else run.total
             loss_sum += flight.loss.detach()
@@ -215,7 +215,7 @@ class Executor:
             fields = {name: self.device.move(value) for name, value in batch.items() if tally.reads(name)}
             tally.add(micro.micro, output, fields, batch, counts=counts)
 
-    def _loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def _compute_loss(self, micro: MicroStep, output: Any, fields: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the loss of one microbatch, or of its full sequences. Calls the hooks `before_loss` and `after_loss`.
 
         batch: all fields of the microbatch, on the host.
@@ -295,9 +295,9 @@ class Input:
 class _GraphStart(torch.autograd.Function):
     """The root of a chunk's graph, from which the history of an input tensor starts.
 
-    A leaf would not do, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf and on a
-    view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same stage that
-    an earlier graph has saved, autograd raises an error, as it does in one process.
+    A graph cannot start at a leaf, since layers write to their inputs (`ReLU(inplace=True)`), which autograd forbids on a leaf
+    and on a view of one. This tensor shares its version counter with the input: if a layer overwrites an output of the same
+    stage that an earlier graph has saved, autograd raises an error, as it does in one process.
     """
 
     @staticmethod
@@ -331,7 +331,7 @@ class InFlight:
     loss: Tensor | None = None
     _watched: list[tuple[Tensor, int]] = field(default_factory=list)
 
-    def enter(self, description: Description, tensors: Sequence[Tensor]) -> Any:
+    def build_input(self, description: Description, tensors: Sequence[Tensor]) -> Any:
         """Returns the chunk's input, rebuilt from the received `tensors`, from which its graph starts."""
         self.description = description
         self.inputs = [Input(*pair) for pair in zip(description.leaves, tensors, strict=True)]
@@ -366,7 +366,7 @@ class InFlight:
             _engine_run_backward((self.loss,), (gradients[0],), False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif self.edges:
             torch.autograd.backward(self.edges, list(gradients))
-        # The edges own the graph: dropping them frees what autograd saved, and the weights' stand-ins.
+        # The edges own the graph: dropping them frees the tensors that autograd saved, and the weights' stand-ins.
         self.loss, self.edges = None, []
         return [entry.pop_gradient() for entry in self.inputs if entry.leaf.has_gradient]
 

@@ -159,7 +159,7 @@ class Stepper:
                 losses.append(self.executor.run(steps, state, run))
                 weight += self.agreement.weight  # of all ranks
             names = tally.agree_names(self.groups["control"])
-            sums = [losses, *(tally.column(name, column) for name in names for column in (0, 1))]
+            sums = [losses, *(tally.sums_by_batch(name, index) for name in names for index in (0, 1))]
             difference = torch.tensor([exchange_difference(self.groups.values())], dtype=torch.float64)
             totals = torch.cat([self.device.move(difference), *map(self.store.reduction.loss_terms, sums)])
             # All ranks evaluate after the same steps, and as many batches; stages without the loss add nothing.

@@ -243,8 +243,8 @@ class Update:
     def _clip(self, gradients: list[NormGroup], norm: Tensor | float, clip_norm: float) -> None:
         """Scales all gradients in place so that their norm is at most `clip_norm`. norm: a float, or a tensor on the device."""
         if isinstance(norm, Tensor):
-            # If the norm is NaN nobody steps; factor 1 leaves the gradients as they are, so that the error can name the bad one
-            # `full_like / norm` divides as the host does; torch computes `number / tensor` with the reciprocal: other last bits
+            # If the norm is NaN, no rank steps. Factor 1 then keeps the gradients, so that the error can name the bad gradient.
+            # `full_like / norm` divides as the host does; `number / tensor` multiplies by the reciprocal: other last bits.
             factor = torch.clamp(torch.full_like(norm, clip_norm) / (norm + CLIP_EPSILON), max=1.0).nan_to_num(nan=1.0)
         elif norm + CLIP_EPSILON > clip_norm:
             factor = torch.full((), clip_norm / (norm + CLIP_EPSILON), dtype=torch.float64, device=self.device.torch_device)

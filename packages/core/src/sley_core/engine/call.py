@@ -194,7 +194,7 @@ class LayerCaller:
         self.step_progress.begin_layer(layer.name)
         self.waits.wait_for(layer.name)
         is_first_call = layer.name not in self._generators
-        snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.before(layer, micro)
+        snapshot = None if self.writes is None or micro.phase is Phase.EVALUATE else self.writes.begin_call(layer, micro)
         self._acquire_generators(layer.name)
         try:
             self.seed_layer(layer, micro)

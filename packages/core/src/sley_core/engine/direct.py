@@ -211,8 +211,8 @@ def linear_forward(
     name. weight, bias: the parameters in the store; if the module has other parameters now, autograd handles them.
     """
     current_weight = linear.weight
-    # Left to autograd: a frozen weight, whose input need not be kept; a weight that a program put in place of the store's;
-    # and one with hooks, which are called with the gradient that autograd computes.
+    # Autograd handles a frozen weight, whose input need not be kept, a weight that a program put in place of the store's, and
+    # a weight with hooks, which are called with the gradient that autograd computes.
     is_own = current_weight is weight and current_weight.requires_grad and not current_weight._backward_hooks
     if not is_own or not torch.is_grad_enabled() or _is_special_input(input):
         return F.linear(input, current_weight, linear.bias)

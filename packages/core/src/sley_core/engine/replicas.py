@@ -133,7 +133,7 @@ class WriteWatch:
         self._first_steps: dict[str, int] = {}
         self._writers: dict[str, str] = {}
 
-    def before(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
+    def begin_call(self, layer: Layer, micro: MicroStep) -> _LayerSnapshot | None:
         """Returns a snapshot of `layer`, or None if this call is not watched."""
         is_first_call = layer.name not in self._slots_of_layer
         if is_first_call:

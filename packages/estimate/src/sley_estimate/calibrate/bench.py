@@ -258,7 +258,7 @@ def time_empty_backward(device: Device) -> float:
     seconds = []
     for _ in range(1 + NUM_EMPTY_BACKWARDS):
         in_flight = InFlight()
-        output = in_flight.enter(description, [tensor.detach() for tensor in tensors]).view(1)
+        output = in_flight.build_input(description, [tensor.detach() for tensor in tensors]).view(1)
         in_flight.edges = gradient_edges(*describe_output(output))
         gradients = [torch.ones_like(value)]
         start_s = time.perf_counter()

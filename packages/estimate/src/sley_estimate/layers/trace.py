@@ -164,7 +164,7 @@ def start_call(
 ) -> tuple[InFlight, tuple[Any, ...], Mapping[str, Tensor]]:
     """Returns a new call of `layer`, its positional arguments and its fields. value: the input; None for the first layer."""
     in_flight = InFlight()
-    args: tuple[Any, ...] = () if value is None else (in_flight.enter(*value),)
+    args: tuple[Any, ...] = () if value is None else (in_flight.build_input(*value),)
     return in_flight, args, {name: fields[name] for name in layer.fields}
 
 
