@@ -93,6 +93,7 @@ class Attempt:
 
     @property
     def id(self) -> str:
+        """The random id of this attempt, in hexadecimal digits."""
         return self.lineage[-1].id
 
     @property

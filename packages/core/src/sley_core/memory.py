@@ -291,10 +291,12 @@ class DevicePool:
 
     @property
     def num_lent(self) -> int:
+        """The number of lent blocks."""
         return len(self._lent)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all blocks, lent or free."""
         return sum(block.num_allocated for block in self._all_blocks())
 
     @contextmanager

@@ -210,15 +210,24 @@ class SchedulerHook(Protocol):
     """
 
     def before_forward(self, micro: MicroStep, inputs: Any) -> None:
-        """Called before the forward of each microbatch. inputs: the input of the chunk, or None on the first
-        chunk. A recomputation passes the input of the layer.
+        """Called before the forward of each microbatch. inputs: the input of the chunk, or None for the first chunk; in a
+        recomputation, the input of the layer.
         """
 
-    def after_forward(self, micro: MicroStep, output: Any) -> None: ...
-    def before_loss(self, micro: MicroStep, output: Any) -> None: ...
-    def after_loss(self, micro: MicroStep, loss: Tensor) -> None: ...
-    def before_backward(self, micro: MicroStep, output_gradient: Any) -> None: ...
-    def after_backward(self, micro: MicroStep, input_gradient: Any) -> None: ...
+    def after_forward(self, micro: MicroStep, output: Any) -> None:
+        """Called after the forward of each microbatch. output: the output of the chunk."""
+
+    def before_loss(self, micro: MicroStep, output: Any) -> None:
+        """Called before the loss of each microbatch. output: the output of the model."""
+
+    def after_loss(self, micro: MicroStep, loss: Tensor) -> None:
+        """Called after the loss of each microbatch."""
+
+    def before_backward(self, micro: MicroStep, output_gradient: Any) -> None:
+        """Called before the backward of each microbatch. output_gradient: the gradient of the chunk's output."""
+
+    def after_backward(self, micro: MicroStep, input_gradient: Any) -> None:
+        """Called after the backward of each microbatch. input_gradient: the gradient of the chunk's input."""
 
 
 class Loss(Protocol):
@@ -346,8 +355,11 @@ class Stateful(Protocol):
 class MetricsWriter(Protocol):
     """Receives one row per optimizer step, on rank 0."""
 
-    def write(self, row: Mapping[str, float | int]) -> None: ...
-    def close(self) -> None: ...
+    def write(self, row: Mapping[str, float | int]) -> None:
+        """Writes the metrics of one step, by name."""
+
+    def close(self) -> None:
+        """Called when the run closes."""
 
 
 @runtime_checkable

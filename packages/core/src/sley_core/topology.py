@@ -80,6 +80,7 @@ class GroupEntry:
 
     @property
     def label(self) -> str:
+        """The name of the communicator in errors, such as `wp.gather[0-3]`; unique in a world."""
         channel = "" if self.channel == DEFAULT_CHANNEL else f".{self.channel}"
         text, step = ",".join(map(str, self.ranks)), self.ranks[-1] - self.ranks[-2] if len(self.ranks) > 2 else 0
         if step and self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1, step)):  # a range such as `0-6:2`
@@ -109,14 +110,17 @@ class Topology:
 
     @property
     def ranks_per_stage(self) -> int:
+        """The number of ranks of each pipeline stage."""
         return self.world // self.pp
 
     @property
     def dp(self) -> int:
+        """The number of ranks that split the samples."""
         return self.ranks_per_stage // self.sp
 
     @property
     def wdp(self) -> int:
+        """The number of ranks of a stage that hold the same shard of a weight."""
         return self.ranks_per_stage // self.wp
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -368,6 +368,7 @@ class SamplesDigest:
 
     @property
     def text(self) -> str:
+        """The digest of the samples so far, in hexadecimal digits."""
         return self._hash.hexdigest()
 
 

@@ -53,6 +53,7 @@ class PluginSource:
 
     @property
     def label(self) -> str:
+        """The plugin's name, distribution and version, for messages."""
         return f"plugin `{self.name}` ({self})"
 
 
@@ -140,6 +141,7 @@ class Plugin(PluginSource):
             raise PluginError("plugin-failed", message, hint="report this to the plugin's authors") from error
 
     def implements(self, hook: str) -> bool:
+        """Returns whether the plugin has an implementation of `hook`."""
         return bool(getattr(self.hooks, hook).get_hookimpls())
 
     def load_builder(self, record: Record) -> Any:

@@ -213,6 +213,7 @@ class Plan:
             ) from None
 
     def diagnostic(self, code: str, message: str, path: KeyPath, hint: str | None = None) -> Diagnostic:
+        """Returns a diagnostic with the place of the value at `path`, or of the closest enclosing table."""
         return self.document.diagnostic(code, message, path, hint)
 
     def add_places(self, error: SleyError) -> SleyError:
@@ -280,6 +281,7 @@ def _format_table(table: Mapping[str, Any]) -> str:
 
 
 def format_value(value: Any) -> str:
+    """Returns the TOML text of a value."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_format_key(key)} = {format_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):

@@ -217,6 +217,7 @@ class BestTable(Table):
 
     @property
     def is_max(self) -> bool:
+        """Whether the largest value of the metric is the best."""
         return (self.mode or BEST_MODES[metric_of(self.metric)]) == "max"
 
 

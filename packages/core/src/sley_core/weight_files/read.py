@@ -123,6 +123,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files_error(message: str, hint: str | None = None) -> RunError:
+    """Returns RunError "weight-files"."""
     return RunError("weight-files", message, hint=hint)
 
 
