@@ -61,7 +61,7 @@ def train(tables: Tables, texts: Path, to: Path, save: Callable[[Run, Path], Non
         save(run, to)
         (to / PLAN).write_text(run.resolved_plan.to_toml(), "utf-8")
         output: Any = TOKENS % (run.dataset.info.vocab_size or 256)
-        with torch.no_grad(), run.stepper.update.evaluated():
+        with torch.no_grad(), run.stepper.update.use_evaluation_weights():
             for layer in run.layers:
                 output = layer.module(output)
     return output.float()
