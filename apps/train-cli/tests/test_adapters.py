@@ -57,8 +57,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
 
 def succeed(cli: Any, *arguments: Any) -> str:
-    result = cli(*arguments)
-    assert result.code == 0, result.err
+    result = cli(*arguments).expect(0)
     return str(result.out)
 
 

@@ -124,8 +124,7 @@ def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
 @pytest.mark.parametrize("key", ["epochs = 3", "resume = true"])
 def test_a_key_of_another_program_has_a_hint(cli: Cli, plan: Path, key: str) -> None:
     plan.write_text(plan.read_text("utf-8").replace("steps = 4", f"steps = 4\n{key}"), "utf-8")
-    result = cli("check", plan)
-    assert result.code == 3
+    result = cli("check", plan).expect(3)
     assert "(hint: set `run.steps`; the run prints" in result.err or "(hint: use `[checkpoint]` to save a run" in result.err
 
 
@@ -148,8 +147,7 @@ def test_a_tie_without_a_handler_is_refused(cli: Cli, own_model: Own, monkeypatc
     path = own_model(TIED_LAYERS)
     without_handler = (*PIPELINE, "gradient_handlers=[]")
     monkeypatch.setattr("train_cli.local_launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
-    plain = cli("check", path, changes=without_handler)
-    assert (plain.code, "use --model to check whether there are such weights" in plain.err) == (0, True)
+    cli("check", path, changes=without_handler).expect(0, "use --model to check whether there are such weights")
     assert "use --model to check" not in cli("check", path, changes=PIPELINE).err
     for arguments in (("check", path, "--model"), ("run", path)):
         result = cli(*arguments, changes=without_handler)
@@ -226,8 +224,7 @@ def layers(more: str, picks: str = "pass", loss: str = "") -> str:
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 def test_errors_name_layers_that_do_not_fit(cli: Cli, own_model: Own, more: str, message: str, form: str) -> None:
     changes = ("parallel.dp=1",) if form == "float32" else ("parallel.dp=2", 'precision.compute="bf16"')
-    result = cli("check", own_model(layers(more)), "--model", changes=changes)
-    assert result.code == 3, result.err
+    result = cli("check", own_model(layers(more)), "--model", changes=changes).expect(3)
     assert message.replace("FORMAT", form) in result.err
 
 
@@ -259,10 +256,11 @@ def test_running_statistics_are_one_error(cli: Cli, own_model: Own, more: str, i
 )
 def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, picks: str) -> None:
     path = own_model(layers(f'("picks", Picks(32, 32)), {HEAD}', picks))
-    result = cli("check", path, "--model", changes=ONE)
-    assert result.code == 0, result.err
-    assert "layers were called up to layer `picks` (Picks), which cannot run on meta" in result.err
-    assert "creates all first values on its host before it drops those of other ranks: " in result.err
+    cli("check", path, "--model", changes=ONE).expect(
+        0,
+        "layers were called up to layer `picks` (Picks), which cannot run on meta",
+        "creates all first values on its host before it drops those of other ranks: ",
+    )
     assert cli("run", path, changes=ONE).code == 0
 
 
@@ -272,13 +270,11 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
 def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, message: str) -> None:
     path = own_model(layers(HEAD, loss=loss))
     path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
-    result = cli("check", path, "--model", changes=ONE)
-    assert (result.code, message in result.err) == (code, True), result.err
+    cli("check", path, "--model", changes=ONE).expect(code, message)
 
 
 def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
-    result = cli("check", plan, "--model")
-    assert result.code == 0, result.err
+    result = cli("check", plan, "--model").expect(0)
     assert "called" not in result.err
 
 
@@ -336,6 +332,4 @@ def test_a_mistake_in_a_model_or_in_data_is_one_line(cli: Cli, own_model: Callab
 
 def test_a_step_with_too_many_actions_is_refused(cli: Cli, plan: Path) -> None:
     for change in ("batch.global_size=1000000", "parallel.pp=1000000"):
-        result = cli("check", plan, changes=(*PIPELINE, change))
-        assert result.code == 3
-        assert "error[schedule-too-long]: a step must have at most" in result.err
+        cli("check", plan, changes=(*PIPELINE, change)).expect(3, "error[schedule-too-long]: a step must have at most")

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from drawn_model import sample
 from layouts import layout_of, num_ranks
 from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
-from sley_core.errors import RunError, SleyError, UsageError
+from sley_core.errors import SleyError, UsageError
 from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_testing.plain import PlainLoop
@@ -28,7 +29,7 @@ from sley_trainer.assemble import assemble
 
 
 class Rows:
-    """`num_samples` drawn samples of `sequence` tokens, a quarter of whose labels are ignored."""
+    """`num_samples` drawn samples of `sequence` tokens, some of whose labels are ignored."""
 
     def __init__(self, num_samples: int, sequence: int = 24) -> None:
         self.num_samples = num_samples
@@ -38,10 +39,7 @@ class Rows:
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(256, (self.sequence + 1,), generator=generator)
-        ignored = torch.rand(self.sequence, generator=generator) < 0.25
-        return {"tokens": ids[:-1], "labels": ids[1:].masked_fill(ignored, -100)}
+        return sample(index, self.sequence)
 
 
 class Endless:
@@ -101,22 +99,18 @@ def one_by_one(folder: Path) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, evaluation_set in plan.evaluation_sets.items():
             data: Any = open_dataset(evaluation_set.data, DataContext(7, "held_out" if name == "held" else "train"))
-            samples = [data[index] for index in range(16 if name == "few" else len(data))]
+            rows = [data[index] for index in range(16 if name == "few" else len(data))]
             total = weight = correct = highest = likelihood = 0.0
             with torch.no_grad():
-                for sample in samples:
-                    logits = loop.forward({key: value[None] for key, value in sample.items()})[0]
-                    labels = sample["labels"]
+                for row in rows:
+                    logits, labels = loop.forward({key: value[None] for key, value in row.items()})[0], row["labels"]
                     total += F.cross_entropy(logits, labels, reduction="sum").item()
                     weight += (labels != -100).sum().item()
                     correct += (logits.argmax(-1) == labels).sum().item()
                     highest += logits.amax(-1).argmax().item()
                     likelihood += logits.log_softmax(-1).amax(-1).sum().item()
             means = {"loss": total / weight, "perplexity": math.exp(total / weight), "accuracy": correct / weight}
-            means |= {
-                "highest": highest / len(samples),
-                "likelihood": likelihood / sum(len(sample["labels"]) for sample in samples),
-            }
+            means |= {"highest": highest / len(rows), "likelihood": likelihood / sum(len(row["labels"]) for row in rows)}
             results |= {f"held_out/{name}/{key}": value for key, value in means.items()}
     return results
 
@@ -139,18 +133,15 @@ def test_each_sample_counts_once_in_every_layout(ranks: Any, texts: Path, layout
         assert own == {"held_out_loss", *(f"held_out/{key}" for key in ("perplexity", "accuracy", "highest", "likelihood"))}
 
 
+HELD_OUT = small_plan(data__documents="cut", evaluation={"every": 2, "steps": 1})
+
+
 def loaded(folder: Path, **changes: Any) -> Plan:
-    return plan_from_dict(changed(small_plan(data__documents="cut", evaluation={"every": 2, "steps": 1}), **changes), folder)
+    return plan_from_dict(changed(HELD_OUT, **changes), folder)
 
 
-def error_of(folder: Path, **changes: Any) -> str:
-    with pytest.raises(SleyError) as error, World.alone("cpu") as world, assemble(loaded(folder, **changes), world) as run:
-        run.evaluate_sets()
-    return str(error.value)
-
-
-def evaluation_error(tables: Tables, folder: Path) -> str:
-    with pytest.raises(RunError) as error:
+def error_of(tables: Tables, folder: Path) -> str:
+    with pytest.raises(SleyError) as error:
         evaluate(tables, folder)
     return str(error.value)
 
@@ -158,7 +149,7 @@ def evaluation_error(tables: Tables, folder: Path) -> str:
 def test_metrics_with_other_names_on_one_rank_are_refused(ranks: Any, texts: Path) -> None:
     metric = {"factory": "test_evaluation:sequence_metric", "options": {"fault": "a name"}}
     tables = changed(PLAN, evaluation={"every": 2, "metric": metric}, parallel__dp=2)
-    first, second = ranks(2)(evaluation_error, tables, texts)
+    first, second = ranks(2)(error_of, tables, texts)
     assert first == second
     assert "error[metric-result]: the [evaluation] metric returns likelihood, more on rank 1, but highest" in first
 
@@ -198,7 +189,7 @@ REFUSED: dict[str, Tables] = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_an_impossible_evaluation_is_refused(texts: Path, message: str) -> None:
-    assert message in error_of(texts, **REFUSED[message])
+    assert message in error_of(changed(HELD_OUT, **REFUSED[message]), texts)
 
 
 def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
@@ -207,11 +198,9 @@ def test_an_evaluation_of_sets_needs_no_held_out_data(texts: Path) -> None:
         assert {name.rpartition("/")[0] for name in run.evaluate_sets()} == {"held_out/odd"}
         with pytest.raises(UsageError, match="no held-out samples"):
             run.evaluate()
-    plan = loaded(texts, evaluation=None)
-    with assemble(plan, World.alone("cpu")) as run, pytest.raises(UsageError, match=r"no \[evaluation\] table"):
-        run.evaluate_sets()
+    assert "no [evaluation] table" in error_of(changed(HELD_OUT, evaluation=None), texts)
     tables["evaluation"]["held_out"] = True
-    assert "or set `held_out = false` to evaluate only on the sets" in error_of(texts, **tables)
+    assert "or set `held_out = false` to evaluate only on the sets" in error_of(changed(HELD_OUT, **tables), texts)
     assemble(loaded(texts, evaluation__keep_best="held_out/accuracy", **SMOOTHED), World.alone("cpu")).close()
 
 
@@ -225,8 +214,7 @@ def test_a_stream_is_read_for_its_steps(texts: Path) -> None:
 
 def test_canonical_sums_have_the_bits_of_one_process(ranks: Any, texts: Path) -> None:
     tables = changed(PLAN, parallel__reduction="canonical")
-    with World.alone("cpu") as world, assemble(plan_from_dict(tables, texts), world) as run:
-        expected = run.evaluate_sets()
+    expected = evaluate(tables, texts)
     assert ranks(2)(evaluate, layout_of("pp2", tables), texts) == [expected, expected]
 
 
@@ -254,18 +242,14 @@ def test_a_run_without_improvement_stops_early(cli: Any, plan: Path, folder: Pat
     text = plan.read_text("utf-8").replace('["corpus.txt"]', '["?.txt"]\nheld_out_files = ["other.txt"]')
     plan.write_text(text.replace("dp = 2", "dp = 1") + EVALUATION, "utf-8")
     changes = ("run.steps=50", "optimizer.lr=1e-30")
-    result = cli("run", plan, changes=changes)
-    assert result.code == 0, result.err
     reason = "held_out/own/loss has not improved in 2 evaluations; the best, "
-    assert f", early: {reason}" in result.err, result.err
+    cli("run", plan, changes=changes).expect(0, f", early: {reason}")
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
     assert (summary["outcome"], summary["steps"], summary["best"]["step"]) == ("finished", 6, 2)
     assert summary["stopped_early"].startswith(reason)
-    again = cli("run", plan, "--resume", "auto", changes=changes)
-    assert (again.code, "has ended early: held_out/own/loss has not" in again.err) == (0, True), again.err
-    exported = cli("export", "runs/small", "--best", "--out", "best")
-    assert "after step 2 of 50" in exported.err, exported.err
+    cli("run", plan, "--resume", "auto", changes=changes).expect(0, "has ended early: held_out/own/loss has not")
+    cli("export", "runs/small", "--best", "--out", "best").expect(0, "after step 2 of 50")
     shown = cli("eval", "runs/small", "--best")
     assert f"held_out/own/loss        {summary['best']['value']:.4f}" in shown.out, (shown.out, shown.err)
-    longer = cli("run", plan, "--resume", "auto", changes=(*changes, "evaluation.patience=3"))
-    assert "has not improved in 3 evaluations" in longer.err
+    longer = (*changes, "evaluation.patience=3")
+    cli("run", plan, "--resume", "auto", changes=longer).expect(0, "has not improved in 3 evaluations")

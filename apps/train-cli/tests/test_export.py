@@ -58,8 +58,7 @@ def first_file(run: Path) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_logits_of_the_run(cli: Any, trained: Trained, folder: Path, name: str) -> None:
     run, logits = trained(changed(PLAN, **{f"model__{key}": value for key, value in MODELS[name].items()}))
-    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
-    assert result.code == 0, result.err
+    cli("export", run, "--format", "huggingface", "--out", folder / "hf").expect(0)
     model = transformers_model(folder / "hf")
     assert model.config.model_type == {"tied": "llama", "llama3": "llama"}.get(name, name)
     with torch.no_grad():
@@ -136,8 +135,7 @@ def test_an_own_module_loads_its_weights(
         PLAN, model={"factory": f"own_net:{factory}"}, data__documents="cut", optimizer={"use": "core.sgd", "lr": 1e-2}
     )
     run, logits = trained(tables)
-    result = cli("export", run, "--out", folder / "own")
-    assert result.code == 0, result.err
+    result = cli("export", run, "--out", folder / "own").expect(0)
     import own_net
 
     state = load_file(folder / "own" / "model.safetensors")
@@ -158,9 +156,9 @@ def test_an_own_module_loads_its_weights(
     assert torch.equal(output, logits)
     values = load_file(first_file(run))
     save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
-    result = cli("export", run, "--out", folder / "refused")
-    assert result.code == 1
-    assert "error[weights-mismatch]: the factory returns a different model than for the run" in result.err
+    cli("export", run, "--out", folder / "refused").expect(
+        1, "error[weights-mismatch]: the factory returns a different model than for the run"
+    )
     assert not (folder / "refused").exists()
     assert not list(folder.glob(".refused*"))
 
@@ -179,9 +177,7 @@ def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path)
     assert (result.code, out.exists()) == (1, False)
     assert f"{file.name}`: it is damaged" in result.err
     shutil.rmtree(run / "weights")
-    result = cli("export", run, "--out", out)
-    assert result.code == 2
-    assert "error[no-weights]" in result.err
+    cli("export", run, "--out", out).expect(2, "error[no-weights]")
 
 
 WRITES_A_FILE = """
@@ -205,8 +201,7 @@ def layers(data):
 
 def test_a_run_that_cannot_save_its_weights_has_a_summary(cli: Any, own_model: Any, folder: Path) -> None:
     plan = own_model(WRITES_A_FILE, DATA + 'documents = "cut"\n')
-    result = cli("run", plan, changes=["parallel.dp=1"])
-    assert result.code == 1
+    result = cli("run", plan, changes=["parallel.dp=1"]).expect(1)
     assert result.err.count("error[weights-unsaved]") == 1
     assert "`thesis.tex`, which is not a weight file" in result.err
     assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"

@@ -53,8 +53,7 @@ def test_a_signal_stops_a_run_after_its_step(
     program = start("run", plan, changes=[*LONG, f"parallel.dp={dp}"])
     program.wait_for("step 3/")
     os.kill(program.process.pid, number)
-    result = program.finish(40)
-    assert result.code == code, result.err
+    result = program.finish(40).expect(code)
     assert result.err.count("stopping after this step") == 1
     assert "interrupted: " in result.err
     assert "error" not in result.err
@@ -92,8 +91,7 @@ def test_a_signal_in_a_factory_is_no_error_of_the_factory(start: Start, own_mode
     program = start("run", own_model(doing("pass").replace("def layers():", f"def layers():{wait}")))
     program.wait_for("in the factory")
     os.kill(program.process.pid, signal.SIGTERM)
-    result = program.finish(40)
-    assert result.code == 143
+    result = program.finish(40).expect(143)
     assert "error[" not in result.err
 
 
@@ -104,8 +102,7 @@ def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_mod
     action = "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP); rank == 2 and time.sleep(3600)"
     source = doing(action, SAME_SIGNAL_S=0.2, REPEAT_S=0.5, SECOND_SIGTERM_TIMEOUT_S=0.5)
     three = ("parallel.dp=3", "batch.global_size=3", "limits.collective_timeout_s=4")
-    result = start("run", own_model(source), changes=three).finish(90)
-    assert result.code == 1
+    result = start("run", own_model(source), changes=three).finish(90).expect(1)
     line = error_line(result.err)
     assert "error[rank-hung]: rank 1 of 3 did not respond: it is stopped" in line
     assert f"rank 2 of 3 did not respond: it was at {folder / 'own.py'}:{FIRST_LINE}" in line
@@ -115,8 +112,7 @@ def test_hanging_ranks_are_named_and_waiting_ranks_are_not(start: Start, own_mod
 
 
 def test_torchrun_names_the_rank_that_failed_first(start: Start, own_model: Own) -> None:
-    result = start("run", own_model(doing("rank == 1 and self.calls == 3 and [][1]")), torchrun=()).finish()
-    assert result.code == 1
+    result = start("run", own_model(doing("rank == 1 and self.calls == 3 and [][1]")), torchrun=()).finish().expect(1)
     root_cause = result.err[result.err.index("Root Cause") :]
     assert re.search(r"rank +: 1 ", root_cause), root_cause
     assert "IndexError: list index out of range" in root_cause, root_cause
@@ -140,8 +136,7 @@ def test_a_summary_that_cannot_be_written_is_an_error(cli: Cli, plan: Path, monk
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(rank, "write_json", write)
-    result = cli("run", plan, "--set", "parallel.dp=1")
-    assert result.code == 1
+    result = cli("run", plan, "--set", "parallel.dp=1").expect(1)
     line = error_line(result.err)
     assert "error[cannot-write]: cannot write `runs/small/summary.json`: No space left on device" in line
     assert "bug" not in line
@@ -149,7 +144,6 @@ def test_a_summary_that_cannot_be_written_is_an_error(cli: Cli, plan: Path, monk
 
 def test_a_deleted_run_folder_is_an_error_of_the_next_step(cli: Cli, own_model: Own, folder: Path) -> None:
     action = "self.calls == 9 and __import__('shutil').rmtree('runs')"
-    result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1")
-    assert result.code == 1
+    result = cli("run", own_model(doing(action)), "--set", "parallel.dp=1").expect(1)
     expected = "error[metrics-file]: `runs/small/metrics.jsonl` was deleted while the run wrote to it"
     assert expected in error_line(result.err)

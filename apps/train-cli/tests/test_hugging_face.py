@@ -69,8 +69,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
 
 def exported(cli: Any, run: Path, out: Path, *options: str) -> str:
-    result = cli("export", run, "--format", "huggingface", "--out", out, *options)
-    assert result.code == 0, result.err
+    result = cli("export", run, "--format", "huggingface", "--out", out, *options).expect(0)
     return str(result.err)
 
 
@@ -146,9 +145,9 @@ def test_the_error_of_a_wrong_export_names_the_tensor(
         check(plan, model, source, out)
 
     monkeypatch.setattr(hf_export, "check_export", change_export)
-    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
-    assert result.code == 1
-    assert f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs" in result.err
+    cli("export", run, "--format", "huggingface", "--out", folder / "hf").expect(
+        1, f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs"
+    )
 
 
 def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Path) -> None:

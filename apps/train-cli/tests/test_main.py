@@ -42,8 +42,7 @@ def test_help_lists_every_command_and_exit_code(cli: Cli, install: Install) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(cli: Cli, name: str) -> None:
-    result = cli(name, "--help")
-    assert result.code == 0
+    result = cli(name, "--help").expect(0)
     assert "Options:" in result.out
 
 
@@ -51,8 +50,7 @@ def test_every_command_has_help(cli: Cli, name: str) -> None:
     "arguments", [[], ["nonsense"], ["check"], ["check", "--nonsense", "x"], ["run", "p.toml", "--nproc", "0"], ["chek"]]
 )
 def test_a_wrong_command_line_is_exit_2(cli: Cli, arguments: list[str]) -> None:
-    result = cli(*arguments)
-    assert result.code == 2
+    result = cli(*arguments).expect(2)
     assert "Usage: train-cli" in result.err + result.out
     assert "Traceback" not in result.err
 
@@ -71,9 +69,7 @@ def test_an_internal_error_is_exit_1_without_a_traceback(cli: Cli, plan: Path, m
         raise AssertionError("a world of 3, 2 were given")
 
     monkeypatch.setattr("sley_core.topology.Topology.coordinates", fail)
-    result = cli("show", plan)
-    assert result.code == 1
-    assert "AssertionError: a world of 3, 2 were given" in result.err
+    result = cli("show", plan).expect(1, "AssertionError: a world of 3, 2 were given")
     assert "Traceback" not in result.err
     assert "Traceback" in cli("show", plan, "--traceback").err
     assert "Traceback" in cli("--traceback", "show", plan).err
@@ -85,8 +81,7 @@ def test_an_error_has_its_code(cli: Cli, plan: Path, monkeypatch: pytest.MonkeyP
         raise error
 
     monkeypatch.setattr("sley_core.plan.load.read_file", fail)
-    result = cli("check", plan)
-    assert result.code == code
+    result = cli("check", plan).expect(code)
     assert code == 130 or result.err == "error[no-luck]: it went wrong\n"
 
 
@@ -153,8 +148,7 @@ def test_a_broken_command_of_another_package_is_refused(cli: Cli, install: Insta
     for dist in ("sley-sweep", "sley-mop")[: 1 if code == "command-import" else 2]:
         install(dist, "sweep", source, group="sley.commands", attribute=":sweep")
     assert cli("--help").code == 0
-    result = cli("sweep")
-    assert (result.code, f"error[{code}]" in result.err, "sley-sweep 1.0" in result.err) == (4, True, True)
+    cli("sweep").expect(4, f"error[{code}]", "sley-sweep 1.0")
 
 
 # -- plugins, env ------------------------------------------------------------------------------------------------------
@@ -162,8 +156,7 @@ def test_a_broken_command_of_another_package_is_refused(cli: Cli, install: Insta
 
 def test_plugins_lists_records_and_broken_plugins(cli: Cli, install: Install) -> None:
     install("sley-odd", "odd", "raise RuntimeError('not today')")
-    result = cli("plugins")
-    assert result.code == 0
+    result = cli("plugins").expect(0)
     assert result.out.startswith("core  (sley-core ")
     assert "broken: plugin `odd` (sley-odd 1.0) cannot be imported" in result.out
     assert ["optimizer:", "core.adamw,", "core.sgd"] in [line.split() for line in result.out.splitlines()]

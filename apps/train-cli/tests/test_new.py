@@ -34,9 +34,7 @@ def test_the_handler_is_the_example_of_the_documentation(monkeypatch: pytest.Mon
 def test_a_new_package_passes_its_tests(cli: Any, tmp_path: Path, kind: str) -> None:
     """The tests of a handler are those of the example, which always run."""
     out = tmp_path / "new" / "package"
-    result = cli("new", kind, "my_own", "--out", out)
-    assert result.code == 0, result.err
-    assert f"cd {out}" in result.err
+    cli("new", kind, "my_own", "--out", out).expect(0, f"cd {out}")
     info = out / "src" / "sley_my_own-0.1.0.dist-info"  # as pip writes it
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sley-my_own\nVersion: 0.1.0\nRequires-Dist: sley-core\n")
@@ -78,7 +76,5 @@ def test_an_installed_name_is_refused(folder: Path, install: Any) -> None:
 
 
 def test_a_folder_with_files_is_refused(cli: Any, folder: Path) -> None:
-    result = cli("new", "writer", "mine", "--out", folder)
-    assert result.code == 2
-    assert "error[new-folder]" in result.err
+    cli("new", "writer", "mine", "--out", folder).expect(2, "error[new-folder]")
     assert [path.name for path in folder.iterdir()] == ["corpus.txt"]

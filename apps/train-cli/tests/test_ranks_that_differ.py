@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, two linears in either order, and one of two experts, as the data has it."""
+    """Attention, two linears in either order, and the first of two experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,21 +47,16 @@ class Block(nn.Module):
         self.right = nn.Linear(HIDDEN, HIDDEN)
         self.experts = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
         self.norm = nn.LayerNorm(HIDDEN)
-        self.chooses = False
         self.turned = False
         self.causal = True
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(hidden)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
         hidden = hidden + self.attend(q, k, v, causal=self.causal).flatten(-2)
-        if self.turned:
-            right = self.right(hidden).tanh()
-            hidden = hidden + (self.left(hidden).tanh() + right)
-        else:
-            left = self.left(hidden).tanh()
-            hidden = hidden + (left + self.right(hidden).tanh())
-        chosen = int(self.chooses and float(hidden.detach().sum()) > 0)
-        return hidden + self.experts[chosen](hidden).tanh()
+        first, second = (self.right, self.left) if self.turned else (self.left, self.right)
+        output = first(hidden).tanh()
+        hidden = hidden + (output + second(hidden).tanh())
+        return hidden + self.experts[0](hidden).tanh()
 
 
 def layers(tied: bool = False) -> list[tuple[str, nn.Module]]:
@@ -203,7 +198,7 @@ def change(run: Run, case: Case) -> None:
 
 
 def attempt(tables: Tables, case: Case) -> Outcome:
-    """Steps until something is said; on the odd rank with the difference."""
+    """Steps until an error; on the odd rank with the difference."""
     begin = time.monotonic()
     rows: list[tuple[float, float]] = []
     rank = int(os.environ["RANK"])
@@ -225,17 +220,12 @@ def attempt(tables: Tables, case: Case) -> Outcome:
 
 def alone(case: Case, tables: Tables, world: int) -> list[tuple[float, float]]:
     """The rows of one process on the samples of all ranks."""
-    options = {"model": tables["model"]}
     rows = []
     num_dp = tables["parallel"]["dp"]
-    with running(PLAN | options, FOLDER) as run:
+    with running(PLAN | {"model": tables["model"]}, FOLDER) as run:
         for step in range(NUM_STEPS):
-            batch = [
-                micro
-                for coord in range(num_dp)
-                for micro in own_batch(case, coord, num_dp, step, coord == case.odd and world == num_dp)
-            ]
-            row = run.step(batch)
+            batches = (own_batch(case, rank, num_dp, step, rank == case.odd and world == num_dp) for rank in range(num_dp))
+            row = run.step([micro for batch in batches for micro in batch])
             rows.append((float(row["loss"]), float(row["grad_norm"])))
     return rows
 

@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from started_program import Program
+from started_program import Program, Result
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.world import reset_stores
@@ -78,14 +79,8 @@ def agrees(
     port: int, rank: int, size: int, info: dict[str, str] = INFO, timeout_s: float = 5, **changes: str
 ) -> Callable[[], None]:
     """Returns a call in which a rank compares its `info` with the others."""
-
-    def call() -> None:
-        rendezvous = arrive(port, rank, size, timeout_s, **changes)
-        rendezvous.agree(
-            info, {"the plan": DETAILS["the plan"] | {"optimizer.lr": "0.5"}} if info["the plan"] != "abc" else DETAILS
-        )
-
-    return call
+    details = {"the plan": DETAILS["the plan"] | ({} if info["the plan"] == "abc" else {"optimizer.lr": "0.5"})}
+    return lambda: arrive(port, rank, size, timeout_s, **changes).agree(info, details)
 
 
 def builds(
@@ -106,18 +101,15 @@ def builds(
 
 
 def test_ranks_that_agree_start_several_times(port: int) -> None:
-    def agree_three_times(rank: int) -> Callable[[], None]:
-        def work() -> None:
-            for number in range(3):
-                time.sleep(0.02 * (3 - rank))
-                rendezvous = arrive(port, rank, 3)
-                rendezvous.agree(INFO | {"the plan": str(number)}, DETAILS)
-                with rendezvous.all_or_none(20):
-                    time.sleep(0.02 * rank)
+    def agree_three_times(rank: int) -> None:
+        for number in range(3):
+            time.sleep(0.02 * (3 - rank))
+            rendezvous = arrive(port, rank, 3)
+            rendezvous.agree(INFO | {"the plan": str(number)}, DETAILS)
+            with rendezvous.all_or_none(20):
+                time.sleep(0.02 * rank)
 
-        return work
-
-    assert set(errors_of({str(rank): agree_three_times(rank) for rank in range(3)}).values()) == {""}
+    assert set(errors_of({str(rank): partial(agree_three_times, rank) for rank in range(3)}).values()) == {""}
 
 
 def test_a_store_of_an_earlier_start_is_refused(port: int) -> None:
@@ -148,10 +140,8 @@ def test_all_errors_name_a_rank_that_cannot_start(port: int, failing: int) -> No
     calls = {str(rank): agrees(port, rank, 3) for rank in range(3) if rank != failing}
     errors = errors_of({"failing": lambda: arrive(port, failing, 3).report_failure(NO_PLAN), **calls})
     assert errors.pop("failing") == "", "it has an error of its own"
-    assert all(f"rank {failing} on host{failing} cannot start: no file `plan.toml`" in error for error in errors.values()), (
-        errors
-    )
-    assert all("copy it there" in error for error in errors.values())
+    message = f"rank {failing} on host{failing} cannot start: no file `plan.toml`"
+    assert all(message in error and "copy it there" in error for error in errors.values()), errors
 
 
 def test_missing_ranks_are_named(port: int) -> None:
@@ -173,18 +163,11 @@ def test_another_run_at_the_port_is_refused(port: int) -> None:
     assert set(errors.values()) == {""}
 
 
-@contextmanager
-def silent_listener(port: int) -> Iterator[None]:
-    """Listens at the port and does not answer."""
-    with closing(socket.socket()) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        yield
-
-
 def test_a_port_in_use_is_refused(port: int) -> None:
-    with silent_listener(port):
+    with closing(socket.socket()) as silent_server:
+        silent_server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        silent_server.bind(("127.0.0.1", port))
+        silent_server.listen()
         errors = errors_of({"0": agrees(port, 0, 2), "1": agrees(port, 1, 2)})
     assert f"port {port} is in use" in errors["0"]
     assert f"the program at 127.0.0.1:{port} is not a rendezvous store" in errors["1"]
@@ -263,10 +246,11 @@ Start = Callable[..., Program]
 HOSTS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-def start_hosts(start: Start, port: int, *changes: str) -> list[Program]:
-    """Starts one rank on each of two hosts. changes: the values of the second host's `--set` options."""
+def run_hosts(start: Start, port: int, *changes: str) -> list[Result]:
+    """Runs one rank on each of two hosts. changes: the values of the second host's `--set` options."""
     first, second = ({**HOSTS, "MASTER_PORT": str(port), "RANK": str(rank)} for rank in range(2))
-    return [start("run", "plan.toml", **first), start("run", "plan.toml", changes=changes, **second)]
+    programs = [start("run", "plan.toml", **first), start("run", "plan.toml", changes=changes, **second)]
+    return [program.finish() for program in programs]
 
 
 @pytest.mark.sample(1)
@@ -281,7 +265,7 @@ def start_hosts(start: Start, port: int, *changes: str) -> list[Program]:
 def test_hosts_that_differ_are_refused(
     start: Start, plan: Path, port: int, change: str, messages: tuple[str, ...], code: int
 ) -> None:
-    results = [host.finish(40) for host in start_hosts(start, port, change)]
+    results = run_hosts(start, port, change)
     output = "\n".join(result.err for result in results)
     assert all(result.code != 0 for result in results), output
     assert code in {result.code for result in results}, output
@@ -291,6 +275,6 @@ def test_hosts_that_differ_are_refused(
 
 
 def test_equal_hosts_train(start: Start, plan: Path, port: int) -> None:
-    first, second = [host.finish() for host in start_hosts(start, port)]
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "finished: 4 steps" in first.err
+    first, second = run_hosts(start, port)
+    first.expect(0, "finished: 4 steps")
+    second.expect(0)

@@ -72,12 +72,9 @@ def test_a_report_has_the_results_of_the_run(cli: Cli, run: Path) -> None:
 
 
 def test_a_missing_library_is_named(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = cli("report", folder)
-    assert (result.code, "no-run" in result.err) == (2, True)
+    cli("report", folder).expect(2, "no-run")
     monkeypatch.setattr("sley_doctor.commands.find_spec", lambda name: None)
-    result = cli("report", folder)
-    assert (result.code, "report-missing" in result.err) == (4, True)
-    assert 'pip install -e "packages/doctor[report]"' in result.err
+    cli("report", folder).expect(4, "report-missing", 'pip install -e "packages/doctor[report]"')
 
 
 def test_the_report_of_a_run_without_steps_has_its_faults(run: Path, cli: Cli) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from acting_model import doing
+from started_program import Result
 
 from sley_core import jsonl
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.timeout(180)
 
 Cli = Callable[..., Any]
 Start = Callable[..., Any]
+Resume = Callable[..., Result]
 
 ALONE = ("parallel.dp=1", "run.steps=6")
 CONSTANT = "learning_rate.use='core.constant'"
@@ -28,6 +30,17 @@ EVERY_KEPT = 'checkpoint={every_steps=2, mode="sync", keep=9}'
 
 def rows(folder: Path, name: str = "small") -> list[dict[str, float]]:
     return [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in jsonl.read_rows(folder / "runs" / name)]
+
+
+@pytest.fixture
+def resume(cli: Cli, plan: Path) -> Resume:
+    """`resume(changes, path)` runs the plan on one rank with `--resume path`, by default `auto`, and further options."""
+
+    def run(changes: Iterable[str] = (), path: object = "auto", *options: str) -> Result:
+        result: Result = cli("run", plan, "--resume", path, *options, changes=[*ALONE, *changes])
+        return result
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -42,101 +55,82 @@ def small(cli: Cli, plan: Path, folder: Path, trained_once: Path) -> Path:
     if trained_once.exists():
         shutil.copytree(trained_once, run)
     else:
-        result = cli("run", plan, changes=[*ALONE, EVERY_KEPT])
-        assert result.code == 0, result.err
+        cli("run", plan, changes=[*ALONE, EVERY_KEPT]).expect(0)
         shutil.copytree(run, trained_once)
     return run
 
 
-def test_auto_resumes_with_the_numbers_of_an_uninterrupted_run(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
-    changes = [*ALONE, EVERY, CONSTANT, "run.name='other'"]
-    first = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5"])
-    assert first.code == 0, first.err
-    assert "there is no checkpoint yet, so the run starts at step 1" in first.err
-    refused = cli("run", plan, "--resume", "auto", changes=[*changes, "model.hidden=32", "data.sequence=8"])
-    assert refused.code == 3, refused.err
-    assert "resume-differs" in refused.err
-    assert "`model.hidden = 16`, but the plan has 32" in refused.err
-    assert "`data.sequence = 16`, but the plan has 8" in refused.err
+def test_auto_resumes_with_the_numbers_of_an_uninterrupted_run(resume: Resume, folder: Path, small: Path) -> None:
+    changes = [EVERY, CONSTANT, "run.name='other'"]
+    resume([*changes, "run.steps=5"]).expect(0, "there is no checkpoint yet, so the run starts at step 1")
+    resume([*changes, "model.hidden=32", "data.sequence=8"]).expect(
+        3, "resume-differs", "`model.hidden = 16`, but the plan has 32", "`data.sequence = 16`, but the plan has 8"
+    )
     assert len(rows(folder, "other")) == 5, "the folder is unchanged"
-    resumed = cli("run", plan, "--resume", "auto", changes=changes)
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in resumed.err
-    assert "the plan has changed since the checkpoint: run.steps: 5 -> 6" in resumed.err
+    resume(changes).expect(
+        0,
+        f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}",
+        "the plan has changed since the checkpoint: run.steps: 5 -> 6",
+    )
     assert rows(folder, "other") == rows(folder)
     summary = json.loads((folder / "runs/other/summary.json").read_text("utf-8"))
     assert (summary["steps"], summary["samples"]) == (6, 24)
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=7", "batch.micro_size=2"])
-    assert (resumed.code, "batch.micro_size: 1 -> 2" in resumed.err) == (0, True), resumed.err
+    resume([*changes, "run.steps=7", "batch.micro_size=2"]).expect(0, "batch.micro_size: 1 -> 2")
 
 
-def test_a_run_from_a_path_resumes_its_own_checkpoints(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
+def test_a_run_from_a_path_resumes_its_own_checkpoints(resume: Resume, folder: Path, small: Path) -> None:
     """So does a restart with the path still in the command. A run without own checkpoints resumes from the path."""
     path = small / "checkpoints/step-00000002"
-    changes = [*ALONE, "run.name='other'", CONSTANT]
-    assert cli("run", plan, "--resume", path, changes=[*changes, "run.steps=3"]).code == 0
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=5", EVERY])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 2 of 5, from {path}" in resumed.err
+    changes = ["run.name='other'", CONSTANT]
+    assert resume([*changes, "run.steps=3"], path).code == 0
+    resume([*changes, "run.steps=5", EVERY]).expect(0, f"continuing after step 2 of 5, from {path}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_RESTART_COUNT", "1")
-        resumed = cli("run", plan, "--resume", path, changes=[*changes, EVERY])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 5 of 6, from {folder / 'runs/other/checkpoints/step-00000005'}" in resumed.err
+        newest = folder / "runs/other/checkpoints/step-00000005"
+        resume([*changes, EVERY], path).expect(0, f"continuing after step 5 of 6, from {newest}")
     assert rows(folder, "other") == rows(folder)[2:]
 
 
 def test_a_run_that_went_back_ignores_later_checkpoints(
-    cli: Cli, plan: Path, folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+    resume: Resume, folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The later checkpoints belong to the steps that the run has discarded."""
     checkpoints, attempt = small / "checkpoints", small / "attempt.json"
     path = checkpoints / "step-00000002"
-    constant = [*ALONE, CONSTANT]
-    assert cli("run", plan, "--resume", path, changes=[*constant, "run.steps=3"]).code == 0
+    assert resume([CONSTANT, "run.steps=3"], path).code == 0
     text = attempt.read_text("utf-8")
-    assert cli("run", plan, "--resume", checkpoints / "step-00000099", changes=ALONE).code != 0
+    assert resume((), checkpoints / "step-00000099").code != 0
     assert attempt.read_text("utf-8") == text, "a missing checkpoint changes nothing"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     saves = 'checkpoint={every_steps=3, keep=1, mode="sync"}'
-    resumed = cli("run", plan, "--resume", path, changes=[*constant, "run.steps=5", saves])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 2 of 5, from {path}" in resumed.err
+    resume([CONSTANT, "run.steps=5", saves], path).expect(0, f"continuing after step 2 of 5, from {path}")
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000005-1"], "keep = 1"
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
 
-def test_a_wrong_path_has_a_hint_and_a_damaged_checkpoint_is_skipped(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
-    other = [*ALONE, "run.name='other'"]
-    missing = cli("run", plan, "--resume", folder / "nowhere", changes=other)
+def test_a_wrong_path_has_a_hint_and_a_damaged_checkpoint_is_skipped(resume: Resume, folder: Path, small: Path) -> None:
+    other = ["run.name='other'"]
+    missing = resume(other, folder / "nowhere")
     assert (missing.code, "no-checkpoint" in missing.err, (folder / "runs/other").exists()) == (2, True, False)
-    assert cli("run", plan, "--resume", "auto", "--overwrite", changes=other).code == 2
-    result = cli("run", plan, "--resume", "runs/small", changes=other)
-    assert (result.code, "such as `runs/NAME/checkpoints`" in result.err) == (2, True), result.err
+    assert resume(other, "auto", "--overwrite").code == 2
+    resume(other, "runs/small").expect(2, "such as `runs/NAME/checkpoints`")
     (newest,) = (small / "checkpoints/step-00000006").glob("*.safetensors")
     with newest.open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"\xff\x00\xff")
-    resumed = cli("run", plan, "--resume", "auto", changes=[*ALONE, EVERY, "run.steps=7"])
-    assert resumed.code == 0, resumed.err
-    assert "skipped " in resumed.err
-    assert newest.name in resumed.err
-    assert "continuing after step 4 of 7" in resumed.err
+    resume([EVERY, "run.steps=7"]).expect(0, "skipped ", newest.name, "continuing after step 4 of 7")
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_warning_signal_saves_the_run(start: Start, cli: Cli, plan: Path, folder: Path) -> None:
+def test_a_warning_signal_saves_the_run(start: Start, plan: Path, resume: Resume, folder: Path) -> None:
     changes = ["run.log_every=1", "checkpoint={}"]
     program = start("run", plan, changes=["run.steps=1000000", *changes])
     program.wait_for("step 3/")
     os.kill(program.process.pid, signal.SIGUSR1)
-    result = program.finish(60)
-    assert result.code == 138, result.err
+    program.finish(60).expect(138)
     num_steps = len(rows(folder))
     assert [path.name for path in (folder / "runs/small/checkpoints").iterdir()] == [f"step-{num_steps:08}"]
-    resumed = cli("run", plan, "--resume", "auto", changes=["parallel.dp=1", f"run.steps={num_steps + 2}", *changes])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step {num_steps} of {num_steps + 2}" in resumed.err
+    resume([*changes, f"run.steps={num_steps + 2}"]).expect(0, f"continuing after step {num_steps} of {num_steps + 2}")
     assert [row["step"] for row in rows(folder)] == list(range(1, num_steps + 3))
 
 
@@ -154,17 +148,14 @@ def test_a_run_that_torchrun_restarts_resumes_and_ends_with_torchrun(start: Star
 
 
 def test_auto_never_restarts_a_run_without_checkpoints(
-    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, plan: Path, resume: Resume, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without `--resume`, a restart by torchrun starts over."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "once")
     assert cli("run", plan, changes=[*ALONE, "run.steps=3"]).code == 0
     for count in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        resumed = cli("run", plan, "--resume", "auto", changes=[*ALONE, "run.steps=5"])
-        assert resumed.code == 2, resumed.err
-        assert "never-anew" in resumed.err
-        assert "has rows up to step 3 and final weights" in resumed.err
+        resume(["run.steps=5"]).expect(2, "never-anew", "has rows up to step 3 and final weights")
         assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     assert cli("run", plan, changes=[*ALONE, "run.steps=5"]).code == 0
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
@@ -173,94 +164,87 @@ def test_auto_never_restarts_a_run_without_checkpoints(
 # -- checkpoint folders ------------------------------------------------------------------------------------------------
 
 
-def checkpoints_in(folder: Path, name: str, keep: int = 2) -> str:
-    return f"checkpoint={{every_steps=2, mode='sync', keep={keep}, folder='{folder / name}'}}"
+def checkpoints_in(folder: Path, name: str) -> str:
+    return f"checkpoint={{every_steps=2, mode='sync', keep=2, folder='{folder / name}'}}"
 
 
-def test_an_overwritten_run_does_not_resume_from_old_checkpoints(cli: Cli, plan: Path, folder: Path) -> None:
+def test_an_overwritten_run_does_not_resume_from_old_checkpoints(cli: Cli, plan: Path, resume: Resume, folder: Path) -> None:
     changes = [*ALONE, checkpoints_in(folder, "ck")]
     assert cli("run", plan, changes=changes).code == 0
-    overwritten = cli(
-        "run", plan, "--overwrite", changes=[*changes, "checkpoint.every_steps=99", "run.steps=3", "optimizer.lr=1e-4"]
-    )
-    assert overwritten.code == 0, overwritten.err
+    other = [*changes, "checkpoint.every_steps=99", "run.steps=3", "optimizer.lr=1e-4"]
+    assert cli("run", plan, "--overwrite", changes=other).code == 0
     shutil.rmtree(folder / "ck" / "step-00000003-1")
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.steps=8", "optimizer.lr=1e-4"])
-    assert resumed.code == 2, resumed.err
-    assert "never-anew" in resumed.err
-    assert (
-        "only checkpoints of other attempts: step-00000006, step-00000004; its newest checkpoint was from step 3" in resumed.err
+    resume([*changes, "run.steps=8", "optimizer.lr=1e-4"]).expect(
+        2,
+        "never-anew",
+        "only checkpoints of other attempts: step-00000006, step-00000004; its newest checkpoint was from step 3",
     )
     assert [row["step"] for row in rows(folder)] == [1, 2, 3]
     assert sorted(path.name for path in (folder / "ck").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_runs_that_share_a_checkpoint_folder_use_only_their_own_checkpoints(cli: Cli, plan: Path, folder: Path) -> None:
+def test_runs_that_share_a_checkpoint_folder_use_only_their_own_checkpoints(
+    cli: Cli, plan: Path, resume: Resume, folder: Path
+) -> None:
     changes = [*ALONE, checkpoints_in(folder, "ck")]
     first, second = ["run.folder='first'"], ["run.folder='second'", "optimizer.lr=1e-5"]
     assert cli("run", plan, changes=[*changes, *first]).code == 0
     assert cli("run", plan, changes=[*changes, *second, "run.steps=4"]).code == 0
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, *first, "run.steps=8"])
-    assert resumed.code == 0, resumed.err
-    assert f"continuing after step 6 of 8, from {folder / 'ck' / 'step-00000006'}" in resumed.err
-    assert "ignored checkpoints of other attempts: step-00000004-1, step-00000002-1" in resumed.err
+    resume([*changes, *first, "run.steps=8"]).expect(
+        0,
+        f"continuing after step 6 of 8, from {folder / 'ck' / 'step-00000006'}",
+        "ignored checkpoints of other attempts: step-00000004-1, step-00000002-1",
+    )
     names = sorted(path.name for path in (folder / "ck").iterdir())
     assert names == ["step-00000002-1", "step-00000004-1", "step-00000006", "step-00000008-1"]
     (folder / "ck").rename(folder / "elsewhere")
-    missing = cli("run", plan, "--resume", "auto", changes=[*changes, *first, "run.steps=9"])
-    assert missing.code == 2, missing.err
-    assert f"rows up to step 8 and final weights, but {folder / 'ck'} has no checkpoint of this run" in missing.err
-    assert "; its newest checkpoint was from step 8" in missing.err
+    resume([*changes, *first, "run.steps=9"]).expect(
+        2,
+        f"rows up to step 8 and final weights, but {folder / 'ck'} has no checkpoint of this run",
+        "; its newest checkpoint was from step 8",
+    )
     shutil.rmtree(folder / "first")
-    unknown = cli("run", plan, "--resume", "auto", changes=[*ALONE, *first, checkpoints_in(folder, "elsewhere")])
-    assert unknown.code == 2, unknown.err
-    assert "only checkpoints of other attempts" in unknown.err
+    resume([*first, checkpoints_in(folder, "elsewhere")]).expect(2, "only checkpoints of other attempts")
 
 
-def test_a_run_resumes_from_a_url_and_through_a_link(cli: Cli, plan: Path, folder: Path) -> None:
+def test_a_run_resumes_from_a_url_and_through_a_link(cli: Cli, plan: Path, resume: Resume, folder: Path) -> None:
     pytest.importorskip("fsspec")
     changes = [*ALONE, f"checkpoint={{every_steps=2, mode='sync', keep=9, folder='file://{folder}/ck'}}"]
     assert cli("run", plan, changes=changes).code == 0
     (folder / "link").symlink_to(folder / "ck")
-    for path in (f"file://{folder}/ck/step-00000002", "link/step-00000002"):
-        resumed = cli("run", plan, "--resume", path, changes=[*changes, "run.steps=4"])
-        assert resumed.code == 0, resumed.err
-        assert "continuing after step 2 of 4" in resumed.err
+    for path in (f"file://{folder}/ck", "link"):
+        resume([*changes, "run.steps=4"], f"{path}/step-00000002").expect(0, "continuing after step 2 of 4")
         assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
     assert (folder / "ck" / "step-00000004-1").is_dir()
 
 
 def test_a_requeued_job_does_not_change_a_finished_run(
-    cli: Cli, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, plan: Path, resume: Resume, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = [*ALONE, EVERY]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert cli("run", plan, changes=changes).code == 0
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for options in ([], ["--overwrite"]):
-        resumed = cli("run", plan, *options, changes=changes)
-        assert resumed.code == 0, resumed.err
-        assert "the run has finished all 6 steps" in resumed.err
-    other = cli("run", plan, "--resume", "auto", changes=[*changes, "run.seed=5"])
-    assert "resume-differs" in other.err
+        cli("run", plan, *options, changes=changes).expect(0, "the run has finished all 6 steps")
+    assert "resume-differs" in resume([*changes, "run.seed=5"]).err
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert "already exists" in cli("run", plan, changes=changes).err, "the run belongs to another job"
     assert cli("run", plan, "--overwrite", changes=[*changes, "run.seed=5"]).code == 0
 
 
-def test_export_and_sample_use_the_newest_weights(cli: Cli, plan: Path, folder: Path, small: Path) -> None:
+def test_export_and_sample_use_the_newest_weights(cli: Cli, resume: Resume, folder: Path, small: Path) -> None:
     assert "the weights of step 6 in runs/small/weights" in cli("export", "runs/small", "--out", "one").err
     longer = [*ALONE, EVERY_KEPT, "run.steps=8", "run.final_weights='none'"]
-    assert cli("run", plan, "--resume", "auto", changes=longer).code == 0
+    assert resume(longer).code == 0
     assert "after step 8 of 8" in cli("export", "runs/small", "--out", "two").err
     (folder / "runs").rename(folder / "moved")
     (folder / "corpus.txt").unlink()
-    sampled = cli("sample", "moved/small", "--prompt", "the", "--tokens", "2")
-    assert sampled.code == 0, sampled.err
-    assert f"after step 8 of 8 of the run 'small', from {folder / 'moved/small/checkpoints'}" in sampled.err
-    refused = cli("run", plan, "--resume", "moved/small/checkpoints/step-00000002", changes=[*longer, "run.folder='moved'"])
-    assert refused.code != 0, "the corpus is missing"
-    assert "after step 8 of" in cli("sample", "moved/small", "--prompt", "the", "--tokens", "2").err
+    checkpoints = folder / "moved/small/checkpoints"
+    sample = ("sample", "moved/small", "--prompt", "the", "--tokens", "2")
+    cli(*sample).expect(0, f"after step 8 of 8 of the run 'small', from {checkpoints}")
+    assert resume([*longer, "run.folder='moved'"], checkpoints / "step-00000002").code != 0, "the corpus is missing"
+    assert "after step 8 of" in cli(*sample).err
 
 
 PICKLES = Path(__file__).parents[3] / "packages/testing/tests/outsider/own"
@@ -268,14 +252,13 @@ PICKLES = Path(__file__).parents[3] / "packages/testing/tests/outsider/own"
 
 @pytest.mark.skipif(not PICKLES.exists(), reason="the other packages' tests are not part of the sdist")
 def test_a_run_with_another_checkpointer_resumes(
-    cli: Cli, plan: Path, folder: Path, small: Path, plugin_folder: Callable[..., None]
+    cli: Cli, plan: Path, resume: Resume, folder: Path, small: Path, plugin_folder: Callable[..., None]
 ) -> None:
     """Its record has no reader of checkpoints, so an export refuses them."""
     plugin_folder(PICKLES, pickles="sley_pickles.plugin")
     changes = [*ALONE, 'checkpoint={use="pickles.folder", every_steps=2}', CONSTANT, "run.name='other'"]
     assert cli("run", plan, changes=[*changes, "run.steps=3"]).code == 0
-    resumed = cli("run", plan, "--resume", "auto", changes=[*changes, "run.final_weights='none'"])
-    assert "continuing after step 2 of 6" in resumed.err, resumed.err
+    resume([*changes, "run.final_weights='none'"]).expect(0, "continuing after step 2 of 6")
     assert rows(folder, "other") == rows(folder)
     shutil.rmtree(folder / "runs/other/weights")
     assert "no-checkpoint-files" in cli("export", "runs/other", "--out", "out").err

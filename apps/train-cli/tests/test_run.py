@@ -45,8 +45,7 @@ def test_one_rank_runs_in_this_process_and_is_replaced_only_with_overwrite(
     def summary() -> Any:
         return json.loads((run / "summary.json").read_text("utf-8"))
 
-    result = cli("run", plan, "--set", "parallel.dp=1")
-    assert result.code == 0, result.err
+    result = cli("run", plan, "--set", "parallel.dp=1").expect(0)
     assert result.out == ""
     sizes, _, _, first, second, closing, *_ = result.err.splitlines()
     assert sizes == "1 rank, 12,336 parameters, 4 steps of 4 samples = 0.097 epochs (256 tokens)"
@@ -60,10 +59,7 @@ def test_one_rank_runs_in_this_process_and_is_replaced_only_with_overwrite(
     assert summary()["memory_bytes"]["optimizer_states"] == 2 * 4 * 12336, "Adam's two states"
 
     before = (run / "metrics.jsonl").read_text("utf-8")
-    result = cli("run", plan, "--set", "parallel.dp=1")
-    assert result.code == 3
-    assert "plan.toml:4:8: error[run-folder]" in result.err
-    assert "--overwrite" in result.err
+    cli("run", plan, "--set", "parallel.dp=1").expect(3, "plan.toml:4:8: error[run-folder]", "--overwrite")
     assert (run / "metrics.jsonl").read_text("utf-8") == before
     offload = 'offload=[{use="memory.optimizer_states", when="between_steps"}]'
     changes = ("parallel.dp=1", "run.steps=3", "run.final_weights='none'", offload)
@@ -102,9 +98,7 @@ CONVNET = """
 
 def test_data_without_tokens_has_samples_per_second(cli: Cli, own_model: Callable[..., Path], folder: Path) -> None:
     plan = own_model(CONVNET, data='[data]\nfactory = "own:Pictures"\n')
-    result = cli("run", plan, changes=["parallel.dp=1", "run.peak_tflops=1"])
-    assert result.code == 0, result.err
-    assert " samples/s  " in result.err
+    result = cli("run", plan, changes=["parallel.dp=1", "run.peak_tflops=1"]).expect(0, " samples/s  ")
     assert not any(unit in result.err for unit in ("tok/s", "FLOP/s", "MFU")), "the FLOPs of convolutions are not known"
     (row, *_) = read_rows(folder / "runs" / "small")
     summary = json.loads((folder / "runs/small/summary.json").read_text("utf-8"))
@@ -140,8 +134,7 @@ def test_two_local_ranks(start: Start, plan: Path, folder: Path, cli: Cli) -> No
     assert (second.code, second.err.count("is used by an active run")) == (3, 1), second.err
     for process in ranks:
         os.kill(process.pid, signal.SIGCONT)
-    result = program.finish()
-    assert result.code == 0, result.err
+    result = program.finish().expect(0)
     assert (result.out, result.err.count("finished: 40 steps")) == ("", 1)
     expected = ("2 ranks, ", "rank 0 has ", "memory below ", "step ", "finished: ", "  ")
     assert [line for line in result.err.splitlines() if not line.startswith(expected)] == []
@@ -207,8 +200,7 @@ def test_an_error_of_one_rank_is_printed_once_with_its_place(
     start: Start, own_model: Callable[[str], Path], folder: Path
 ) -> None:
     action = "if rank == 1: print('to stdout', flush=True); raise ValueError('no good')"
-    result = start("run", own_model(doing(action)), "--traceback").finish()
-    assert result.code == 1
+    result = start("run", own_model(doing(action)), "--traceback").finish().expect(1)
     assert result.out == "to stdout\n", "the output of ranks is not changed"
     *trace, last = result.err.splitlines()
     assert last.startswith(f"{folder / 'own.py'}:{FIRST_LINE}:")

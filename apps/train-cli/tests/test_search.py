@@ -57,8 +57,7 @@ def test_fastest_layout_is_written_and_equals_estimate(
 ) -> None:
     best = given / "best.toml"
     kept = [word for axis in ("reducer", "schedule", "sp", "micro_size", "activations") for word in ("--keep", axis)]
-    done = searched("--world", "2", "--write", str(best), "--top", "2", *kept)
-    assert done.code == 0, done.err
+    done = searched("--world", "2", "--write", str(best), "--top", "2", *kept).expect(0)
     seconds = [row_seconds for row_seconds, _ in rows_of(done.out)]
     assert seconds == sorted(seconds)
     assert len(seconds) == 2
@@ -77,16 +76,12 @@ def test_fastest_layout_is_written_and_equals_estimate(
 
 
 def test_smallest_layout_is_reported_if_none_fits(searched: Callable[..., Any]) -> None:
-    done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size")
-    assert done.code == 1
+    done = searched("--world", "2", "--memory", "1B", "--keep", "pp", "--keep", "micro_size").expect(1)
     assert "no layout fits in 0 KiB: the smallest layout needs" in done.out
 
 
 def test_missing_machine_is_reported(cli: Callable[..., Any], given: Path) -> None:
-    done = cli("search", given / "plan.toml", "--world", "2")
-    assert done.code == 2
-    assert "error[search-machine]" in done.err
-    assert "`--machine machine.toml`" in done.err
+    cli("search", given / "plan.toml", "--world", "2").expect(2, "error[search-machine]", "`--machine machine.toml`")
 
 
 def test_missing_data_is_reported_before_the_search(searched: Callable[..., Any], given: Path) -> None:

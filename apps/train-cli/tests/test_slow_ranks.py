@@ -209,15 +209,14 @@ def test_drawn_slow_parts_are_named(run: JudgeRun, capsys: pytest.CaptureFixture
     draw = random.Random(seed)
     cases = [draw_case(draw, KINDS[number % len(KINDS)]) for number in range(num)]
     cases += [Case(draw.choice(list(LAYOUTS)), "none") for _ in range(num)]
-    wrong = []
+    wrong_cases = []
     for case in cases:
         judgement = run(case)
-        is_right = is_named(case, judgement.causes)
         text = "; ".join(map(describe_cause, judgement.causes)) or judgement.why_not or "nobody"
+        is_wrong = not is_named(case, judgement.causes)
         with capsys.disabled():
-            print(f"seed {seed}: {'' if is_right else 'WRONG '}{case}: {text}", flush=True)
-            if not is_right:
+            print(f"seed {seed}: {'WRONG ' * is_wrong}{case}: {text}", flush=True)
+            if is_wrong:
                 print(*describe_work(judgement), sep="\n", flush=True)
-        if not is_right:
-            wrong.append((case, judgement.causes))
-    assert not wrong, wrong
+        wrong_cases += [case] * is_wrong
+    assert not wrong_cases

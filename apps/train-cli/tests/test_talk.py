@@ -103,8 +103,7 @@ def test_chat_remembers_the_conversation_until_a_reset(
 
     monkeypatch.setattr(chat_module, "_encode_messages", record)
     monkeypatch.setattr("sys.stdin", io.StringIO("the sley\nhome\n\n/reset\nhome\n/quit\nwarp\n"))
-    result = cli("chat", export, "--temperature", 0, "--tokens", 5)
-    assert result.code == 0, result.err
+    result = cli("chat", export, "--temperature", 0, "--tokens", 5).expect(0)
     first, second, third = (line.strip() for line in result.out.splitlines())
     assert first.split() == greedy(export, "<user> the sley <end> <bot>", 5)
     assert conversations == [["the sley"], ["the sley", first, "home"], ["home"]]
@@ -168,23 +167,18 @@ def test_tasks_of_lm_eval_have_the_numbers_of_the_export(
     results = lm_eval.simple_evaluate(model, tasks=["next"], task_manager=manager)["results"]["next"]
     expected = {f"next/{name}": results[name] for name in ("acc,none", "brier_score,none")}
     for source in (run_folder, export):
-        result = cli("eval", source, "--harness", "next", "--include", tasks)
-        assert result.code == 0, result.err
+        result = cli("eval", source, "--harness", "next", "--include", tasks).expect(0)
         printed = dict(line.split() for line in result.out.splitlines() if line.startswith("next/acc"))
         assert printed == {"next/acc,none": f"{expected['next/acc,none']:.4f}"}
     summary = json.loads((run_folder / "summary.json").read_text("utf-8"))
     assert summary == {"outcome": "finished", "harness": {"newest": pytest.approx(expected)}}
-    result = cli("eval", export, "--harness", "next,other", "--include", tasks)
-    assert (result.code, "error[harness-task]" in result.err) == (2, True), result.err
+    cli("eval", export, "--harness", "next,other", "--include", tasks).expect(2, "error[harness-task]")
 
 
 def test_errors_name_a_missing_package(cli: Any, runs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder, _ = runs["models.llama"]
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    result = cli("eval", run_folder, "--harness", "next")
-    assert (result.code, 'pip install -e "packages/hf[eval]"' in result.err) == (4, True), result.err
-    result = cli("eval", run_folder, "--harness", "next", "--data", "x=1")
-    assert (result.code, "tasks of lm-eval have their own data" in result.err) == (2, True), result.err
+    cli("eval", run_folder, "--harness", "next").expect(4, 'pip install -e "packages/hf[eval]"')
+    cli("eval", run_folder, "--harness", "next", "--data", "x=1").expect(2, "tasks of lm-eval have their own data")
     monkeypatch.setattr("train_cli.main.find_spec", lambda name: None)
-    result = cli("chat", run_folder)
-    assert (result.code, "error[command-missing]: `train-cli chat` needs sley-hf" in result.err) == (4, True)
+    cli("chat", run_folder).expect(4, "error[command-missing]: `train-cli chat` needs sley-hf")

@@ -187,8 +187,7 @@ def test_command_compares_ranks_and_leaves_no_files(start: Any, plan: Path, tmp_
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     initial_files = set(tmp_path.iterdir())
-    result = start("verify", plan, "--steps", 2, "--format", "json", TMPDIR=str(scratch)).finish()
-    assert result.code == 0, result.err
+    result = start("verify", plan, "--steps", 2, "--format", "json", TMPDIR=str(scratch)).finish().expect(0)
     report = json.loads(result.out)
     assert (report["agrees"], report["ranks"], report["steps"], report["differs"]) == (True, 2, 2, [])
     assert {largest["quantity"] for largest in report["largest"]} >= {
@@ -213,8 +212,7 @@ def test_command_compares_ranks_and_leaves_no_files(start: Any, plan: Path, tmp_
 def test_invalid_comparison_is_refused(
     cli: Any, plan: Path, arguments: tuple[object, ...], changes: list[str], exit_code: int, error_code: str
 ) -> None:
-    result = cli("verify", plan, *arguments, changes=changes)
-    assert (result.code, f"error[{error_code}]" in result.err) == (exit_code, True), result.err
+    cli("verify", plan, *arguments, changes=changes).expect(exit_code, f"error[{error_code}]")
 
 
 def test_missing_test_kit_is_reported(cli: Any, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

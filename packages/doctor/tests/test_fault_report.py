@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,21 +25,10 @@ from sley_doctor.fault_report import (
 )
 
 EXCHANGE = ExchangeRecord("all-reduce", "a bucket", "stage[0, 1]", (0, 1), "stage main", 7, 64)
-REPORT = FaultReport(
-    1,
-    2,
-    "error",
-    5.0,
-    "collective-failed",
-    "it failed",
-    step=3,
-    finished="F0.0",
-    pending="B0.0",
-    layer="blocks.1",
-    wait=WaitRecord(EXCHANGE, 4.5, "late", 0),
-    exchanges={"stage main": (EXCHANGE,)},
-    stacks={"MainThread": ("a line", "another")},
-)
+POSITION = {"step": 3, "finished": "F0.0", "pending": "B0.0", "layer": "blocks.1"}
+EXCHANGES = {"wait": WaitRecord(EXCHANGE, 4.5, "late", 0), "exchanges": {"stage main": (EXCHANGE,)}}
+STACKS = {"MainThread": ("a line", "another")}
+REPORT = FaultReport(1, 2, "error", 5.0, "collective-failed", "it failed", **POSITION, **EXCHANGES, stacks=STACKS)
 RECORDER = DoctorRecorder()
 DIAGNOSTIC = Diagnostic("own-code", "ValueError: no good", hint="mend it")
 
@@ -79,6 +67,12 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Any) -> None:
     assert not (tmp_path / "faults").exists()
 
 
+def only_report(folder: Any) -> FaultReport:
+    (attempt,) = read_reports(folder)
+    (report,) = attempt.ranks
+    return report
+
+
 def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp_path: Any) -> None:
     done, ready = threading.Event(), threading.Event()
 
@@ -95,8 +89,7 @@ def test_an_error_is_told_with_its_traceback_and_the_stacks_of_other_threads(tmp
         RECORDER.report_failure(tmp_path, World.alone("cpu"), DIAGNOSTIC, error)
     done.set()
     other.join()
-    (attempt,) = read_reports(tmp_path)
-    (report,) = attempt.ranks
+    report = only_report(tmp_path)
     assert (report.rank, report.world, report.kind) == (0, 1, "error")
     assert (report.code, report.message, report.hint) == ("own-code", "ValueError: no good", "mend it")
     assert report.stacks["the error"][-1] == "ValueError: no good"
@@ -129,7 +122,7 @@ def diverge(folder: Any) -> str:
     """Two sums together, and one of rank 0 alone; rank 1 comes too late to answer."""
     rank = int(os.environ["RANK"])
     with World.join("cpu", timeout_s=20) as world:
-        groups = world.groups(Topology.from_sizes(2), timedelta(seconds=LIMIT_S).total_seconds())
+        groups = world.groups(Topology.from_sizes(2), LIMIT_S)
         for name in ("one", "two"):
             groups["all"].all_reduce(torch.ones(2), label=name).wait()
         if rank == 1:
@@ -147,8 +140,7 @@ def diverge(folder: Any) -> str:
 
 def test_a_wait_that_runs_out_of_time_is_told_with_what_came_before_it(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2)(diverge, tmp_path)[0] == "collective-failed"
-    (attempt,) = read_reports(tmp_path)
-    (report,) = attempt.ranks
+    report = only_report(tmp_path)
     assert (report.rank, report.stage, report.step) == (0, 0, 4)
     assert (report.finished, report.pending) == ("the beginning of the step", "B0.1")
     assert report.wait is not None

@@ -58,8 +58,9 @@ def records(*works: Mapping[str, float], stages: Sequence[int] = (), num_windows
 USUAL = {Location.DATA: 0.0001, "F0": 0.02, "B0": 0.04, Location.UPDATE: 0.005}
 
 
-def only(causes: tuple[Cause, ...]) -> Cause:
-    (cause,) = causes
+def only_cause(records: Sequence[WorkRecord]) -> Cause:
+    """Judges the records and returns the only cause."""
+    (cause,) = judge(records).causes
     return cause
 
 
@@ -67,7 +68,7 @@ def only(causes: tuple[Cause, ...]) -> Cause:
 @pytest.mark.parametrize("slow", [0, 2])
 def test_the_rank_that_works_longer_is_named_with_its_location(location: str, slow: int) -> None:
     works = [{**USUAL, location: USUAL[location] + 0.06 * (rank == slow)} for rank in range(3)]
-    cause = only(judge(records(*works)).causes)
+    cause = only_cause(records(*works))
     assert (cause.kind, cause.ranks, cause.location) == ("work", (slow,), location)
     assert cause.seconds == pytest.approx(0.06)
     assert cause.usual_s == pytest.approx(USUAL[location])
@@ -104,34 +105,33 @@ def test_a_rank_that_is_slow_now_and_then_is_not_named() -> None:
 
 def test_a_rank_that_became_slow_in_the_last_third_is_named_with_its_steps() -> None:
     fast, slow = records(USUAL, USUAL, num_windows=9), records(USUAL, {**USUAL, "F0": 0.1}, num_windows=9)
-    joined = [
-        replace(before, windows=[*before.windows[:6], *after.windows[6:]]) for before, after in zip(fast, slow, strict=True)
-    ]
-    cause = only(judge(joined).causes)
+    pairs = zip(fast, slow, strict=True)
+    cause = only_cause([replace(before, windows=[*before.windows[:6], *after.windows[6:]]) for before, after in pairs])
     assert (cause.kind, cause.ranks, cause.location) == ("work", (1,), "F0")
     assert cause.first > 60
 
 
 def test_a_stage_of_one_rank_is_compared_with_other_stages() -> None:
-    slow = judge(records({"F0": 0.02, "B0": 0.16}, {"F0": 0.02, "B0": 0.04}, stages=[0, 1]))
-    assert (only(slow.causes).ranks, only(slow.causes).location) == ((0,), "B0")
-    assert not judge(records({"F0": 0.02, "B0": 0.1}, {"F0": 0.02, "B0": 0.04}, stages=[0, 1])).causes
-    assert not judge(records({"F0": 0.02, "I0": 0.1}, {"F0": 0.02, "B0": 0.04}, stages=[0, 1])).causes
+    usual = {"F0": 0.02, "B0": 0.04}
+    cause = only_cause(records({"F0": 0.02, "B0": 0.16}, usual, stages=[0, 1]))
+    assert (cause.ranks, cause.location) == ((0,), "B0")
+    for location in ("B0", "I0"):
+        assert not judge(records({"F0": 0.02, location: 0.1}, usual, stages=[0, 1])).causes
 
 
 def test_a_slow_replica_of_one_stage_is_named_and_not_the_stage_that_waits_for_it() -> None:
     """Rank 3 is slow in a backward of stage 1: its replica waits in sums, stage 0 for its gradients."""
     first_stage = {"F0": 0.01, "B0": 0.02}
-    cause = only(judge(records(first_stage, first_stage, USUAL, {**USUAL, "B0": 0.1}, stages=[0, 0, 1, 1])).causes)
+    cause = only_cause(records(first_stage, first_stage, USUAL, {**USUAL, "B0": 0.1}, stages=[0, 0, 1, 1]))
     assert (cause.ranks, cause.location) == ((3,), "B0")
 
 
 def test_a_late_host_is_named_if_other_hosts_wait_for_it() -> None:
-    judgement = judge(
-        records({**USUAL, Location.DEVICE: 0.004}, {**USUAL, Location.DATA: 0.1, Location.DEVICE: 0.004}, device="cuda")
-    )
-    assert (only(judgement.causes).ranks, only(judgement.causes).location) == ((1,), Location.DATA)
-    assert "waits 102 ms for other ranks and 4 ms for its device" in next(iter(describe_work(judgement)))
+    usual = {**USUAL, Location.DEVICE: 0.004}
+    late = records(usual, {**usual, Location.DATA: 0.1}, device="cuda")
+    cause = only_cause(late)
+    assert (cause.ranks, cause.location) == ((1,), Location.DATA)
+    assert "waits 102 ms for other ranks and 4 ms for its device" in next(iter(describe_work(judge(late))))
 
 
 def test_a_host_that_waits_for_its_device_is_not_named() -> None:
@@ -139,7 +139,7 @@ def test_a_host_that_waits_for_its_device_is_not_named() -> None:
 
 
 def test_a_wait_of_every_rank_for_data_is_named() -> None:
-    cause = only(judge(records({**USUAL, Location.DATA: 0.1}, {**USUAL, Location.DATA: 0.1})).causes)
+    cause = only_cause(records(*[{**USUAL, Location.DATA: 0.1}] * 2))
     assert (cause.kind, cause.ranks) == ("data", (0, 1))
     assert describe_cause(cause).startswith("every rank waits for its data, 100 ms in a step of")
 

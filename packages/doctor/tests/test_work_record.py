@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,12 +67,8 @@ def slow_down(run: Run, layer: str, direction: str, clock: Clock) -> None:
         module.register_forward_hook(lambda _, args, output: Late.apply(output, clock))  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def one_step_windows() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WINDOW_SHARE": 0.0, "MIN_WINDOW_STEPS": 1}.items():
-            patch.setattr(work_record, name, value)
-        yield
+def one_step_windows() -> AbstractContextManager[Any]:
+    return patch.multiple(work_record, WINDOW_SHARE=0.0, MIN_WINDOW_STEPS=1)
 
 
 def recorded(run: Run, folder: Path) -> AbstractContextManager[None]:
@@ -171,14 +168,14 @@ def test_a_failed_write_ends_only_the_recording(texts: Path, tmp_path: Path) -> 
 
 def test_a_rank_waits_for_a_slow_rank(ranks: Any, texts: Path, tmp_path: Path) -> None:
     """Rank 1 sleeps between two steps."""
-    ranks(2)(_with_a_slow_listener, small_plan(parallel={"dp": 2}), texts, tmp_path)
+    ranks(2)(record_slow_listener, small_plan(parallel={"dp": 2}), texts, tmp_path)
     waiting, slow = read_records(tmp_path)
     assert all(window.work["between"].median > SLOW_S for window in slow.windows[:-1])
     assert min(window.work["between"].median for window in waiting.windows) < SLOW_S
     assert max(window.waits.median for window in waiting.windows) > 0.8 * SLOW_S
 
 
-def _with_a_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:
+def record_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:
     plan = plan_from_dict(tables, own)
     with World.join("cpu") as world, assemble(plan, world) as run, one_step_windows(), recorded(run, folder):
         if world.rank == 1:

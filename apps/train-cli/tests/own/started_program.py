@@ -32,6 +32,12 @@ class Result:
     out: str
     err: str
 
+    def expect(self, code: int, *texts: str) -> Result:
+        """Checks the exit code, and that stderr has all `texts`. Returns the result itself."""
+        missing_texts = [text for text in texts if text not in self.err]
+        assert (self.code, missing_texts) == (code, []), self.err
+        return self
+
 
 class Program:
     """`python -m module ...`, forked from a process that has imported torch. It runs at the same time as the test. Its
