@@ -57,8 +57,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
 
 def succeed(cli: Any, *arguments: Any) -> str:
-    result = cli(*arguments).expect(0)
-    return str(result.out)
+    return str(cli(*arguments).expect(0).out)
 
 
 @pytest.mark.sample(1)
@@ -85,18 +84,15 @@ def test_exports_refuse_a_changed_base(cli: Any, trained: Trained, folder: Path)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.1
     save_file(tensors, file, {"format": "pt"})
     result = cli("export", run, "--format", "peft", "--out", folder / "adapter")
-    assert "export-differs" in result.err
-    assert "up_proj" in result.err
+    assert all(text in result.err for text in ("export-differs", "up_proj"))
     assert not (folder / "adapter").exists()
-    result = cli("export", run / "saved" / "2", "--format", "safetensors", "--out", folder / "whole")
-    assert "adapters-base" in result.err
+    assert "adapters-base" in cli("export", run / "saved" / "2", "--format", "safetensors", "--out", folder / "whole").err
 
 
 def test_a_run_without_its_base_is_evaluated_and_sampled(cli: Any, trained: Trained, folder: Path) -> None:
     """Exports that do not fit the plan's `[adapters]` are refused."""
     run, _ = trained(*CASES["llama"])
-    result = cli("export", run, "--format", "huggingface", "--out", folder / "hf")
-    assert "export-adapters" in result.err
+    assert "export-adapters" in cli("export", run, "--format", "huggingface", "--out", folder / "hf").err
     shutil.rmtree(folder / "base")
     assert "held-out loss" in succeed(cli, "eval", run)
     assert succeed(cli, "sample", run, "--prompt", "the sley", "--tokens", "5")
@@ -104,5 +100,4 @@ def test_a_run_without_its_base_is_evaluated_and_sampled(cli: Any, trained: Trai
     before, _, after = text.partition("[adapters]")
     (run / PLAN).write_text(before + after[after.index("\n[") :], "utf-8")
     for options in (["--format", "peft"], ["--merge"]):
-        result = cli("export", run, *options, "--out", folder / "hf")
-        assert "export-adapters" in result.err
+        assert "export-adapters" in cli("export", run, *options, "--out", folder / "hf").err

@@ -156,9 +156,8 @@ def test_an_own_module_loads_its_weights(
     assert torch.equal(output, logits)
     values = load_file(first_file(run))
     save_file({f"{name}.old": value for name, value in values.items()}, run / "weights" / "model.safetensors")
-    cli("export", run, "--out", folder / "refused").expect(
-        1, "error[weights-mismatch]: the factory returns a different model than for the run"
-    )
+    message = "error[weights-mismatch]: the factory returns a different model than for the run"
+    cli("export", run, "--out", folder / "refused").expect(1, message)
     assert not (folder / "refused").exists()
     assert not list(folder.glob(".refused*"))
 
@@ -166,16 +165,14 @@ def test_an_own_module_loads_its_weights(
 def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path) -> None:
     run, _ = trained(changed(PLAN, model__qk_norm=True, model__qkv_bias=True))
     out = folder / "hf"
-    result = cli("export", run, "--format", "huggingface", "--out", out)
-    assert (result.code, out.exists()) == (2, False)
-    assert "error[export-format]: transformers has no model with both" in result.err
+    message = "error[export-format]: transformers has no model with both"
+    cli("export", run, "--format", "huggingface", "--out", out).expect(2, message)
     assert "error[no-run]" in cli("export", folder, "--out", out).err
     assert "error[export-folder]" in cli("export", run, "--out", run).err
     file = first_file(run)
     file.write_bytes(file.read_bytes()[:-1])
-    result = cli("export", run, "--out", out)
-    assert (result.code, out.exists()) == (1, False)
-    assert f"{file.name}`: it is damaged" in result.err
+    cli("export", run, "--out", out).expect(1, f"{file.name}`: it is damaged")
+    assert not out.exists()
     shutil.rmtree(run / "weights")
     cli("export", run, "--out", out).expect(2, "error[no-weights]")
 

@@ -69,8 +69,7 @@ def trained(texts: Path, folder: Path) -> Trained:
 
 
 def exported(cli: Any, run: Path, out: Path, *options: str) -> str:
-    result = cli("export", run, "--format", "huggingface", "--out", out, *options).expect(0)
-    return str(result.err)
+    return str(cli("export", run, "--format", "huggingface", "--out", out, *options).expect(0).err)
 
 
 EXPORTS: dict[str, tuple[str, Tables, list[str]]] = {
@@ -145,9 +144,8 @@ def test_the_error_of_a_wrong_export_names_the_tensor(
         check(plan, model, source, out)
 
     monkeypatch.setattr(hf_export, "check_export", change_export)
-    cli("export", run, "--format", "huggingface", "--out", folder / "hf").expect(
-        1, f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs"
-    )
+    message = f"error[export-differs]: the export in `{folder}/hf` is wrong: the tensor {name!r} differs"
+    cli("export", run, "--format", "huggingface", "--out", folder / "hf").expect(1, message)
 
 
 def test_the_error_of_swapped_names_names_the_layer(trained: Trained, folder: Path) -> None:

@@ -12,13 +12,10 @@ import torch
 from chat_folder import documents, loop_of, write_chats
 from torch import Tensor
 
-from sley_core.comm.world import World
 from sley_core.errors import RunError
-from sley_core.plan.load import plan_from_dict
 from sley_testing.parity import assert_same_bits
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parity_of_parts, record, weights
-from sley_trainer.assemble import assemble
+from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parity_of_parts, record, running, weights
 
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")
@@ -74,7 +71,7 @@ LAYOUTS: dict[str, Tables] = {
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> RunRecord:
     """The steps of a plain loop that processes one document at a time. Rows have the losses and shares of the sources."""
-    with World.alone("cpu") as world, assemble(plan_from_dict(mixed_plan(), folder), world) as run:
+    with running(mixed_plan(), folder) as run:
         first = weights(run)
         batches = [run.feed.next() for _ in range(NUM_STEPS)]
         layers = [(layer.name, layer.module) for layer in run.layers]
@@ -122,7 +119,7 @@ def test_canonical_losses_of_sources_have_the_bits_of_one_process(ranks: Any, fo
 
 
 def test_a_batch_of_one_source_and_an_unknown_source(folder: Path) -> None:
-    with World.alone("cpu") as world, assemble(plan_from_dict(mixed_plan(), folder), world) as run:
+    with running(mixed_plan(), folder) as run:
         batch = run.feed.next()
         row = run.step({**batch, "source": torch.ones(8, dtype=torch.int64)})
         assert row["loss/chats"] == row["loss"]

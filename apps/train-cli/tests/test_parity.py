@@ -15,16 +15,13 @@ import pytest
 import torch
 from parity_table import Row
 
-from sley_core.comm.world import World
 from sley_core.losses.cross_entropy import CrossEntropy
-from sley_core.plan.load import plan_from_dict
 from sley_core.plugin import CrossEntropyConfig
 from sley_testing.collectives import late_exchanges
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, decay_groups
 from sley_testing.plans import Tables
 from sley_testing.runs import BF16_SUMS, RunRecord, assert_parity_of_parts, gradients, running, weights
-from sley_trainer.assemble import assemble
 
 NUM_STEPS = 3
 Key = tuple[str, str, str]
@@ -62,13 +59,12 @@ def one_process(key: Key, folder: Path) -> RunRecord:
 @cache
 def plain_loop(key: Key, folder: Path) -> RunRecord:
     """Takes the same steps with torch's autograd, clipping and optimizer."""
-    plan = plan_from_dict(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder)
-    with World.alone("cpu") as world, assemble(plan, world) as run:
+    with running(table.reference(dict(zip(table.REFERENCE, key, strict=True))), folder) as run:
         first = weights(run)
         masters = {master.param.name: master.parameter.detach().clone() for master in run.stepper.update.masters.stepped}
         batches = [run.samples.splitter.split_feed(run.feed.next()).micros for _ in range(NUM_STEPS)]
         held_out = [run.held_out.next()]
-    config: Any = plan.optimizer.config
+    config: Any = run.plan.optimizer.config
     loop = PlainLoop(
         [(layer.name, layer.module) for layer in run.layers],
         CrossEntropy(CrossEntropyConfig()),

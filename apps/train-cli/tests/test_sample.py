@@ -72,19 +72,14 @@ def greedy_ids(run: Run, ids: list[int], number: int, window: int) -> list[int]:
     return sequence
 
 
-def output_of(result: Any) -> str:
-    assert result.code == 0, result.err
-    return str(result.out)
-
-
 @pytest.mark.parametrize("saved", ["weights", "checkpoint"])
 def test_texts_follow_the_logits_and_eval_the_evaluation_of_the_run(cli: Any, trained: Trained, saved: str) -> None:
     run = trained(PLAN, saved, **PARALLEL)
     expected = greedy_ids(trained.run, list(PROMPT.encode()), 30, 24)  # type: ignore[attr-defined]
     result = cli("sample", run, "--prompt", PROMPT, "--temperature", 0, "--tokens", 30)
-    assert output_of(result) == bytes(expected).decode("utf-8", "replace") + "\n"
+    assert result.expect(0).out == bytes(expected).decode("utf-8", "replace") + "\n"
     loss = trained.run.evaluate()  # type: ignore[attr-defined]
-    shown = output_of(cli("eval", run))
+    shown = cli("eval", run).expect(0).out
     assert f"held-out loss  {loss:.4f}  (2 batches of 8 samples)" in shown
     assert f"bits per byte  {loss / math.log(2):.4f}" in shown
 
@@ -93,7 +88,7 @@ def test_seed_temperature_and_top_k(cli: Any, trained: Trained) -> None:
     run = trained(PLAN)
 
     def text(*options: object) -> str:
-        return output_of(cli("sample", run, "--prompt", "the", "--tokens", 5, *options))
+        return str(cli("sample", run, "--prompt", "the", "--tokens", 5, *options).expect(0).out)
 
     assert text() == text("--seed", 0) != text("--seed", 1)
     assert text("--top-k", 1, "--temperature", 5) == text("--temperature", 0)
@@ -175,7 +170,7 @@ def test_eval_on_other_data_notes_documents_of_the_training_data(cli: Any, train
     def evaluated(text: str) -> tuple[float, str]:
         (folder / "other.txt").write_text(text, "utf-8")
         result = cli("eval", run, "--data", f'held_out_files=["{folder / "other.txt"}"]')
-        match = re.match(r"held-out loss  ([0-9.]+)", output_of(result))
+        match = re.match(r"held-out loss  ([0-9.]+)", result.expect(0).out)
         assert match
         return float(match[1]), result.err
 

@@ -37,11 +37,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path
     tokenizer.add_special_tokens(WORDS[:3])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
     fast.save_pretrained(folder / "tokenizer")
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 10}
-    config = transformers.AutoConfig.for_model(
-        "qwen2", **sizes, num_key_value_heads=2, initializer_range=0.3, eos_token_id=None
-    )
-    config.save_pretrained(folder / "config")
+    sizes = trained_runs.SIZES | {"vocab_size": 10, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None}
+    transformers.AutoConfig.for_model("qwen2", **sizes).save_pretrained(folder / "config")
     models = {"hf.decoder": {"config": str(folder / "config")}, "models.llama": {"num_layers": 2, "hidden": 32, "heads": 4}}
     paths = {}
     for use, model in models.items():

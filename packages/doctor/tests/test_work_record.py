@@ -17,7 +17,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_doctor import work_record
 from sley_doctor.work_record import Location, Spread, WorkRecord, compute_quartiles, read_records, record_work
 from sley_testing.plans import small_plan
-from sley_testing.runs import fail_once
+from sley_testing.runs import fail_once, running
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
@@ -79,8 +79,7 @@ def record_losses(
     tables: Mapping[str, Any], own: Path, folder: Path, slow: tuple[str, str, Clock] | None = None, steps: int = 5
 ) -> list[float]:
     """Takes steps and returns their losses. slow: the layer that sleeps, its direction, and the clock."""
-    plan = plan_from_dict(tables, own)
-    with World.join(plan.run.device) as world, assemble(plan, world) as run, one_step_windows():
+    with running(tables, own) as run, one_step_windows():
         if slow:
             slow_down(run, *slow)
         with recorded(run, folder):
@@ -122,11 +121,10 @@ def test_recomputation_counts_for_the_backward(clock: Clock, texts: Path, tmp_pa
 
 
 def test_recording_changes_no_bit_and_leaves_no_callback(texts: Path, tmp_path: Path) -> None:
-    plan = plan_from_dict(small_plan(), texts)
-    with World.alone("cpu") as world, assemble(plan, world) as run:
+    with running(small_plan(), texts) as run:
         plain = [run.step()["loss"] for _ in range(5)]
     assert record_losses(small_plan(), texts, tmp_path) == plain
-    with World.alone("cpu") as world, assemble(plan, world) as run:
+    with running(small_plan(), texts) as run:
         with recorded(run, tmp_path / "again"):
             run.step()
         assert run.groups.progress.step_progress.follow is run.groups.progress.follow_wait is None
@@ -137,7 +135,7 @@ def test_an_evaluation_is_separate_from_work_between_steps(clock: Clock, texts: 
     with one_step_windows(), assemble(plan_from_dict(plan, texts), World.alone("cpu"), folder=tmp_path) as run:
         assert run.held_out is not None
         run.layers[0].module.register_forward_pre_hook(lambda module, _: None if module.training else clock.sleep())
-        with record_work(run.parts, run.feed, tmp_path, run.notes):
+        with recorded(run, tmp_path):
             run.train()
             assert run.parts.groups.progress.step_progress.step == 3, "an evaluation's batches are no steps"
     (record,) = read_records(tmp_path)
@@ -147,8 +145,7 @@ def test_an_evaluation_is_separate_from_work_between_steps(clock: Clock, texts: 
 
 
 def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
-    plan = plan_from_dict(small_plan(), texts)
-    with World.alone("cpu") as world, assemble(plan, world) as run, recorded(run, tmp_path):
+    with running(small_plan(), texts) as run, recorded(run, tmp_path):
         run.step()
         run.step()
         fail_once(run)
@@ -158,7 +155,7 @@ def test_a_step_that_fails_is_not_recorded(texts: Path, tmp_path: Path) -> None:
 
 def test_a_failed_write_ends_only_the_recording(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "work").write_text("a file, not a folder", "utf-8")
-    with World.alone("cpu") as world, assemble(plan_from_dict(small_plan(), texts), world) as run:
+    with running(small_plan(), texts) as run:
         with recorded(run, tmp_path):
             for _ in range(3):
                 run.step()
@@ -176,9 +173,8 @@ def test_a_rank_waits_for_a_slow_rank(ranks: Any, texts: Path, tmp_path: Path) -
 
 
 def record_slow_listener(tables: Mapping[str, Any], own: Path, folder: Path) -> None:
-    plan = plan_from_dict(tables, own)
-    with World.join("cpu") as world, assemble(plan, world) as run, one_step_windows(), recorded(run, folder):
-        if world.rank == 1:
+    with running(tables, own) as run, one_step_windows(), recorded(run, folder):
+        if run.world.rank == 1:
             run.listeners.append(lambda _: time.sleep(SLOW_S))
         for _ in range(5):
             run.step()

@@ -37,8 +37,7 @@ def test_latency_and_bandwidth_are_fitted_to_exact_times(kind, rounds, size) -> 
 
     link = fit_link(seconds(SMALL_BYTES), seconds(LARGE_BYTES), kind, size)
     assert link == pytest.approx({"latency_s": 2e-5, "bandwidth": 3e9})
-    same_host = {**link, "shared": False}
-    table = LinksTable.model_validate({"ranks_per_host": size, "same_host": same_host})
+    table = LinksTable.model_validate({"ranks_per_host": size, "same_host": {**link, "shared": False}})
     num_bytes = 3 * LARGE_BYTES
     cost = message_cost(num_bytes, 0, 1, table) if kind == "send" else collective_cost(kind, num_bytes, range(size), table)
     assert sum(cost) == pytest.approx(seconds(num_bytes)), "estimates invert the fit"
@@ -64,8 +63,7 @@ def test_distinct_layers_are_timed_once_and_price_all_layers() -> None:
     assert min(table[key] for table in tables for key in ("forward", "backward", "input_gradient")) > 0
     machine = machine_from_dict(small_machine(layers=tables))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
-    model = build_meta_model(plan, dataset.info)
-    priced = price_layers(plan, model, dataset, machine)
+    priced = price_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
     assert [layer.name for layer in priced] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert all(layer.source == "measured" for layer in priced)
     assert priced[1].seconds == priced[3].seconds

@@ -21,7 +21,7 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_core.protocols import SplitLogits
 from sley_estimate.layers.operators import LayerWork, Operator
-from sley_estimate.layers.prices import COPY, LayerSeconds, PricedLayer, add_copies, operators_s, price_layers, scale_work
+from sley_estimate.layers.prices import COPY, LayerSeconds, add_copies, operators_s, price_layers, scale_work
 from sley_estimate.layers.trace import layer_keys, module_signature, trace_layer, trace_layers
 from sley_estimate.machine import DeviceTable, MachineFile, machine_from_dict
 from sley_estimate.search.layouts import Layouts, list_choices
@@ -48,15 +48,9 @@ class Block(nn.Module):
         return x + self.down(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
 
 
-def meta_input(requires_grad: bool = True) -> tuple:
-    value = torch.empty(BATCH, 8, WIDTH, device="meta", requires_grad=requires_grad)
-    return describe_output(value)
-
-
-def work_of(module: nn.Module, policy=None, value=None, **more) -> LayerWork:
-    layer = Layer("it", module, more.pop("names", ()))
-    dtypes = torch.float32, torch.float32
-    return trace_layer(layer, value or meta_input(), more.pop("fields", {}), policy or Keep(), None, *dtypes)[0]
+def work_of(module: nn.Module, policy=None, **fields: Tensor) -> LayerWork:
+    value = describe_output(torch.empty(BATCH, 8, WIDTH, device="meta", requires_grad=True))
+    return trace_layer(Layer("it", module, (*fields,)), value, fields, policy or Keep(), None, torch.float32, torch.float32)[0]
 
 
 def flops(work: LayerWork, phase: str) -> int:
@@ -91,16 +85,11 @@ def test_shared_results_do_not_count_for_layers() -> None:
             return super().forward(x * mask[0])
 
     lengths = torch.empty(2, dtype=torch.int64, device="meta")
-    first, second = (work_of(Masked(), names=("lengths",), fields={"lengths": lengths}) for _ in range(2))
+    first, second = (work_of(Masked(), lengths=lengths) for _ in range(2))
     assert astuple(first) == astuple(second)
     plain = work_of(Block())
     assert sum(item.num_bytes for item in first.forward) < 2 * sum(item.num_bytes for item in plain.forward)
     assert first.saved_bytes == plain.saved_bytes, "the backward needs only the mask in addition"
-
-
-class Named(Block):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"hidden": super().forward(x)}
 
 
 class OwnLogits(SplitLogits):
@@ -118,12 +107,15 @@ class OwnLogits(SplitLogits):
         return self.output.detach()
 
 
-class OwnHead(Block):
-    def forward(self, x: dict[str, Tensor]) -> OwnLogits:
-        return OwnLogits(super().forward(x["hidden"]))
-
-
 def test_dicts_and_split_logits_are_counted() -> None:
+    class Named(Block):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"hidden": super().forward(x)}
+
+    class OwnHead(Block):
+        def forward(self, x: dict[str, Tensor]) -> OwnLogits:
+            return OwnLogits(super().forward(x["hidden"]))
+
     model = Model([("0", Named()), ("1", OwnHead())])
     model.layers[0].fields = ("x",)
     labels = torch.empty(BATCH, 8, dtype=torch.int64, device="meta")
@@ -161,16 +153,17 @@ def test_layer_that_reads_values_is_reported() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(
-        PlanError, match=r"layer `it` \(ReadsValues\) cannot run on meta to count its operators: .* aten.*\)"
-    ) as caught:
+    message = r"layer `it` \(ReadsValues\) cannot run on meta to count its operators: .* aten.*\)"
+    with pytest.raises(PlanError, match=message) as caught:
         work_of(ReadsValues())
     assert "calibrate" in caught.value.diagnostics[0].hint
 
 
+SHORT_DATA = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+
+
 def keys(**changes) -> list[str]:
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
-    plan = plan_from_dict(changed(small_plan(data=data, model__num_layers=4), **changes))
+    plan = plan_from_dict(changed(small_plan(data=SHORT_DATA, model__num_layers=4), **changes))
     dataset = open_dataset(plan.data, DataContext(0, "train"))
     model = build_meta_model(plan, dataset.info)
     policy = plan.activations.build([layer.name for layer in model.layers])
@@ -227,9 +220,8 @@ def test_seconds_of_operators() -> None:
 
 
 def test_unusable_optimizer_is_reported() -> None:
-    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
     optimizer = {"factory": "torch.optim:LBFGS", "lr": 1.0}
-    plan = plan_from_dict(small_plan(data=data, optimizer=optimizer, precision={"compute": "fp32"}))
+    plan = plan_from_dict(small_plan(data=SHORT_DATA, optimizer=optimizer, precision={"compute": "fp32"}))
     with pytest.raises(PlanError, match="LBFGS"):
         estimate_plan(plan, 1, machine_from_dict(small_machine(device__kind="cpu")))
 
@@ -249,11 +241,9 @@ def work(samples: int, *, copies: int = 0) -> LayerWork:
 def test_scaled_work_reads_full_weights(samples: float) -> None:
     """Includes a layer that copies only with two samples."""
     scaled = scale_work(work(1), work(2, copies=1), samples)
-    by_name = {operator.name: operator for operator in scaled.forward}
-    assert by_name["mm"].num_bytes == WEIGHT + 40 * samples
-    assert by_name["mm"].flops == 500 * samples
-    assert by_name["attention"].num_bytes == 80 * samples
-    assert by_name["clone"].num_bytes == 20 * samples
+    num_bytes = {operator.name: operator.num_bytes for operator in scaled.forward}
+    assert num_bytes == {"mm": WEIGHT + 40 * samples, "attention": 80 * samples, "clone": 20 * samples}
+    assert flops(scaled, "forward") == (500 + 60) * samples
     assert scaled.saved_bytes == 40 * samples
 
 
@@ -272,12 +262,6 @@ SHAPE = {"use": "models.llama", "num_layers": 3, "hidden": 64, "heads": 4, "kv_h
 def plan_of(micro_size: int = 2, policy: str = "core.keep") -> Plan:
     batch = {"global_size": 16, "micro_size": micro_size}
     return plan_from_dict(small_plan(data=DATA, model=SHAPE, batch=batch, activations={"use": policy}), loader=loader_of({}))
-
-
-def priced(plan: Plan, machine: MachineFile) -> list[PricedLayer]:
-    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
-    model = build_meta_model(plan, dataset.info)
-    return price_layers(plan, model, dataset, machine)
 
 
 def measured(plan: Plan, times: float, **keys: Any) -> MachineFile:
@@ -325,5 +309,7 @@ def test_layers_of_another_model_are_counted() -> None:
     plan = plan_of()
     other_plan = plan_from_dict(small_plan(data=DATA, model={**SHAPE, "ffn_hidden": 192}), loader=loader_of({}))
     machine = measured(other_plan, 2.0)
-    assert [layer.source for layer in priced(plan, machine)][1:-1] == ["counted"] * 3
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    layers = price_layers(plan, build_meta_model(plan, dataset.info), dataset, machine)
+    assert [layer.source for layer in layers][1:-1] == ["counted"] * 3
     assert ranked(machine)
