@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -10,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from started_program import Cli
 
-Cli = Callable[..., Any]
+from sley_core.data.batches import SequenceSlicer, collate_function
+from sley_core.data.dataset import DataContext
+from sley_core.data.factory import open_dataset
+from sley_core.plan.load import plan_from_dict
+from sley_testing.plans import small_plan
+from train_cli.meta_model import meta_micro_batch
+
 Refused = Callable[..., None]
 Own = Callable[[str], Path]
 
@@ -121,19 +130,17 @@ def test_all_plans_are_checked(cli: Cli, plan: Path, folder: Path) -> None:
     assert (result.code, result.err) == (0, "2 plans are fine; no model was built (use --model)\n")
 
 
-@pytest.mark.parametrize("key", ["epochs = 3", "resume = true"])
-def test_a_key_of_another_program_has_a_hint(cli: Cli, plan: Path, key: str) -> None:
-    plan.write_text(plan.read_text("utf-8").replace("steps = 4", f"steps = 4\n{key}"), "utf-8")
-    result = cli("check", plan).expect(3)
-    assert "(hint: set `run.steps`; the run prints" in result.err or "(hint: use `[checkpoint]` to save a run" in result.err
+@pytest.mark.parametrize(
+    ("key", "hint"), [("epochs = 3", "set `run.steps`; the run prints"), ("resume = true", "use `[checkpoint]` to save a run")]
+)
+def test_a_key_of_another_program_has_a_hint(cli: Cli, plan: Path, key: str, hint: str) -> None:
+    replace(plan, "steps = 4", f"steps = 4\n{key}")
+    cli("check", plan).expect(3, f"(hint: {hint}")
 
 
 TIED_LAYERS = """
     from torch import nn
-
-    class Embed(nn.Embedding):
-        def forward(self, tokens):
-            return super().forward(tokens)
+    from sley_testing.habits import Embed
 
     def layers(data):
         embed, head = Embed(data.vocab_size, 8), nn.Linear(8, data.vocab_size, bias=False)
@@ -159,10 +166,7 @@ LAYERS = """
     import numpy, torch
     from torch import nn
     from sley_core.api.model import Model
-
-    class Embed(nn.Embedding):
-        def forward(self, tokens):
-            return super().forward(tokens)
+    from sley_testing.habits import Embed
 
     class Pair(nn.Linear):
         def forward(self, hidden):
@@ -176,14 +180,6 @@ LAYERS = """
         def forward(self, hidden):
             {picks}
             return super().forward(hidden)
-
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(32)
-
-        def forward(self, hidden):
-            return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
 
     class Counted:
         def weight(self, batch):
@@ -231,9 +227,9 @@ def test_errors_name_layers_that_do_not_fit(cli: Cli, own_model: Own, more: str,
 @pytest.mark.parametrize(
     ("more", "is_refused"),
     [
-        ('Norm(), Norm(), ("picks", Picks(32, 256))', True),
-        ("Norm().eval(), Norm().eval(), nn.Linear(32, 256)", False),
-        ('nn.Linear(32, 256)], per_rank_buffers=["*.running_*", "*.num_batches_tracked"', False),
+        ('nn.BatchNorm1d(16), nn.BatchNorm1d(16), ("picks", Picks(32, 256))', True),
+        ("nn.BatchNorm1d(16).eval(), nn.Linear(32, 256)", False),
+        ('nn.BatchNorm1d(16), nn.Linear(32, 256)], per_rank_buffers=["*.running_*", "*.num_batches_tracked"', False),
     ],
 )
 def test_running_statistics_are_one_error(cli: Cli, own_model: Own, more: str, is_refused: bool) -> None:
@@ -268,14 +264,12 @@ def test_a_forward_that_needs_values_is_not_checked(cli: Cli, own_model: Own, pi
     ("loss", "code", "message"), [("* self.count", 0, "the loss was not checked"), ("@ output", 3, "loss-fails")]
 )
 def test_an_own_loss_is_called(cli: Cli, own_model: Own, loss: str, code: int, message: str) -> None:
-    path = own_model(layers(HEAD, loss=loss))
-    path.write_text(path.read_text("utf-8") + '\n[loss]\nfactory = "own:loss"\n', "utf-8")
-    cli("check", path, "--model", changes=ONE).expect(code, message)
+    changes = (*ONE, 'loss={factory="own:loss"}')
+    cli("check", own_model(layers(HEAD, loss=loss)), "--model", changes=changes).expect(code, message)
 
 
 def test_all_layers_of_models_llama_are_called(cli: Cli, plan: Path) -> None:
-    result = cli("check", plan, "--model").expect(0)
-    assert "called" not in result.err
+    assert "called" not in cli("check", plan, "--model").expect(0).err
 
 
 def test_the_share_of_sharded_parameters_is_printed(cli: Cli, own_model: Own) -> None:
@@ -286,6 +280,34 @@ def test_the_share_of_sharded_parameters_is_printed(cli: Cli, own_model: Own) ->
     share = 1 - (numels["1.bias"] + numels["head.bias"]) / sum(numels.values())
     assert (result.code, f"shards {share:.2%} of the parameters" in result.err) == (0, True), result.err
     assert "`head.bias` with 256 elements" in result.err
+
+
+TEXT = small_plan(data__sequence=12)["data"]
+
+
+def formats(batch: Any) -> dict[str, tuple[torch.dtype, list[int]]]:
+    return {name: (value.dtype, list(value.shape)) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("documents", ["cut", "pack", "pad", None])
+def test_a_meta_batch_equals_the_batch_of_a_run(texts: Path, documents: str | None, sp: int) -> None:
+    """The boundaries on meta are those of one document."""
+    data = TEXT | {"documents": documents} if documents else {"factory": "drawn_model:Rows"}
+    plan = plan_from_dict(small_plan(batch__micro_size=2, data=data), texts)
+    plan = dataclasses.replace(plan, parallel=plan.parallel.model_copy(update={"sp": sp}))
+    dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
+    indexed: Any = dataset
+    full = collate_function(dataset)([indexed[0], indexed[1]])
+    expected = formats(SequenceSlicer(dataset.info.fields, sp, 0)(full))
+    batch = meta_micro_batch(plan, dataset)
+    assert all(value.is_meta for value in batch.values())
+    actual = formats(batch)
+    if "cu_seqlens" in expected:
+        assert actual.pop("cu_seqlens") == (torch.int32, [2, 2])
+        dtype, (size, _) = expected.pop("cu_seqlens")
+        assert (dtype, size) == (torch.int32, 2)
+    assert actual == expected
 
 
 # -- mistakes that only a run finds ------------------------------------------------------------------------------------

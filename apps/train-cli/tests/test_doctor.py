@@ -9,13 +9,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from started_program import Cli
 
 from sley_core.files import write_json
 from sley_doctor.fault_report import DoctorRecorder, FaultReport, read_reports, write_report
@@ -25,7 +25,6 @@ from train_cli.run_folder import FAULTS, WORK, FolderLock
 
 pytestmark = pytest.mark.timeout(600)
 
-Cli = Callable[..., Any]
 
 OWN = Path(__file__).parent / "own"
 LIMIT_S = 10.0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
+from started_program import Cli
 
 from sley_core.errors import UsageError
 from sley_estimate.commands.estimate import UNCOMPILED_NOTE, parse_size
@@ -17,7 +16,6 @@ from sley_estimate.machine import load_machine
 from sley_estimate.testing import short_calibration, small_machine
 
 pytestmark = pytest.mark.timeout(180)
-Cli = Callable[..., Any]
 
 
 def test_stages_have_their_parts_and_are_compared_with_the_memory(cli: Cli, plan: Path) -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +23,11 @@ from sley_core.plan.load import plan_from_dict
 from sley_core.plan.plan import Plan
 from sley_estimate.calibrate import bench, device, links
 from sley_estimate.calibrate.links import measure_machine
+from sley_estimate.layers.prices import LayerSeconds
 from sley_estimate.layers.trace import layer_keys
 from sley_estimate.machine import MachineFile, machine_from_dict
 from sley_estimate.step.estimate import estimate_plan
+from sley_estimate.testing import small_machine
 from sley_testing.runs import running
 from sley_trainer.assemble import build_meta_model
 from train_cli.meta_model import meta_micro_batch
@@ -92,23 +95,12 @@ def sleeping_machine(shares: Shares, plan: Plan) -> MachineFile:
     for layer, key, share in zip(model.layers, keys, shares, strict=True):
         seconds = share * UNIT_S[shares] * plan.batch.micro_size
         recompute_s = seconds if layer.name in getattr(policy, "names", ()) else 0.0
-        layer_tables[key] = {
-            "key": key,
-            "name": layer.name,
-            "forward": seconds,
-            "backward": recompute_s + 2 * seconds,
-            "input_gradient": recompute_s + seconds,
-            "weight_gradient": seconds,
-            "output_bytes": 4 * dozing.WIDTH * plan.batch.micro_size,
-        }
-    return machine_from_dict(
-        {
-            "format": 1,
-            "device": {"name": "sleep", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-5, "matmul": {}},
-            "links": {"ranks_per_host": 8, "same_host": {"latency_s": 2e-4, "bandwidth": 1e9}},
-            "layers": list(layer_tables.values()),
-        }
-    )
+        times = asdict(LayerSeconds(seconds, recompute_s + 2 * seconds, recompute_s + seconds, seconds))
+        output_bytes = 4 * dozing.WIDTH * plan.batch.micro_size
+        layer_tables[key] = {"key": key, "name": layer.name, "output_bytes": output_bytes, **times}
+    device = {"name": "sleep", "kind": "cpu", "memory_bandwidth": 1e10, "launch_s": 1e-5, "matmul": {}}
+    link = {"latency_s": 2e-4, "bandwidth": 1e9}
+    return machine_from_dict(small_machine(device=device, links__same_host=link, layers=list(layer_tables.values())))
 
 
 def shortest_step_s(plan: dict[str, Any], steps: int) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from acting_model import FIRST_LINE, doing
+from started_program import Cli, Start
 
 from sley_core.jsonl import read_rows
 from sley_core.weight_files.read import WeightFiles
@@ -21,8 +22,6 @@ from train_cli import rank
 
 pytestmark = pytest.mark.timeout(180)
 
-Cli = Callable[..., Any]
-Start = Callable[..., Any]
 Own = Callable[[str], Path]
 
 LONG = ("run.steps=1000000", "run.log_every=1")

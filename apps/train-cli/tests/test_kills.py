@@ -20,7 +20,7 @@ import pytest
 import tomli_w
 import torch
 from layouts import layout_of, num_ranks
-from started_program import LIMIT_S, Program
+from started_program import LIMIT_S, Program, Start
 
 from sley_checkpoint.reader import newest, read
 from sley_core.attempt import read_attempt
@@ -47,7 +47,6 @@ NAMES = ["alone", "dp2 bucketed", "dp2 sharded", "dp4 sharded", "pp2", "interlea
 LONGEST_S = 2.5
 """Roughly the seconds from the first line of a life to its last step."""
 
-Start = Callable[..., Program]
 IsTime = Callable[[float], bool]
 
 

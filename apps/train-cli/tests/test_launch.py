@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_program import Result
+from started_program import Cli
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
@@ -22,7 +22,6 @@ from train_cli import environment
 from train_cli.local_launch import rank_variables
 from train_cli.run_folder import FolderInUseError, FolderLock, check_run_folder, is_folder_of_restarted_run, locked_run_folder
 
-Cli = Callable[..., Result]
 EXAMPLES = Path(__file__).parents[3] / "examples" / "launch"
 
 NOTE = """#!/bin/bash

@@ -8,16 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli
 from chat_folder import write_chats
+from started_program import Cli
 
 from sley_core.errors import RunError
 from train_cli.main import COMMANDS, find_foreign_commands
 
-Cli = Callable[..., Any]
 Install = Callable[..., None]
 CLONE = Path(__file__).parents[3]
 

@@ -18,17 +18,17 @@ pytestmark = pytest.mark.timeout(180)
 
 SLOW_S = 0.02
 """Much longer than the wake-up delay of a busy core."""
-PLAN: Tables = {
-    "run": {"name": "measured", "steps": 2, "device": "cpu"},
-    "model": {"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
-    "data": {"factory": "dozing:Samples"},
-    "loss": {"factory": "dozing:SumOfSquares"},
-    "batch": {"global_size": 2, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "parallel": {"pp": 2, "dp": 1},
-    "pipeline": {"use": "pp.one_f_one_b"},
-    "partition": {"use": "pp.measured"},
-}
+STAGES: Tables = {"pipeline": {"use": "pp.one_f_one_b"}, "partition": {"use": "pp.measured"}}
+PLAN = small_plan(
+    **STAGES,
+    model={"factory": "dozing:layers", "options": {"seconds": [SLOW_S, SLOW_S, SLOW_S, 3 * SLOW_S], "dropout": 0.1}},
+    data={"factory": "dozing:Samples"},
+    loss={"factory": "dozing:SumOfSquares"},
+    batch={"global_size": 2, "micro_size": 1},
+    optimizer={"use": "core.sgd", "lr": 0.1},
+    parallel={"pp": 2, "dp": 1},
+    precision=None,
+)
 
 
 def record_costs(plan: Tables) -> tuple[RunRecord, list[str], Any]:
@@ -70,9 +70,8 @@ def test_all_ranks_report_an_error_of_a_measured_layer(ranks: Any) -> None:
 
 def test_slices_of_sequences_are_not_measured() -> None:
     """Costs in the plan need no measurement."""
-    tables = small_plan(model__num_layers=2, model__heads=2, parallel={"sp": 2, "pp": 2, "dp": 1})
-    tables |= {"sequence": {"use": "isp.all_to_all"}, "pipeline": {"use": "pp.one_f_one_b"}}
-    tables |= {"partition": {"use": "pp.measured"}, "data": {"use": "data.text", "source": "python-stdlib", "sequence": 24}}
+    data = {"use": "data.text", "source": "python-stdlib", "sequence": 24}
+    tables = small_plan(**STAGES, parallel={"sp": 2, "pp": 2, "dp": 1}, sequence={"use": "isp.all_to_all"}, data=data)
     assert [problem.code for problem in check_plan(plan_from_dict(tables), 4)] == ["sequence-partition"]
     costs = {"use": "pp.measured", "layer_costs": [1.0] * 4}
     assert check_plan(plan_from_dict(tables | {"partition": costs}), 4) == []

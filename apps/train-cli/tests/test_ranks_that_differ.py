@@ -23,6 +23,7 @@ from sley_core.errors import SleyError
 from sley_core.plan.load import plan_from_dict
 from sley_isp.attention import SequenceAttention
 from sley_testing.habits import Embed
+from sley_testing.plans import Tables, small_plan
 from sley_testing.runs import running
 from sley_trainer.run import Run
 
@@ -76,17 +77,13 @@ LIMIT_S = 10.0
 TOTAL = 4
 """Samples of a global batch, in microbatches of one."""
 
-PLAN: dict[str, Any] = {
-    "run": {"name": "differing", "steps": NUM_STEPS, "device": "cpu", "seed": 7},
-    "model": {"factory": "test_ranks_that_differ:layers"},
-    "data": {"factory": "drawn_model:Rows"},
-    "batch": {"global_size": TOTAL, "micro_size": 1},
-    "optimizer": {"use": "core.sgd", "lr": 0.1},
-    "precision": {"compute": "fp64"},
-    "limits": {"collective_timeout_s": LIMIT_S},
-}
-
-Tables = dict[str, Any]
+PLAN = small_plan(
+    model={"factory": "test_ranks_that_differ:layers"},
+    data={"factory": "drawn_model:Rows"},
+    batch={"global_size": TOTAL, "micro_size": 1},
+    optimizer={"use": "core.sgd", "lr": 0.1},
+    limits={"collective_timeout_s": LIMIT_S},
+)
 
 SHARDED = {"parallel": {"dp": 2, "wp": 2}}
 PIPELINE = {"pipeline": {"use": "pp.one_f_one_b"}, "model": {"options": {"tied": True}}}

@@ -94,14 +94,9 @@ def layers() -> list[tuple[str, nn.Module]]:
 
 
 def test_ties_in_opposite_orders_are_summed_by_name(ranks: Any) -> None:
-    plan = {
-        "run": {"name": "ties", "steps": 2, "device": "cpu", "seed": 11},
-        "model": {"factory": "test_reductions:layers"},
-        "data": {"factory": "drawn_model:Rows"},
-        "batch": {"global_size": 8, "micro_size": 2},
-        "optimizer": {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5},
-        "precision": {"compute": "fp64"},
-    }
+    optimizer = {"use": "core.sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}
+    model, data = {"factory": "test_reductions:layers"}, {"factory": "drawn_model:Rows"}
+    plan = small_plan(model=model, data=data, optimizer=optimizer)
     reducer = {"use": "dp.sharded", "bucket_mb": 0.001}
     layout = plan | in_stages("pp.one_f_one_b", reducer, TIES, dp=2)
     recorded = ranks(4, 120)(record, layout, 2, folder=FOLDER)

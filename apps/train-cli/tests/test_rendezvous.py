@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_program import Program, Result
+from started_program import Result, Start
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it
 
 from sley_core.comm.world import reset_stores
@@ -241,7 +241,6 @@ def test_launchers_without_ranks_are_refused(environ: dict[str, str], message: s
 
 # -- two processes -----------------------------------------------------------------------------------------------------
 
-Start = Callable[..., Program]
 
 HOSTS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from started_program import Result
+from started_program import Cli
 
 from sley_core.jsonl import read_rows
 from sley_doctor.fault_report import DoctorRecorder
-
-Cli = Callable[..., Result]
 
 SECTIONS = ("summary", "curves", "waiting", "memory", "counts", "plan", "machine")
 HELD_OUT = 'data.held_out_files=["plan.toml"]'

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 from acting_model import doing
-from started_program import Result
+from started_program import Cli, Result, Start
 
 from sley_core import jsonl
 
 pytestmark = pytest.mark.timeout(180)
 
-Cli = Callable[..., Any]
-Start = Callable[..., Any]
 Resume = Callable[..., Result]
 
 ALONE = ("parallel.dp=1", "run.steps=6")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from acting_model import FIRST_LINE, doing
+from started_program import Cli, Start
 
 from sley_core.jsonl import read_rows
 from sley_core.plan.load import load_plan
@@ -20,9 +21,6 @@ from sley_core.weight_files.read import WeightFiles
 from train_cli.run_folder import check_run_folder
 
 pytestmark = pytest.mark.timeout(180)
-
-Cli = Callable[..., Any]
-Start = Callable[..., Any]
 
 
 def assert_is_complete(folder: Path, plan: Path, *options: str) -> None:
@@ -81,18 +79,10 @@ CONVNET = """
             return 16
 
         def __getitem__(self, index):
-            return {"image": torch.full((1, 8, 8), index / 16), "labels": torch.tensor(index % 2)}
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-
-        def forward(self, image):
-            return self.layers(image)
+            return {"input": torch.full((1, 8, 8), index / 16), "labels": torch.tensor(index % 2)}
 
     def layers():
-        return [("net", Net())]
+        return [nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)]
 """
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import pytest
+from started_program import Cli
 
 from sley_core.actions.action import Schedule, v_placement
 from sley_core.actions.lower import lower
@@ -16,8 +16,6 @@ from sley_core.plan.load import load_plan, plan_from_text
 from sley_core.topology import Topology
 from sley_pp.schedules import gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from train_cli.commands.show import draw_text, group_lines, rank_lines
-
-Cli = Callable[..., Any]
 
 
 def test_the_output_is_a_plan_with_origins(cli: Cli, plan: Path) -> None:

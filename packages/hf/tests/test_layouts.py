@@ -13,7 +13,7 @@ from typing import Any
 import hf_families
 import pytest
 import torch
-from hf_families import FAMILIES, computes_in_fp32, has_experts, small_config, transformers_model
+from hf_families import FAMILIES, computes_in_fp32, has_experts, record_plans, small_config, transformers_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -56,11 +56,6 @@ def build_tables(folder: Path, layout: str = "", **model: Any) -> Tables:
         ),
         **LAYOUTS.get(layout, {}),
     )
-
-
-def record_plans(plans: Sequence[Tables], folder: Path, batches: Any) -> list[RunRecord]:
-    """Records several plans one after another on the same ranks."""
-    return [record(tables, STEPS, folder=folder, batches=batches) for tables in plans]
 
 
 def convert_to_fp64(function: Any) -> Any:
@@ -153,9 +148,7 @@ def test_a_family_in_layouts_equals_a_plain_loop(ranks: Any, tmp_path: Path, fam
     assert_equals_plain_loop(alone, expected, structure, tolerance)
     experts = [name for name in alone.rows[0] if name.startswith("experts/")]
     assert len(experts) == (3 if options else 0)
-    for layout, runs in zip(
-        layouts, zip(*ranks(2, 580)(record_plans, plans, tmp_path, build_batches()), strict=True), strict=True
-    ):
+    for layout, runs in zip(layouts, record_plans(ranks(2, 580), plans, STEPS, tmp_path, build_batches()), strict=True):
         print(layout)
         for run in runs:
             assert_equals_plain_loop(run, expected, structure, tolerance)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import LAYOUTS, small_config
+from hf_families import LAYOUTS, record_plans, small_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -27,15 +27,14 @@ LORA = {"use": "hf.lora", "rank": 4, "alpha": 8.0}
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small Llama with tied embeddings, as `save_pretrained` writes it."""
-    folder = tmp_path_factory.mktemp("base")
-    write_base(folder)
-    return folder
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
-def write_base(folder: Path, family: str = "llama") -> None:
+def write_base(folder: Path, family: str = "llama") -> Path:
     config = small_config(family, vocab_size=257, tie_word_embeddings=True, eos_token_id=None)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def plan(base: Path, **changes: Any) -> Tables:
@@ -92,13 +91,8 @@ def test_three_steps_equal_those_of_peft(table: Tables, options: dict[str, Any],
     assert_close_gradients(weights, {name: recorded.weights[name] for name in weights}, 1e-10)
 
 
-def record_all(plans: list[Tables], folder: Path) -> list[RunRecord]:
-    """Records two steps of several plans on the same ranks: in the second, both matrices of an adapter have gradients."""
-    return [record(tables, 2, folder=folder) for tables in plans]
-
-
 def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path, ranks: Any) -> None:
-    """All cases share two ranks, since each new rank imports peft."""
+    """In the second step, both matrices of an adapter have gradients."""
     one_layer = plan(base, adapters=LORA | {"targets": ["blocks.1.*.q_proj"]})
     tied_adapters = plan(base, adapters=LORA | {"targets": ["lm_head", "q_proj"]})
     trained_head = plan(base, adapters=LORA | {"train": ["head.*"]})
@@ -110,8 +104,8 @@ def test_adapters_in_layouts_equal_those_of_one_process(base: Path, texts: Path,
         (llama, "dp sharded", 2 * 2 * 2 + 1),
         (plan(base), "host", 2 * 7 * 2),
     ]
-    results_by_rank = ranks(2, 400)(record_all, [changed(tables, **LAYOUTS[layout]) for tables, layout, _ in cases], texts)
-    for (tables, layout, num_trained), results in zip(cases, zip(*results_by_rank, strict=True), strict=True):
+    recorded = record_plans(ranks(2, 400), [changed(tables, **LAYOUTS[layout]) for tables, layout, _ in cases], 2, texts)
+    for (tables, layout, num_trained), results in zip(cases, recorded, strict=True):
         print(layout, tables)
         reference = record_reference(tables, 2, folder=texts)
         assert len(reference.gradients[0]) == num_trained
@@ -134,8 +128,8 @@ def test_stages_without_trainable_parameters_around_another(base: Path, texts: P
 def test_layouts_equal_one_process(base: Path, texts: Path, ranks: Any, names: tuple[str, ...]) -> None:
     tables = plan(base)
     reference = record_reference(tables, 2, folder=texts)
-    recorded = ranks(2, 400)(record_all, [changed(tables, **LAYOUTS[name]) for name in names], texts)
-    for name, results in zip(names, zip(*recorded, strict=True), strict=True):
+    recorded = record_plans(ranks(2, 400), [changed(tables, **LAYOUTS[name]) for name in names], 2, texts)
+    for name, results in zip(names, recorded, strict=True):
         print(name)
         assert_parity_of_parts(reference, results, "fp64")
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,3 +108,9 @@ class Program:
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
         return thread
+
+
+Cli = Callable[..., Result]
+"""The type of the fixture `cli`."""
+Start = Callable[..., Program]
+"""The type of the fixture `start`."""

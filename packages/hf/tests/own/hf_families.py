@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sley_testing.plans import Tables
+from sley_testing.runs import RunRecord, record
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -87,6 +90,19 @@ def small_config(family: str, **changes: Any) -> Any:
 def computes_in_fp32(config: Any) -> bool:
     """Returns whether parts of the model compute in fp32, whatever the dtype of its weights."""
     return config.model_type.startswith(("gemma", "cohere", "helium", "mpt"))
+
+
+def record_plans(
+    ranks: Any, plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any = None
+) -> Iterator[tuple[RunRecord, ...]]:
+    """Records several plans one after another on the same ranks, since each new rank imports transformers. Yields the records
+    of all ranks for each plan.
+    """
+    return zip(*ranks(record_on_rank, plans, num_steps, folder, batches), strict=True)
+
+
+def record_on_rank(plans: Sequence[Tables], num_steps: int, folder: Path, batches: Any) -> list[RunRecord]:
+    return [record(tables, num_steps, folder=folder, batches=batches) for tables in plans]
 
 
 def has_experts(config: Any) -> bool:
