@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from chat_folder import TEMPLATE, write_chats
+from started_program import Cli
 
 from sley_core.data.dataset import DataContext
 from sley_core.data.factory import open_dataset
 from sley_core.files import PLAN
 from sley_core.plan.load import load_plan
 from sley_data.chat_template import load_text_ids
-from train_cli.main import main
 from train_cli.saved import copy_run_files, load_run_plan
 
 CHAT = "name='chats', use='data.chat', files=['chats.jsonl'], tokenizer='tokenizer'"
@@ -34,33 +34,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def show(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+def show(folder: Path, cli: Cli, *options: str) -> Any:
     """Returns the JSON output of `data show`."""
-    capsys.readouterr()
-    assert main(["data", "show", str(folder / "plan.toml"), "--format", "json", *options]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(cli("data", "show", folder / "plan.toml", "--format", "json", *options).expect(0).out)
 
 
-def test_show_prints_samples_and_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = show(folder, capsys, "--sample", "1")
-    assert output["documents"] + show(folder, capsys, "--split", "held_out")["documents"] == 120
+def test_show_prints_samples_and_counts(folder: Path, cli: Cli) -> None:
+    output = show(folder, cli, "--sample", "1")
+    assert output["documents"] + show(folder, cli, "--split", "held_out")["documents"] == 120
     assert output["trained"] < output["tokens"]
     assert output["packing"] == 1 - output["padding"] / (160 * output["samples"])
     assert output["dropped"] == {}
     assert {name: len(output["sample"][name]) for name in ("tokens", "labels")} == {"tokens": 160, "labels": 160}
-    path = str(folder / "plan.toml")
-    assert main(["data", "show", path, "--sample", "1"]) == 0
-    text = capsys.readouterr().out
+    path = folder / "plan.toml"
+    text = cli("data", "show", path, "--sample", "1").expect(0).out
     answers = [part.partition("]\n")[0] for part in text.split("<|im_start|>assistant\n[")[1:]]
     assert answers
     assert all(answer.endswith("<|im_end|>") for answer in answers)
     assert "-- positions 0 to" in text
-    assert main(["data", "show", path, "--sample", "99999"]) == 2
-    assert main(["data", "show", path, "--split", "test"]) == 2
+    assert cli("data", "show", path, "--sample", "99999").code == 2
+    assert cli("data", "show", path, "--split", "test").code == 2
 
 
-def test_show_counts_each_source(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = show(folder, capsys, "--sample", "0", "--set", MIXTURE)
+def test_show_counts_each_source(folder: Path, cli: Cli) -> None:
+    output = show(folder, cli, "--sample", "0", "--set", MIXTURE)
     texts, chats = (output["sources"][name] for name in ("texts", "chats"))
     assert texts["samples"] + chats["samples"] == output["samples"]
     assert texts["samples"] == pytest.approx(output["samples"] / 3, abs=1)
@@ -71,9 +68,9 @@ def test_show_counts_each_source(folder: Path, capsys: pytest.CaptureFixture[str
     assert output["samples"] == len(dataset)
     assert output["sample"] == {name: value.reshape(-1).tolist() for name, value in dataset[0].items()}
     sets = "evaluation={every=1, sets={fresh={use='data.text', files=['words.txt'], sequence=16}}}"
-    assert show(folder, capsys, "--set", sets, "--split", "fresh")["split"] == "fresh"
-    assert main(["data", "show", str(folder / "plan.toml"), "--set", MIXTURE, "--split", "held_out"]) == 0
-    assert "  chats: " in capsys.readouterr().out
+    assert show(folder, cli, "--set", sets, "--split", "fresh")["split"] == "fresh"
+    held_out = cli("data", "show", folder / "plan.toml", "--set", MIXTURE, "--split", "held_out").expect(0)
+    assert "  chats: " in held_out.out
 
 
 @pytest.mark.parametrize(
@@ -96,21 +93,19 @@ def test_a_run_folder_keeps_the_template(folder: Path, tmp_path: Path, change: s
     assert "".join(ids.decode([ids.end])) == "<|im_start|>"
 
 
-def test_prepare_reads_both_splits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--set", "evaluation={every=1}", "--set", "data.too_long='drop'", "--set", "data.sequence=60"]
-    assert main(["data", "prepare", str(folder / "plan.toml"), *options]) == 0
-    messages = capsys.readouterr().err
-    assert all(words in messages for words in ("train: ", "held_out: ", "samples are dropped"))
+def test_prepare_reads_both_splits(folder: Path, cli: Cli) -> None:
+    changes = ("evaluation={every=1}", "data.too_long='drop'", "data.sequence=60")
+    prepared = cli("data", "prepare", folder / "plan.toml", changes=changes)
+    prepared.expect(0, "train: ", "held_out: ", "samples are dropped")
 
 
-def test_export_writes_files_for_data_tokens(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path, out = str(folder / "plan.toml"), tmp_path / "out"
-    assert main(["data", "export", path, "--out", str(out), "--set", WORDS]) == 0
-    assert "vocab_size = 256" in capsys.readouterr().err
+def test_export_writes_files_for_data_tokens(folder: Path, cli: Cli, tmp_path: Path) -> None:
+    path, out = folder / "plan.toml", tmp_path / "out"
+    cli("data", "export", path, "--out", out, "--set", WORDS).expect(0, "vocab_size = 256")
     files = f'files=["{out}/train.bin"], held_out_files=["{out}/val.bin"]'
     tokens = f'data={{use="data.tokens", {files}, vocab_size=256, sequence=16}}'
     for split in ("train", "held_out"):
-        expected, actual = (show(folder, capsys, "--split", split, "--sample", "1", "--set", data) for data in (WORDS, tokens))
+        expected, actual = (show(folder, cli, "--split", split, "--sample", "1", "--set", data) for data in (WORDS, tokens))
         assert expected["sample"] == actual["sample"]
         assert expected["samples"] == actual["samples"]
-    assert main(["data", "export", path, "--out", str(out)]) == 2, "chats have no stream"
+    assert cli("data", "export", path, "--out", out).code == 2, "chats have no stream"

@@ -18,7 +18,6 @@ import pytest
 import torch
 from drawn_model import BODIES, BY_DATA, BY_POSITION, FORMS, MAY_BE_CHANGED, MIXES_POSITIONS, NEEDS_TOKENS, batch
 from matrix_optimizers import Orthogonal
-from torch import Tensor
 
 from sley_core.comm.world import World
 from sley_core.errors import SleyError
@@ -30,14 +29,12 @@ from sley_testing.collectives import assert_untouched, record_built_models
 from sley_testing.parity import assert_same_bits
 from sley_testing.plain import PlainLoop, assert_step
 from sley_testing.plans import Tables
-from sley_testing.runs import gradients, weights
+from sley_testing.runs import RunRecord, Tensors, gradients, weights
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 CAMPAIGN = 20
 """The number of parts of a campaign, with 100 new cases each."""
-
-Tensors = dict[str, Tensor]
 
 WIDTH = 4
 STARTS = ("", "", "", "zeros", "data", "loaded", "assigned", "applied")
@@ -102,6 +99,9 @@ def draw_matrix_case(seed: int, world: int | None = None) -> Case:
         ties = [{"use": "pp.shared_modules"}] if tables["parallel"]["pp"] > 1 else []
         tables["gradient_handlers"] = [reducer, *ties]
     return replace(case, training={**case.training, "optimizer": config}, tables=tables)
+
+
+Drawer = Callable[..., Case]
 
 
 def _draw_layout(r: random.Random, world: int, num_micro_batches: int) -> tuple[Tables, int]:
@@ -238,13 +238,10 @@ def _draw_steps(r: random.Random, sizes: dict[str, int], num_micro_batches: int)
 
 
 @dataclass
-class Results:
-    """The first weights of one rank, and the row, gradients and weights of each step."""
+class Results(RunRecord):
+    """A record of one rank with the weights after each step."""
 
-    first: Tensors = field(default_factory=dict)
-    rows: list[Mapping[str, float]] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
-    weights: list[Tensors] = field(default_factory=list)
+    weights_by_step: list[Tensors] = field(default_factory=list)
 
 
 def plan_of(case: Case, folder: Path) -> Any:
@@ -257,7 +254,7 @@ def plan_of(case: Case, folder: Path) -> Any:
     return plan_from_dict({**fixed, **case.training, **case.tables}, folder)
 
 
-def draw_valid(seed: int, folder: Path, world: int | None = None, drawer: Callable[..., Case] = draw) -> Case:
+def draw_valid(seed: int, folder: Path, world: int | None = None, drawer: Drawer = draw) -> Case:
     """Returns the case of a number, or the next one that the check of plans accepts."""
     for attempt in range(50):
         case = drawer(seed + attempt * 10**9, world)
@@ -286,7 +283,7 @@ def train(case: Case, folder: Path) -> Results:
             for number in range(len(case.steps)):
                 results.rows.append(run.step(rank_batch(case, number, run)))
                 results.gradients.append(gradients(run))
-                results.weights.append(weights(run))
+                results.weights_by_step.append(weights(run))
         ((model, traces),) = models
         assert_untouched(traces, model.layers)
     return results
@@ -354,16 +351,14 @@ def compare(case: Case, ranks: Sequence[Results]) -> None:
         expected = loop.step(micro_batches(case, number))
         for rank, results in enumerate(ranks):
             try:
-                assert_step(expected, results.rows[number], results.gradients[number], results.weights[number])
+                assert_step(expected, results.rows[number], results.gradients[number], results.weights_by_step[number])
             except AssertionError as error:
                 raise AssertionError(f"step {number + 1}, rank {rank}: {error}") from None
         missing = set(expected.gradients) - {name for results in ranks for name in results.gradients[number]}
         assert not missing, f"step {number + 1}: no rank has the gradients of {sorted(missing)}"
 
 
-def check(
-    ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = None, drawer: Callable[..., Case] = draw
-) -> None:
+def check(ranks: Any, folder: Path, numbers: Iterable[int], world: int | None = None, drawer: Drawer = draw) -> None:
     """Runs these cases. Fails with all differences."""
     failures = []
     for case in (draw_valid(number, folder, world, drawer) for number in numbers):

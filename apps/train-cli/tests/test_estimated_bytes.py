@@ -32,15 +32,11 @@ USUAL, MOST = 0.01, 0.03
 State = tuple[Tensor, dict[str, Tensor]]
 
 
-class Embeds(nn.Module):
+class Embeds(nn.Embedding):
     """Returns embeddings [b, s, width], and whether each token is even."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(256, width)
-
     def forward(self, tokens: Tensor) -> State:
-        return self.table(tokens), {"even": (tokens % 2 == 0).unsqueeze(-1)}
+        return super().forward(tokens), {"even": (tokens % 2 == 0).unsqueeze(-1)}
 
 
 class Mixes(nn.Module):
@@ -58,18 +54,13 @@ class Mixes(nn.Module):
         return given + self.down(gate.sigmoid() * nn.functional.gelu(up)).where(facts["even"], 0.5), facts
 
 
-class Ends(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(width, 256)
-
+class Ends(nn.Linear):
     def forward(self, state: State) -> Tensor:
-        logits: Tensor = self.head(state[0])
-        return logits
+        return super().forward(state[0])
 
 
 def layers(width: int = 128, depth: int = 3) -> list[tuple[str, nn.Module]]:
-    return [("embeds", Embeds(width)), *((f"mixes{at}", Mixes(width)) for at in range(depth)), ("ends", Ends(width))]
+    return [("embeds", Embeds(256, width)), *((f"mixes{at}", Mixes(width)) for at in range(depth)), ("ends", Ends(width, 256))]
 
 
 def draw_plan(draw: random.Random, world: int, folder: Path) -> Tables:
@@ -151,6 +142,7 @@ def worst_error(tables: Tables, folder: Path, real: Sequence[RealBytes]) -> floa
 
 
 OWN_LAYERS: Tables = {"factory": "test_estimated_bytes:layers", "options": {"depth": 6}}
+STAGES: Tables = {"parallel": {"pp": 2, "dp": 1}, "pipeline": {"use": "pp.one_f_one_b"}}
 PIPELINED: Tables = {"parallel": {"pp": 4, "dp": 2, "wp": 2}, "pipeline": {"use": "pp.zero_bubble_h1"}}
 MUON: Tables = {"use": "optim.muon", "lr": 0.02, "adamw": {"lr": 3e-3}}
 BY_LAYER: Tables = {"use": "isp.communicator", "unit": "layer"}
@@ -176,13 +168,7 @@ FIXED: dict[str, Tables] = {
     # Padded shards and a tied weight.
     "sharded": changed(TINY, parallel={"wp": 2, "dp": 2}, model__tie_embeddings=True, weights=BY_LAYER),
     # A large last stage, so that the next batch (6 KB) does not matter, which may exist at the peak or not.
-    "staged": changed(
-        TINY,
-        parallel={"pp": 2, "dp": 1},
-        pipeline={"use": "pp.one_f_one_b"},
-        batch={"global_size": 8, "micro_size": 1},
-        model__vocab_size=1031,
-    ),
+    "staged": changed(TINY, **STAGES, batch={"global_size": 8, "micro_size": 1}, model__vocab_size=1031),
     "offloaded": changed(OFFLOADED, parallel={"dp": 2, "wp": 2}),
     "offloaded, pipelined": changed(OFFLOADED, batch__global_size=16, **PIPELINED),
     "owned": changed(OWNED, parallel={"dp": 2}, **SHARDS),

@@ -22,7 +22,7 @@ from sley_estimate.step.estimate import PlanEstimate, estimate_plan, record_stag
 from sley_estimate.step.record import HOST, BeginEvent
 from sley_estimate.testing import short_calibration, small_machine
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import record
+from sley_testing.runs import running
 from train_cli.commands.show import draw_text
 
 FAST = {"latency_s": 1e-5, "bandwidth": 1e10}
@@ -128,15 +128,9 @@ def test_update_moves_all_parameters(texts: Path, dp: int, reduced: dict[str, An
 @pytest.mark.parametrize("handler", ["dp.sharded", "dp.bucketed"])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
 def test_representative_stages_give_equal_seconds(texts: Path, schedule: str, handler: str) -> None:
-    plan = plan_of(
-        texts,
-        **FP32,
-        batch={"global_size": 8, "micro_size": 1},
-        parallel={"pp": 4, "dp": 2},
-        pipeline={"use": f"pp.{schedule}"},
-        partition={"use": "pp.uniform"},
-        gradient_handlers=[{"use": handler, "bucket_mb": 0.02}],
-    )
+    stages = {"parallel": {"pp": 4, "dp": 2}, "pipeline": {"use": f"pp.{schedule}"}, "partition": {"use": "pp.uniform"}}
+    handlers = [{"use": handler, "bucket_mb": 0.02}]
+    plan = plan_of(texts, **FP32, **stages, batch={"global_size": 8, "micro_size": 1}, gradient_handlers=handlers)
     slow = changed(MACHINE, links={"ranks_per_host": 8, "same_host": LINK | {"bandwidth": 1e7}})
     results: dict[int, Any] = {}
 
@@ -183,17 +177,13 @@ def estimated_copies(folder: Path, changes: Tables, *, device: str) -> dict[str,
 def test_step_copies_estimated_bytes(copies: str, texts: Path) -> None:
     tables = changed(COPIED, **COPIES[copies])
     totals: list[tuple[float, float]] = []
-
-    def watch(run: Any) -> None:
-        def count(_row: object) -> None:
+    with running(tables, texts) as run:
+        for _ in range(4):
+            run.step()
             moved = [manager.moved(part) for manager in run.memory.managers for part in manager.parts]
             policy = run.counts.get("memory.host", {})
             out = sum(stats.copied_out for stats in moved) + policy.get("moved_bytes", 0)
             totals.append((out, sum(stats.copied_in for stats in moved) + policy.get("fetched_bytes", 0)))
-
-        run.listeners.append(count)
-
-    record(tables, 4, folder=texts, prepare=watch)
     (previous_out, previous_in), (out, copied_in) = totals[-2:]
     assert out > previous_out
     assert copied_in > previous_in

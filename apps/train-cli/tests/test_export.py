@@ -33,7 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True, "head_dim": 8},
 }
-DATA = '[data]\nuse = "data.text"\nfiles = ["corpus.txt"]\nsequence = 16\n'
 Trained = Callable[..., tuple[Path, torch.Tensor]]
 
 
@@ -177,29 +176,18 @@ def test_failed_exports_leave_no_files(cli: Any, trained: Trained, folder: Path)
     cli("export", run, "--out", out).expect(2, "error[no-weights]")
 
 
-WRITES_A_FILE = """
-from pathlib import Path
-from torch import nn
+def test_a_run_that_cannot_save_its_weights_has_a_summary(
+    cli: Any, plan: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Run.save_weights
 
-def write_file():
-    if Path("runs/small/start.json").exists():  # after the check of the model
-        Path("runs/small/weights").mkdir(exist_ok=True)
-        Path("runs/small/weights/thesis.tex").write_text("years of work")
+    def save_beside_a_thesis(run: Run, to: Path, **options: Any) -> None:
+        to.mkdir()
+        (to / "thesis.tex").write_text("years of work")
+        save(run, to, **options)
 
-class Table(nn.Embedding):
-    def forward(self, tokens):
-        write_file()
-        return super().forward(tokens)
-
-def layers(data):
-    return [Table(256, 8), nn.Linear(8, 256)]
-"""
-
-
-def test_a_run_that_cannot_save_its_weights_has_a_summary(cli: Any, own_model: Any, folder: Path) -> None:
-    plan = own_model(WRITES_A_FILE, DATA + 'documents = "cut"\n')
-    result = cli("run", plan, changes=["parallel.dp=1"]).expect(1)
+    monkeypatch.setattr(Run, "save_weights", save_beside_a_thesis)
+    result = cli("run", plan, changes=["parallel.dp=1"]).expect(1, "`thesis.tex`, which is not a weight file")
     assert result.err.count("error[weights-unsaved]") == 1
-    assert "`thesis.tex`, which is not a weight file" in result.err
     assert json.loads((folder / "runs" / "small" / "summary.json").read_text())["outcome"] == "finished"
     assert [path.name for path in (folder / "runs" / "small" / "weights").iterdir()] == ["thesis.tex"]

@@ -52,18 +52,15 @@ def test_a_signal_stops_a_run_after_its_step(
     program = start("run", plan, changes=[*LONG, f"parallel.dp={dp}"])
     program.wait_for("step 3/")
     os.kill(program.process.pid, number)
-    result = program.finish(40).expect(code)
+    result = program.finish(40).expect(code, "interrupted: ", "  weights        runs/small/weights\n")
     assert result.err.count("stopping after this step") == 1
-    assert "interrupted: " in result.err
     assert "error" not in result.err
     steps = summary(folder)["steps"]
     assert summary(folder)["outcome"] == "interrupted"
-    assert "  weights        runs/small/weights\n" in result.err
     assert "head.norm.weight" in WeightFiles(folder / "runs" / "small" / "weights").names
     assert [row["step"] for row in read_rows(folder / "runs" / "small")] == list(range(1, steps + 1))
     exported = cli("export", "runs/small", "--format", "huggingface", "--out", folder / "out")
-    assert f"the weights of step {steps} in" in exported.err
-    assert "transformers computes the run's logits" in exported.err
+    exported.expect(0, f"the weights of step {steps} in", "transformers computes the run's logits")
 
 
 def test_a_second_interrupt_ends_a_run_at_once(start: Start, own_model: Own) -> None:
@@ -90,8 +87,7 @@ def test_a_signal_in_a_factory_is_no_error_of_the_factory(start: Start, own_mode
     program = start("run", own_model(doing("pass").replace("def layers():", f"def layers():{wait}")))
     program.wait_for("in the factory")
     os.kill(program.process.pid, signal.SIGTERM)
-    result = program.finish(40).expect(143)
-    assert "error[" not in result.err
+    assert "error[" not in program.finish(40).expect(143).err
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_program import Cli
+from started_program import Cli, Result
 
 from sley_core.errors import PlanError
 from sley_core.plan.load import load_plan
@@ -55,24 +55,18 @@ def stubs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def run_program(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_program(*command: str, **environ: str) -> Result:
     process = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False, env={**os.environ, **environ})
-    assert process.returncode == 0, process.stderr
-    return process
-
-
-def read_notes(folder: Path, rank: int) -> dict[str, str]:
-    lines = (folder / "notes" / str(rank)).read_text().splitlines()
-    return dict(line.partition("=")[::2] for line in lines)
+    return Result(process.returncode, process.stdout, process.stderr)
 
 
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="an sdist has no examples")
 def test_slurm_gives_each_task_its_rank(stubs: Path) -> None:
     environ = {"SLURM_JOB_NODELIST": "a[0-1]", "SLURM_JOB_ID": "20007", "SLURM_CPUS_PER_TASK": "3"}
     environ |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "TASKS": "4", "PER_NODE": "2"}
-    run_program("bash", str(EXAMPLES / "slurm.sbatch"), "plan.toml", "--resume", "auto", **environ)
+    run_program("bash", str(EXAMPLES / "slurm.sbatch"), "plan.toml", "--resume", "auto", **environ).expect(0)
     for rank in range(4):
-        notes = read_notes(stubs, rank)
+        notes = dict(line.partition("=")[::2] for line in (stubs / "notes" / str(rank)).read_text().splitlines())
         assert (notes["RANK"], notes["LOCAL_RANK"]) == (str(rank), str(rank % 2))
         assert (notes["WORLD_SIZE"], notes["LOCAL_WORLD_SIZE"], notes["OMP_NUM_THREADS"]) == ("4", "2", "3")
         assert (notes["MASTER_ADDR"], notes["MASTER_PORT"]) == ("localhost", "20007")
@@ -122,24 +116,19 @@ def test_a_fraction_of_a_core_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.num_cores() == 1
 
 
-def program(body: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", body], env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 LINK = (
     "import os; from train_cli import stopping; stopping.die_with_launcher(); print(stopping.has_launcher(), dict(os.environ))"
 )
 
 
 def test_a_rank_ends_with_its_launcher() -> None:
-    orphan = program(LINK, SLEY_LAUNCHER="1")
-    assert (orphan.returncode, orphan.stdout) == (1, "")
-    linked = program(LINK, SLEY_LAUNCHER=str(os.getpid()))
-    assert linked.stdout.startswith("True "), linked.stderr
-    assert "SLEY_LAUNCHER" not in linked.stdout
-    assert program(LINK).stdout.startswith("False ")
+    program = (sys.executable, "-c", LINK)
+    orphan = run_program(*program, SLEY_LAUNCHER="1")
+    assert (orphan.code, orphan.out) == (1, "")
+    linked = run_program(*program, SLEY_LAUNCHER=str(os.getpid()))
+    assert linked.out.startswith("True "), linked.err
+    assert "SLEY_LAUNCHER" not in linked.out
+    assert run_program(*program).out.startswith("False ")
 
 
 # -- the run folder ----------------------------------------------------------------------------------------------------

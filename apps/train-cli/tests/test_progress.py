@@ -151,8 +151,7 @@ def test_the_opening_has_the_sizes_of_the_run() -> None:
 def test_an_evaluation_that_uses_samples_twice_has_a_note(num_samples: int | None, message: str) -> None:
     plan: Any = SimpleNamespace(evaluation=SimpleNamespace(steps=4), batch=SimpleNamespace(global_size=8))
     note = describe_repetition(num_samples, plan)
-    assert message in note
-    assert bool(note) == bool(message)
+    assert (message in note, bool(note)) == (True, bool(message))
 
 
 def test_the_summary_of_a_finished_run(tmp_path: Path) -> None:

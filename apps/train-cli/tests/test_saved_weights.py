@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from sley_core.weight_files import write
 from sley_core.weight_files.read import INDEX, WeightFiles
 from sley_testing.parity import assert_close_gradients
 from sley_testing.plans import Tables, changed, small_plan
-from sley_testing.runs import running, weights
+from sley_testing.runs import Tensors, running, weights
 
-Tensors = dict[str, torch.Tensor]
 PLAN = small_plan(
     model__tie_embeddings=True,
     data__sequence=16,
@@ -118,12 +118,10 @@ def test_all_ranks_report_a_failed_save(ranks: Any, texts: Path, tmp_path: Path)
     first, second = ranks(2, timeout_s=100)(save_with_faults, tables, texts, tmp_path)
     assert first == second
     (strange, disk, file, offloaded), names = first
-    assert "rank 0" in strange
-    assert "`thesis.tex`, which is not a weight file" in strange
+    assert all(words in strange for words in ("rank 0", "`thesis.tex`, which is not a weight file"))
     assert "rank 1: cannot write `disk`: No space left on device" in disk
     assert "rank 0: cannot write" in file
-    assert "rank 1: " in offloaded
-    assert "saving weights" in offloaded
+    assert all(words in offloaded for words in ("rank 1: ", "saving weights"))
     assert (tmp_path / "strange" / "thesis.tex").read_text() == "years of work"
     assert "embed.tokens.weight" in names, "the next save succeeds"
     assert not list(tmp_path.glob(".*"))
@@ -133,8 +131,7 @@ def memory_growth(tables: Tables, texts: Path, folder: Path) -> tuple[int, int]:
     """Returns the bytes by which the memory of this rank grows while it saves, and the bytes of all weights."""
 
     def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+        return 1024 * int(re.findall(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text("utf-8"))[0])
 
     with running(tables, texts) as run:
         run.save_weights(folder / "first")  # imports modules
@@ -147,8 +144,8 @@ def memory_growth(tables: Tables, texts: Path, folder: Path) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not report peak memory")
 def test_no_rank_gathers_all_weights(ranks: Any, texts: Path, tmp_path: Path) -> None:
     model = {"use": "models.llama", "num_layers": 6, "hidden": 384, "heads": 8, "ffn_hidden": 1536}
-    tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False)
-    tables = changed(tables, parallel={"wp": 2}, weights=ISP)
+    wp = {"parallel": {"wp": 2}, "weights": ISP}
+    tables = changed(PLAN, model=model, precision__compute="fp32", run__keep_freed_memory=False, **wp)
     for growth, total in ranks(2, timeout_s=100)(memory_growth, tables, texts, tmp_path):
         assert total > 56e6
         assert growth < 28e6, f"{growth / 1e6:.0f} MB, but the largest weight has 2.4"

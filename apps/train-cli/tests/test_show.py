@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 
@@ -42,28 +41,10 @@ def test_ranks_groups_and_handlers(cli: Cli, plan: Path) -> None:
     assert cli("show", plan, "--rank", "2").code == 3
 
 
-def test_handlers_have_their_tolerance(cli: Cli, plan: Path, install: Callable[..., None]) -> None:
-    install(
-        "sley-odd",
-        "odd",
-        """
-        from sley_core.hookspecs import hookimpl
-        from sley_core.table import Table
-        from sley_core.records import GradientHandlerRecord
-
-        class Config(Table):
-            coarse: bool = True
-
-        @hookimpl
-        def sley_gradient_handlers():
-            tolerance = lambda config: 0.125 if config.coarse else 0.0
-            return [GradientHandlerRecord(
-                name="sum", config=Config, build="nowhere:Nothing", role="reducer", tolerance=tolerance)]
-        """,
-    )
-    plan.write_text(plan.read_text("utf-8") + '[[gradient_handlers]]\nuse = "odd.sum"\n', "utf-8")
-    assert cli("show", plan).out.rstrip().endswith("1  odd.sum  (reducer, not exact: within 0.125)")
-    assert cli("show", plan, "--set", "gradient_handlers.0.coarse=false").out.rstrip().endswith("1  odd.sum  (reducer)")
+@pytest.mark.parametrize(("reduction", "tolerance"), [("bf16", ", not exact: within 0.0078125"), ("same", "")])
+def test_handlers_have_their_tolerance(cli: Cli, plan: Path, reduction: str, tolerance: str) -> None:
+    handlers = f'gradient_handlers=[{{use="dp.bucketed", reduction="{reduction}"}}]'
+    assert cli("show", plan, changes=[handlers]).out.rstrip().endswith(f"1  dp.bucketed  (reducer{tolerance})")
 
 
 def test_a_large_world_has_few_lines(cli: Cli, plan: Path) -> None:

@@ -37,12 +37,8 @@ class Outsider:
             ActivationPolicyRecord(name="deep", config=Deep, build=build),
             ActivationPolicyRecord(name="silent", config=Deep, build=build),
             ScheduleRecord(name="own", config=Deep, build=build, ties=None),
+            GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer"),
         ]
-
-    @hookimpl
-    def sley_gradient_handlers(self):
-        build = "sley_core.engine.handlers:GradientNorms"
-        return [GradientHandlerRecord(name="watch", config=Deep, build=build, role="observer")]
 
     @hookimpl(optionalhook=True)
     def sley_estimate_hints(self):
@@ -81,9 +77,8 @@ def test_choice_of_plan_comes_first_without_hint():
 
 
 def test_plugin_that_fails_to_load_is_skipped():
-    choices = list_choices(plan_with({"bad": Broken()}))
-    assert len(choices.skip_reasons) == 1
-    assert choices.skip_reasons[0].startswith("bad: ")
+    (reason,) = list_choices(plan_with({"bad": Broken()})).skip_reasons
+    assert reason.startswith("bad: ")
 
 
 @pytest.mark.parametrize(
@@ -100,8 +95,8 @@ def test_plugin_with_invalid_hints_is_skipped(hints, message):
             return hints
 
     choices = list_choices(plan_with({"out": Wrong()}))
-    assert len(choices.skip_reasons) == 1
-    assert message in choices.skip_reasons[0]
+    (reason,) = choices.skip_reasons
+    assert message in reason
     assert "out.deep" not in map(str, choices.policies)
 
 
@@ -129,14 +124,11 @@ def test_layouts_are_valid_plans_with_other_tables_unchanged():
     handlers = [{"use": "core.each"}, {"use": "core.gradient_norms"}]
     plan = plan_with({"out": Outsider()}, gradient_handlers=handlers, parallel={"dp": 2, "reduction": "canonical"}, run__seed=5)
     space = Layouts(plan, 4, list_choices(plan), keep=["pp"])
-    layouts = list(space.all_layouts())
-    assert layouts
-    for layout in layouts:
-        layout_plan = layout.apply(plan, 4)
+    plans = [layout.apply(plan, 4) for layout in space.all_layouts()]
+    assert plans
+    for layout_plan in plans:
         assert check_plan(layout_plan, 4) == []
-        assert layout_plan.parallel.dp == 4
-        assert layout_plan.parallel.reduction == "canonical"
-        assert layout_plan.run.seed == 5
+        assert (layout_plan.parallel.dp, layout_plan.parallel.reduction, layout_plan.run.seed) == (4, "canonical", 5)
         assert [handler.name for handler in layout_plan.gradient_handlers] == ["core.each", "core.gradient_norms"]
 
 

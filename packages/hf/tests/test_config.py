@@ -35,23 +35,19 @@ def test_a_table_without_one_readable_config_is_refused(tables: Any, message: st
         DecoderConfig.model_validate(tables)
 
 
+DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}
+LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("content", "sequence", "is_refused"),
     [
         ({}, 4096, False),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, 64, False),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, 65, True),
-        (
-            {
-                "rope_parameters": {"rope_type": "longrope"},
-                "original_max_position_embeddings": 32,
-                "max_position_embeddings": 64,
-            },
-            33,
-            True,
-        ),
+        (DYNAMIC, 64, False),
+        (DYNAMIC, 65, True),
+        (DYNAMIC, None, False),
+        ({"rope_parameters": {"rope_type": "longrope"}, **LONG}, 33, True),
         ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 8}}, 64, False),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, None, False),
     ],
 )
 def test_rotary_frequencies_that_depend_on_a_microbatch_are_refused(

@@ -44,8 +44,8 @@ class Body(nn.Module):
         return self.run(self, hidden, tokens)
 
 
-def _linear(width: int) -> dict[str, nn.Module]:
-    return {"inner": nn.Linear(width, width)}
+def _linears(*names: str) -> Make:
+    return lambda width: {name: nn.Linear(width, width) for name in names}
 
 
 def _feed(width: int) -> dict[str, nn.Module]:
@@ -78,10 +78,6 @@ def _begins(body: Any, hidden: Tensor, tokens: Tensor | None) -> Tensor:
     return body.inner(F.leaky_relu_(hidden, 0.1))
 
 
-def _two(width: int) -> dict[str, nn.Module]:
-    return {"one": nn.Linear(width, width), "two": nn.Linear(width, width)}
-
-
 def _attention(width: int) -> dict[str, nn.Module]:
     return {"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width), "attend": Attention()}
 
@@ -107,7 +103,7 @@ def _adapter(width: int) -> dict[str, nn.Module]:
 
 
 def _half_frozen(width: int) -> dict[str, nn.Module]:
-    modules = _two(width)
+    modules = TWO(width)
     modules["one"].weight.requires_grad_(False)
     modules["two"].bias.requires_grad_(False)
     return modules
@@ -146,27 +142,28 @@ class Scales(nn.Module):
         return (hidden @ self.turn) * (self.gain * self.scale) + self.shift + self.base
 
 
+LINEAR, TWO = _linears("inner"), _linears("one", "two")
 KINDS: dict[str, tuple[Make, Run]] = {
-    "linear": (_linear, lambda b, h, t: b.inner(h)),
+    "linear": (LINEAR, lambda b, h, t: b.inner(h)),
     "feed": (_feed, _residual),
     "sequential": (_sequential, lambda b, h, t: b.inner(h)),
-    "adds": (_two, _adds),
-    "begins": (_linear, _begins),
-    "twice": (_linear, lambda b, h, t: b.inner(b.inner(h).tanh())),
+    "adds": (TWO, _adds),
+    "begins": (LINEAR, _begins),
+    "twice": (LINEAR, lambda b, h, t: b.inner(b.inner(h).tanh())),
     "checkpoints": (_feed, lambda b, h, t: checkpoint(_residual, b, h, t, use_reentrant=False)),
     "adapts": (_adapter, lambda b, h, t: b.base(h) + 4 * b.up(b.down(h))),
     "half_frozen": (_half_frozen, lambda b, h, t: b.two(b.one(h).tanh())),
-    "reads": (_linear, lambda b, h, t: F.linear(b.inner(h).tanh(), b.inner.weight.t()) / 2),
-    "detaches": (_linear, lambda b, h, t: h + b.inner(h.detach())),
-    "broadcasts": (_linear, lambda b, h, t: b.inner(h).sum(-1, keepdim=True).expand_as(h) / 4 + h),
-    "unused": (_two, lambda b, h, t: (b.two(h), b.two(h))[0]),
+    "reads": (LINEAR, lambda b, h, t: F.linear(b.inner(h).tanh(), b.inner.weight.t()) / 2),
+    "detaches": (LINEAR, lambda b, h, t: h + b.inner(h.detach())),
+    "broadcasts": (LINEAR, lambda b, h, t: b.inner(h).sum(-1, keepdim=True).expand_as(h) / 4 + h),
+    "unused": (TWO, lambda b, h, t: (b.two(h), b.two(h))[0]),
     "normed": (_normed, lambda b, h, t: b.inner(h)),
     "attends": (_attention, _attends),
     "mixes": (_attention, _mixes),
     "recurs": (lambda width: {"inner": nn.GRU(width, width, batch_first=True)}, lambda b, h, t: b.inner(h)[0] + h),
     "viewed": (lambda width: {}, lambda b, h, t: h.transpose(0, 1).flatten(0, 1).unflatten(0, h.shape[1::-1]).transpose(0, 1)),
-    "counts": (_linear, _counts),
-    "chooses": (_two, _chooses),
+    "counts": (LINEAR, _counts),
+    "chooses": (TWO, _chooses),
 }
 BODIES = (*KINDS, "scales")
 BY_POSITION = tuple(name for name in BODIES if name not in ("mixes", "recurs", "viewed", "counts", "chooses"))
