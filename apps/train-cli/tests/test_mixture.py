@@ -19,14 +19,6 @@ from sley_testing.runs import GRADIENTS, WEIGHTS, RunRecord, assert_parity_of_pa
 
 NUM_STEPS = 2
 SOURCES = ("texts", "chats")
-OWN_LOSS = """\
-from sley_core.plugin import CrossEntropyConfig
-from sley_core.losses.cross_entropy import CrossEntropy
-
-
-def loss():
-    return CrossEntropy(CrossEntropyConfig())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = Random(5)
     texts = (" ".join(random.choices(["weft", "warp", "sley"], k=random.randint(1, 30))) for _ in range(90))
     (folder / "texts.txt").write_text("\n\n".join(texts), "utf-8")
-    (folder / "own_loss.py").write_text(OWN_LOSS, "utf-8")
     return folder
 
 
@@ -56,7 +47,7 @@ SLICES = {"parallel__sp": 2, "sequence__use": "isp.all_to_all", "gradient_handle
 SHARDED = {"parallel__dp": 2, "parallel__wp": 2, "weights__use": "isp.communicator"}
 CHUNKS = {"loss": {"use": "core.cross_entropy", "chunk_tokens": 10}}
 LAYOUTS: dict[str, Tables] = {
-    "sp 2, a loss of full sequences": {**SLICES, "loss": {"factory": "own_loss:loss", "sequence": "whole"}},
+    "sp 2, a loss of full sequences": {**SLICES, "loss": {"factory": "chat_folder:build_loss", "sequence": "whole"}},
     "pp 2": {"parallel__pp": 2, "pipeline__use": "pp.one_f_one_b"},
     "wp 2": SHARDED,
     "wp 2, split logits": {**SHARDED, "weights__head": "vocabulary"},

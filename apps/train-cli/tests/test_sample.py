@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,11 +36,9 @@ Trained = Callable[..., Path]
 @pytest.fixture
 def trained(texts: Path, folder: Path) -> Iterator[Trained]:
     """`trained(tables)` trains for three steps and returns the run folder; `trained.run` is the run."""
-    runs = []
 
     def train(tables: Tables, saved: str = "weights", **layout: Any) -> Path:
-        run = assemble(plan_from_dict(tables, texts), World.alone("cpu"))
-        runs.append(run)
+        run = stack.enter_context(assemble(plan_from_dict(tables, texts), World.alone("cpu")))
         for _ in range(3):
             run.step()
         to = folder / "run"
@@ -53,9 +52,8 @@ def trained(texts: Path, folder: Path) -> Iterator[Trained]:
         train.run = run  # type: ignore[attr-defined]
         return to
 
-    yield train
-    for run in runs:
-        run.close()
+    with ExitStack() as stack:
+        yield train
 
 
 def greedy_ids(run: Run, ids: list[int], number: int, window: int) -> list[int]:

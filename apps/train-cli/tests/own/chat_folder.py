@@ -59,11 +59,16 @@ def documents(micro: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return micro_batches
 
 
+def build_loss() -> CrossEntropy:
+    """Returns the default loss. Plans may name this function as a factory."""
+    return CrossEntropy(CrossEntropyConfig())
+
+
 def loop_of(layers: Sequence[tuple[str, torch.nn.Module]]) -> PlainLoop:
     """Returns the plain loop of a small plan with `optimizer.eps = 1e-3`."""
     return PlainLoop(
         list(layers),
-        CrossEntropy(CrossEntropyConfig()),
+        build_loss(),
         optimizer=lambda named: torch.optim.AdamW(decay_groups(named, 0.1), lr=3e-3, betas=(0.9, 0.95), eps=1e-3),
         clip_norm=0.5,
     )
