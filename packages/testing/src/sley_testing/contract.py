@@ -1,14 +1,15 @@
-"""Defines the tests that every gradient handler must pass; a plugin's tests inherit them.
+"""Defines the tests that every gradient handler must pass, for a plugin's tests to inherit.
 
     class TestTopK(GradientHandlerContract):
         handler = {"use": "topk.compressed", "ratio": 0.1}
 
-Two ranks train a small model whose parameters have two reduce groups: both ranks, and a single rank. A handler must not change
-gradients of the latter, nor a frozen parameter. (With a reducer that leaves shards, all parameters are reduced over both ranks
-and gathered for the comparison, since its layout is fixed before the groups could be changed.) A reducer is compared with
-`core.each` in every step, exactly or within the tolerance of its record. A handler of another role runs after `core.each`, or
-before it if its record declares `before=("reducer",)`. The learning rate is tiny, so that the gradients of an inexact reducer
-stay comparable with those of `core.each`.
+Two ranks train a small model. Gradients of the first layer are reduced over a group of one rank, so a reducer must not change
+them. All other gradients are reduced over both ranks. If the reducer leaves shards, its layout is fixed before the test could
+change reduce groups: all gradients are then reduced over both ranks, and gathered for comparisons.
+
+The gradients of a reducer are compared with those of `core.each`. If its record declares no tolerance, every step must match.
+Otherwise, the first step and the sum over all steps must match within the tolerance. The learning rate is tiny, so that weights
+stay almost equal. A handler of another role runs after `core.each`, or before it if its record declares `before=("reducer",)`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ALONE = "first"  # the layer whose parameters are reduced over a group of one ra
 
 
 class Samples:
-    """Holds 64 samples that depend only on their index; held-out samples have other seeds."""
+    """Provides the length and the random generators of a dataset of 64 samples. Training and held-out samples differ."""
 
     def __init__(self, context: DataContext) -> None:
         self.first = 0 if context.split == "train" else len(self)
@@ -52,12 +53,12 @@ class Samples:
         return 64
 
     def generator(self, index: int) -> Generator:
-        """Returns the generator of sample `index`."""
+        """Returns a new generator, from which sample `index` is drawn."""
         return torch.Generator().manual_seed(self.first + index)
 
 
 class Squares:
-    """Computes the sum of squared errors; every row has the weight 1."""
+    """Computes the sum of squared errors. The weight of a batch is the number of target vectors `y[..., :]`."""
 
     def weight(self, batch: dict[str, Tensor]) -> float:
         return float(batch["y"][..., 0].numel())
@@ -69,8 +70,8 @@ class Squares:
 class UnevenBlock(nn.Module):
     """Uses the linear `often` twice and `never` not at all; `frozen` is not trained.
 
-    The store reports parameters in reverse order, and `never` only after the backward. So `often` is reported during the
-    backward, and earlier modules after it.
+    The store reports gradients as complete in reverse order of the parameters. Since `never` gets no gradient, the store
+    reports it and all earlier parameters after the backward, but `often` during the backward.
     """
 
     def __init__(self, width: int) -> None:
@@ -85,7 +86,7 @@ class UnevenBlock(nn.Module):
 
 
 def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
-    """Returns an fp64 CPU plan with `layers` and `Data` of `module`, and with the given tables."""
+    """Returns an fp64 CPU plan with the model `layers` and the dataset `Data` of `module`. `tables` are added or replaced."""
     return {
         "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
         "model": {"factory": f"{module}:layers"},
@@ -99,7 +100,7 @@ SQUARES = {"factory": f"{__name__}:Squares"}  # the table `[loss]` of `Squares`
 
 
 class Data(Samples):
-    """Serves samples of WIDTH inputs and WIDTH targets."""
+    """Provides float64 inputs `x` and targets `y`, both [WIDTH]."""
 
     info = DataInfo({"x": Field("float64"), "y": Field("float64")})
 
@@ -109,7 +110,7 @@ class Data(Samples):
 
 
 class TanhLinear(nn.Linear):
-    """Computes tanh of a linear. Its input gets the dtype of its weight."""
+    """Applies a linear, then tanh. Converts its input to the dtype of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).tanh()
@@ -121,7 +122,7 @@ def layers() -> list[tuple[str, nn.Module]]:
 
 
 def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, reduction: str = "fast") -> dict[str, Any]:
-    """Returns the contract's plan in fp64 with these handlers."""
+    """Returns the contract's fp64 plan. Each of two ranks has `num_micro_batches` microbatches of SAMPLES / 2 samples."""
     return contract_plan(
         __name__,
         run={"name": "contract", "steps": NUM_STEPS, "device": "cpu"},
@@ -136,19 +137,19 @@ def tables(handlers: list[Handler], num_micro_batches: int, *, dp: int = 2, redu
 def observe(
     handlers: list[Handler], num_micro_batches: int, fails: bool, splits: bool = True, reduction: str = "fast"
 ) -> RunRecord:
-    """Runs the contract's plan on this rank. fails: whether to add a failing step before the first and before the last step.
+    """Runs the contract's plan on this rank and returns its record. Raises AssertionError if hooks are left on parameters.
 
-    A failing step raises at the end of its last backward. Handlers then have the gradients of the second layer, so that
-    reductions are in flight or pending. splits: whether parameters of ALONE are reduced over one rank. Raises AssertionError if
-    a handler installs hooks on parameters.
+    fails: whether a failing step precedes the first and the last step. It raises in its last backward after handlers have
+    received the gradients of the second layer, so that reductions are in flight or pending. splits: whether gradients of ALONE
+    are reduced over a group of one rank.
     """
     runs: list[Run] = []
 
     def prepare(run: Run) -> None:
         runs.append(run)
         if splits:
-            # Like weights that are sharded over all ranks, parameters of ALONE have a reduce group of one rank. Handlers are
-            # attached again with new step numbers, since ranks have already agreed on those of the run.
+            # Give parameters of ALONE a reduce group of one rank, like weights that are sharded over all ranks. Attach handlers
+            # again with new step numbers, since ranks have already agreed on those of the run.
             for param in run.registry:
                 if param.name.startswith(ALONE):
                     param.reduce_group = "sp"
@@ -170,13 +171,13 @@ def observe(
 
 
 class GradientHandlerContract:
-    """Tests a gradient handler: inherit, and set `handler` to its table."""
+    """Tests a gradient handler. Subclass it, and set `handler` to a table of `[[gradient_handlers]]`."""
 
     handler: ClassVar[Handler]
 
     @pytest.mark.parametrize("num_micro_batches", [1, 3])
     def test_reduction_matches_record(self, ranks: Callable[..., Ranks], num_micro_batches: int) -> None:
-        """Compares gradients with `core.each` in every step, within the record's tolerance."""
+        """Compares gradients with `core.each` within the record's tolerance. A transform must only keep their shapes."""
         baseline = self._observe(ranks, num_micro_batches, [EACH])
         results = self._observe(ranks, num_micro_batches)
         record, config = self._handler_record()
@@ -195,14 +196,14 @@ class GradientHandlerContract:
                 expected_exact, actual_exact = ({name: step[name] for name in exact_names} for step in steps)
                 assert_close_gradients(expected_exact, actual_exact, limit)
             for name in expected[0].keys() - set(exact_names):
-                # The first step, and the sum over all steps, since error feedback may deliver residuals later.
+                # Compare the first step, and the sum over all steps, since error feedback may add residuals in later steps.
                 for num_steps in (1, NUM_STEPS):
                     totals = [torch.stack([step[name] for step in rank[:num_steps]]).sum(0) for rank in (expected, actual)]
                     norm = sum(float(step[name].norm()) for step in expected[:num_steps])
                     assert_close_gradients({name: totals[0]}, {name: totals[1]}, tolerance, floor=norm)
 
     def test_gradients_are_deterministic_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects the same bits in two runs, and the same gradients on both replicas."""
+        """Expects two runs to be bit-identical, and the reduced gradients to be bit-identical on both ranks."""
         first = self._observe(ranks, 3)
         assert_same_runs(first, ranks(2)(observe, self._handlers(), 3, False, self._splits_reduce_groups()))
         for steps in zip(first[0].gradients, first[1].gradients, strict=True):
@@ -210,7 +211,7 @@ class GradientHandlerContract:
             assert_same_bits(*reduced)
 
     def test_ranks_issue_same_collectives_once_per_step(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects the same collectives on every rank, and as many with three microbatches as with one."""
+        """Expects the same collectives on both ranks, and the same operations with three microbatches as with one."""
         baseline, accumulated = (self._observe(ranks, num_micro_batches) for num_micro_batches in (1, 3))
         for results in (baseline, accumulated):
             for step in range(NUM_STEPS):
@@ -222,12 +223,12 @@ class GradientHandlerContract:
             )
 
     def test_failed_backward_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects that the next `begin_step` discards the state of a failed step."""
+        """Expects `begin_step` to discard the state of a failed step."""
         failed = ranks(2)(observe, self._handlers(), 3, True, self._splits_reduce_groups())
         assert_same_runs(self._observe(ranks, 3), failed)
 
     def test_canonical_sums_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects the bits of one process if the record declares a fixed order, even after a failed step."""
+        """Expects weights and states that are bit-identical to one process, and that a failed step does not change a run."""
         record, config = self._handler_record()
         if not record.fixed_order or record.role != "reducer" or record.tolerance_for(config):
             pytest.skip("the record declares no fixed order")
@@ -242,22 +243,22 @@ class GradientHandlerContract:
     def _observe(
         self, ranks: Callable[..., Ranks], num_micro_batches: int, handlers: list[Handler] | None = None
     ) -> list[RunRecord]:
-        """Returns the results of two ranks, which are cached. handlers: replaces the handlers of the test's plan."""
+        """Returns the records of both ranks from a cache. handlers: the handlers of the plan, by default `_handlers()`."""
         return ranks(2).once(observe, handlers or self._handlers(), num_micro_batches, False, self._splits_reduce_groups())
 
     def _handlers(self) -> list[Handler]:
-        """Returns the handlers of the test's plan: the tested one, and `core.each` if the tested one is not a reducer."""
+        """Returns the handlers of the plan: the tested one, and `core.each` if the tested one is not a reducer."""
         record, _ = self._handler_record()
         if record.role == "reducer":
             return [self.handler]
         return [self.handler, EACH] if "reducer" in record.before else [EACH, self.handler]
 
     def _splits_reduce_groups(self) -> bool:
-        """Returns whether the handler supports the reduce group of one rank: not if it leaves shards."""
+        """Returns whether the test may reduce some gradients over one rank: not if the handler leaves shards."""
         return self._handler_record()[0].result == "full"
 
     def _handler_record(self) -> tuple[GradientHandlerRecord, Table]:
-        """Returns the record of the tested handler and its options."""
+        """Returns the record and the options of the tested handler."""
         (*_, component) = plan_from_dict(tables([self.handler], 1)).gradient_handlers
         assert isinstance(component.record, GradientHandlerRecord)
         return component.record, component.config

@@ -1,15 +1,15 @@
-"""Checks that a program's waits order all conflicting memory accesses, with vector clocks.
+"""Checks with vector clocks that a program's waits order all conflicting memory accesses.
 
-The device and each copy stream work in order. The clock of a worker counts the work of the other workers that is complete
-before its next operation. A wait merges clocks:
+The workers are the host, the device and the copy streams. Each executes its operations in order. The clock of a worker has for
+each other worker the number of operations that are complete before the worker's next operation. A wait merges clocks:
 
     stream.wait_for_device()   stream <- device       the work that was issued to the device so far
     stream.wait_for(e)         stream <- e            the work of the event's stream before the event, and its dependencies
     e.hold_device()            device <- e
     e.wait()                   host, device <- e      the host issues all work, so later work is ordered after the event
 
-Two accesses to the same bytes must be ordered by clocks if one is a write. A missing order is found in every run, even if it
-did no harm. Freed memory, and memory without references, counts as written by the device.
+Two accesses to the same bytes conflict if at least one is a write, and clocks must order them. A missing wait is found in every
+run, even if its results are correct. Freeing memory, or dropping its last reference, counts as a write by the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.comm.device import storage_id
 
 Clock = dict[int, int]
-"""The number of completed operations by worker. The device is worker 0, streams count from 1."""
+"""Maps a worker to a number of its operations. The device is worker 0; streams are numbered from 1."""
 
 DEVICE = 0
 _SWEEP_EVERY = 4096
@@ -39,15 +39,16 @@ _MAX = 1 << 62  # more than any number of bytes or operations
 
 
 def merge_clocks(clock: Clock, event_clock: Clock) -> None:
-    """Raises each entry of `clock` to that of `event_clock` if it is lower."""
+    """Raises each entry of `clock` to at least that of `event_clock`, in place."""
     for worker, number in event_clock.items():
         clock[worker] = max(clock.get(worker, 0), number)
 
 
 @dataclass(frozen=True)
 class CopyEnd:
-    """Describes one end of copy `number` of `stream`: the bytes `first` to `last` of a storage, which the copy reads or
-    writes.
+    """Describes the source or the target of copy `number` of `stream`: the bytes [first, last) of a storage.
+
+    writes: True for the target. text: describes this end in messages.
     """
 
     stream: int
@@ -58,10 +59,11 @@ class CopyEnd:
     text: str
 
     def is_known(self, clock: Clock) -> bool:
+        """Returns whether the copy is complete according to `clock`."""
         return self.number <= clock.get(self.stream, 0)
 
     def covers(self, earlier: CopyEnd) -> bool:
-        """Returns whether an access that is ordered after this copy cannot conflict with `earlier`."""
+        """Returns whether `earlier` can be forgotten, since any access that conflicts with it also conflicts with this end."""
         return (
             self.stream == earlier.stream
             and self.first <= earlier.first
@@ -75,8 +77,8 @@ class CopyEnd:
 
 @dataclass
 class _Accesses:
-    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: the
-    numbers of the last read and the last write by the device, by byte range.
+    """Holds the accesses to one storage. reference: a weak reference that prevents reuse of the storage's address. device: for
+    each byte range, the numbers of the device's last read and last write.
     """
 
     reference: Any
@@ -86,21 +88,21 @@ class _Accesses:
 
 
 class Ledger:
-    """Records the work of the device and of streams, and its order. Raises AssertionError for unordered accesses."""
+    """Records operations and copies. Its methods raise AssertionError for conflicting accesses that no wait orders."""
 
     def __init__(self) -> None:
         self.host: Clock = {}
         self.device: Clock = {DEVICE: 0}
         self.streams: defaultdict[int, Clock] = defaultdict(dict)
-        self._memory: dict[int, _Accesses] = {}  # by the address of the storage's object, which the weak reference keeps
+        self._memory: dict[int, _Accesses] = {}  # by the address of the storage object, which the weak reference reserves
         self._memory_with_copies: dict[int, _Accesses] = {}
 
     def mark_host_memory(self, data: Tensor) -> None:
-        """Marks the memory of `data` as host memory, whose use by the host must follow a `wait`."""
+        """Marks the memory of `data` as host memory, which the host may use only after a `wait`."""
         self._memory_of(data.untyped_storage()).is_host = True
 
     def record_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        """Records an operation: of the host if all its tensors are in host memory, else of the device."""
+        """Records an operation. The host executes it if all its tensors are in host memory, else the device."""
         if self.device[DEVICE] % _SWEEP_EVERY == 0:
             self.check_freed_memory()
             for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
@@ -129,7 +131,7 @@ class Ledger:
         memory.copies.clear()
 
     def record_copy(self, stream: int, target: Tensor, source: Tensor) -> int:
-        """Records a copy, even if it raises, and returns its number on the stream, from 1."""
+        """Records a copy and returns its number on the stream, counted from 1. Records it even if its check raises."""
         clock = self.streams[stream]
         merge_clocks(clock, self.host)
         number = clock.get(stream, 0) + 1
@@ -147,11 +149,11 @@ class Ledger:
         return number
 
     def check_freed_memory(self) -> None:
-        """Asserts that no memory lost its last reference before its copies were known to be complete."""
+        """Asserts that no memory has lost its last reference while its copies may be in flight."""
         for key, memory in [*self._memory_with_copies.items()]:
             memory.copies = [copy for copy in memory.copies if not copy.is_known(self.host)]
             if not memory.copies:
-                del self._memory_with_copies[key]  # all later work is ordered after them
+                del self._memory_with_copies[key]  # the host knows that they are complete
         for key in [key for key, memory in self._memory_with_copies.items() if memory.reference.expired()]:
             memory = self._memory_with_copies.pop(key)
             clock = self.host if memory.is_host else self.device
@@ -160,7 +162,7 @@ class Ledger:
                 assert copy.is_known(clock), f"memory was freed while {copy} may be in flight: {wait} is missing"
 
     def _check_end(self, stream: int, clock: Clock, tensor: Tensor, writes: bool, text: str) -> None:
-        """Asserts that one end of a copy is ordered after the device's accesses and after other streams' copies."""
+        """Asserts that one end of a copy is ordered after conflicting accesses of the device and of other streams."""
         memory = self._memory_of(tensor.untyped_storage())
         first, last = byte_range(tensor)
         for (start, end), (last_read, last_write) in memory.device.items():
@@ -173,7 +175,10 @@ class Ledger:
         self._check_copies(memory, ordered, (first, last, writes), f"stream {stream} copies {text}", "`wait_for`")
 
     def _check_copies(self, memory: _Accesses, clock: Clock, access: tuple[int, int, bool], text: str, wait: str) -> None:
-        """Asserts that no copy in flight conflicts with an access. access: first byte, end, and whether it writes."""
+        """Asserts that no copy in flight conflicts with `access`: its first byte, the byte after its last, whether it writes.
+
+        text, wait: describe the access and the missing wait in the message.
+        """
         first, last, writes = access
         for copy in memory.copies:
             is_disjoint = copy.last <= first or last <= copy.first
@@ -182,7 +187,7 @@ class Ledger:
             )
 
     def _memory_of(self, storage: torch.UntypedStorage) -> _Accesses:
-        """Returns the accesses to `storage`, which are empty at its first use."""
+        """Returns the accesses to `storage`; creates them at its first use."""
         memory = self._memory.get(storage._cdata)
         if memory is None:
             memory = self._memory[storage._cdata] = _Accesses(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -190,7 +195,7 @@ class Ledger:
 
 
 _SHAPE_ONLY = {"resize_", "resize_as_", "set_", "is_same_size", "is_pinned", "record_stream", "_unsafe_view"}
-"""Operations that only change or read shapes. Views are recognized by their schema."""
+"""Operations that change or read only metadata, such as shapes. Views are recognized by their schemas instead."""
 
 _HOST_READS = ("numpy", "tolist", "__dlpack__")
 """Tensor methods that read or export values without a torch operation."""
@@ -205,14 +210,14 @@ class Access:
 
 
 def get_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Returns the storage of `tensor`, or None for meta and sparse tensors and wrapper subclasses."""
+    """Returns the storage of `tensor`, or None for meta tensors, sparse tensors and subclasses with `__torch_dispatch__`."""
     if type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__ or tensor.is_meta or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of `tensor` in its storage and the byte after the last; (0, 0) if it is empty."""
+    """Returns the offsets in bytes of the start and end of `tensor` in its storage; (0, 0) if `tensor` is empty."""
     if tensor.numel() == 0:
         return 0, 0
     if tensor.is_contiguous():
@@ -224,7 +229,7 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def needed_and_allocated_bytes(tensor: Tensor) -> tuple[int, int]:
-    """Returns the bytes of its storage that `tensor` needs, and the bytes of the storage."""
+    """Returns the storage size in bytes that `tensor` needs, and the actual size; (0, 0) if it has no storage."""
     storage = get_storage(tensor)
     return (0, 0) if storage is None else (byte_range(tensor)[1], storage.nbytes())
 
@@ -235,9 +240,11 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations on freed memory. Calls `before_operation` before each operation that reads or writes memory,
-    `after_allocation` with its new tensors, and `before_resize` before a storage is resized. Subclasses may override these
-    methods. Their errors propagate to the caller of the operation.
+    """Raises AssertionError before an operation that uses freed memory.
+
+    Calls `before_operation` before each operation, `after_allocation` after an operation that returns new tensors, and
+    `before_resize` before a storage is resized. Subclasses may override these methods. Their errors propagate to the caller of
+    the operation.
     """
 
     def __init__(self) -> None:
@@ -245,8 +252,8 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
 
     def before_operation(self, name: str, accesses: Sequence[Access]) -> None:
-        """Handles the accesses of the operation `name` before it runs; views have no accesses. Raises AssertionError if memory
-        of a tensor is freed.
+        """Is called before the operation `name` with its accesses; a view has none. Raises AssertionError if the memory of a
+        tensor was freed.
         """
         for access in accesses:
             needed, allocated = needed_and_allocated_bytes(access.tensor)
@@ -255,15 +262,15 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise AssertionError(f"{text}, which needs {needed} bytes of a storage of {allocated}: its memory was freed")
 
     def after_allocation(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Handles the new tensors of the operation `name`."""
+        """Is called with the new tensors of the operation `name`. Does nothing by default."""
 
     def before_resize(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[], None] | None:
-        """Handles a resize of `storage` to `num_bytes`. Returns a function to call after the resize, or None."""
+        """Is called before `storage` is resized to `num_bytes`. Returns a function to call after the resize, or None."""
         return None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the operations of this thread."""
+        """Watches the operations of the calling thread within the block."""
         with ExitStack() as stack:
             self._thread = threading.get_ident()
             stack.enter_context(self)
@@ -276,7 +283,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operation calls others, which are dispatched here too
             return func(*args, **kwargs)
-        if func.is_view and func._can_decompose():  # in inference mode: for example a reshape, which may be a view or a copy
+        if func.is_view and func._can_decompose():  # in inference mode, for example `reshape`, which may be a view or a copy
             with self:
                 return func.decompose(*args, **kwargs)
         names, written = _describe_arguments(func)
@@ -286,7 +293,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
-            if func.is_view:  # torch refuses some views of freed memory, but does not name the tensor
+            if func.is_view:  # torch refuses some views of freed memory without naming the tensor
                 self.before_operation(
                     str(func), [Access(tensor, writes=False) for tensor in iterate_tensors([*args, *kwargs.values()])]
                 )
@@ -304,7 +311,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _check_read(self, name: str) -> Callable[..., Any]:
-        """Returns the tensor method `name`, preceded by `before_operation` in the watched thread."""
+        """Returns a replacement for the tensor method `name` that calls `before_operation` first in the watched thread."""
         method = getattr(Tensor, name)
 
         def check_and_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +322,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return check_and_call
 
     def _watch_resize(self) -> Callable[..., Any]:
-        """Returns the storage method `resize_`, between `before_resize` and the function that it returns."""
+        """Returns a replacement for the storage method `resize_` that calls `before_resize`, and its result afterwards."""
         method = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
@@ -331,13 +338,13 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _describe_arguments(func: Any) -> tuple[list[str], set[str] | None]:
-    """Returns the names of an operation's arguments and of its written arguments. The latter is None if it accesses no
-    memory.
+    """Returns the names of an operation's arguments, and of those that it writes. The latter is None if the operation accesses
+    no memory.
     """
     names = [argument.name for argument in func._schema.arguments]
     operation = func._schema.name.partition("::")[2]
     written = {arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write}
-    if func.namespace == "c10d":  # their schemas declare no writes
+    if func.namespace == "c10d":  # the schemas of collectives declare no writes
         written = {name for name in names if name.startswith("output") or (name == "tensors" and operation != "send")}
     if func.is_view or operation in _SHAPE_ONLY or operation.endswith("_like") or operation.startswith("new_"):
         return names, None

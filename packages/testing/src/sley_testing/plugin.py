@@ -1,6 +1,7 @@
-"""Defines the pytest plugin `sley`, whose fixtures import torch and other modules on first use.
+"""Provides the pytest plugin `sley`: the fixtures, the marker `gpu`, and tracebacks that can print freed tensors.
 
-pytest loads this before it measures coverage and before any test needs torch, so only pytest is imported here.
+pytest loads this module before it measures coverage, so the module imports only pytest. Fixtures and hooks import torch and
+other modules when they are first used.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
     description = "needs `count` CUDA devices, or one that ranks share (NCCL_MULTI_RANK_GPU_ENABLE=1), else it is skipped"
     config.addinivalue_line("markers", f"gpu(count=1): {description}")
     root = str(config.rootpath)
-    if root not in sys.path:  # where the names of test modules begin with `--import-mode=importlib`, so that ranks find them
+    if root not in sys.path:  # ranks import test modules by names that start at the root (`--import-mode=importlib`)
         sys.path.append(root)
         config.add_cleanup(lambda: sys.path.remove(root))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test marked `gpu` if the machine has too few devices. One is enough if NCCL lets ranks share it."""
+    """Skips a test marked `gpu` if the machine has too few CUDA devices. One device is enough if NCCL lets ranks share it."""
     if marker := item.get_closest_marker("gpu"):
         import torch
 
@@ -40,7 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Makes freed tensors printable in the traceback of a failed test, since printing them would crash the process."""
+    """Prints tensors with freed memory as "freed" in the traceback of a failed test, since reading them crashes the process."""
     if call.excinfo is None or "torch" not in sys.modules:
         return (yield)
     from sley_testing.drawn_copies import safe_to_print
@@ -51,10 +52,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
-    """Returns `ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns n results.
+    """Returns the class `Ranks`: `ranks(n, timeout_s=60, init=True)(function, *args, **kwargs)` returns the results of n ranks.
 
-    `function`, at module level, is called on n ranks of a gloo world on this machine. See `sley_testing.ranks`.
-    This process also uses a single thread meanwhile, since the sums of a kernel depend on the number of threads.
+    Each rank is a process on this machine that calls the module-level `function`; see `sley_testing.ranks`. During the test,
+    torch uses a single thread in this process, as in the ranks, since the sums of a kernel depend on the number of threads.
     """
     import torch
 
@@ -68,7 +69,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a plan folder with the text files that `sley_testing.plans.small_plan` reads."""
+    """Returns a folder with the text files that plans of `sley_testing.plans.small_plan` read."""
     from sley_testing.plans import write_texts
 
     folder = tmp_path_factory.mktemp("plan")
@@ -78,8 +79,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns `plugin_folder`: `plugin_folder(folder, mine="my_plugin")` installs the modules of `folder` as a package with
-    these plugins, for this test and its ranks.
+    """Returns a function that installs plugins for this test and its ranks: `plugin_folder(folder, mine="my_plugin")`.
+
+    In this example, the distribution `sley-mine` has the plugin `mine` in the module `my_plugin` of `folder`. Further keywords
+    add plugins to the same distribution.
     """
 
     def install(folder: Path, **plugins: str) -> None:
@@ -97,9 +100,9 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Returns a TCP port of 127.0.0.1 that the system gives to no other program while the test runs. Nothing listens at it.
+    """Returns a TCP port of 127.0.0.1 that the system assigns to no other program while the test runs. Nothing listens on it.
 
-    The socket that reserves it stays bound, which prevents no listener that sets SO_REUSEADDR, as torch's TCPStore does.
+    A bound socket reserves the port. A listener that sets SO_REUSEADDR, such as torch's TCPStore, can still use the port.
     """
     import socket
 
@@ -115,7 +118,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def no_children() -> Iterator[None]:
-    """Fails the test if one of its processes is still running a second after its end."""
+    """Fails the test if a process that it started is still running one second after the test ends."""
     from sley_testing.processes import assert_none_left
 
     yield

@@ -1,15 +1,15 @@
-"""Defines the tests that every weight communicator must pass; a plugin's tests inherit them.
+"""Defines the tests that every weight communicator must pass, for a plugin's tests to inherit.
 
     class TestRing(WeightCommunicatorContract):
         weights = {"use": "ring.communicator"}
 
 A small fp64 model (`contract_model`) has tied weights, linears that are used twice or never, a frozen linear, and sizes that
-are not divisible by the number of ranks. Its runs over `wp` are compared with one process that holds all weights, in the first
-step and after several steps. A weight that is gathered too early or kept too long, and a gradient with a wrong sum, change
-results.
+are not divisible by the number of ranks. Runs that shard its weights over `wp` ranks are compared with one process that holds
+all weights, in the first step and after several steps. This finds weights that are gathered too early or kept too long, and
+wrong sums of gradients.
 
 The communicator decides which parameters are sharded (`shard_dim`). It must shard at least one parameter of the model. If its
-record declares rounded weights (`tolerance_for`), their error is tested, and the comparison with one process is skipped.
+record declares rounded weights (`tolerance_for` above 0), the rounding errors are tested instead of the match with one process.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from sley_trainer.run import Run
 Change = Callable[[Run, int], None]
 
 NUM_STEPS = 3
-MICRO_SIZE = 2  # per microbatch
-GLOBAL_SIZE = 4 * MICRO_SIZE  # the global batch of two ranks with two microbatches each
+MICRO_SIZE = 2  # samples per microbatch
+GLOBAL_SIZE = 4 * MICRO_SIZE  # the samples of two ranks with two microbatches each
 
 
 @dataclass
 class Inspection:
     """Holds one rank's results. calls: all collectives. counts: the communicator's counts after each step. is_sharded: whether
-    a parameter of the model is sharded. errors: errors of reads and gathers after the last step, and of calls after the run.
+    a parameter of the model is sharded. errors: messages about wrong reads and gathers of weights after the last step, and
+    about calls of layers after the run.
     """
 
     calls: list[Collective] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Inspection:
 
 
 def inspect_run(plan: Tables) -> Inspection:
-    """Takes NUM_STEPS steps and an evaluation on this rank, and inspects the run between them and after it."""
+    """Takes NUM_STEPS steps, evaluates, and closes the run on this rank. Raises AssertionError if `counts` communicates."""
     inspection = Inspection()
     with World.join("cpu") as world, collectives() as inspection.calls:
         with assemble(plan_from_dict(plan), world) as run:
@@ -84,8 +85,8 @@ def inspect_run(plan: Tables) -> Inspection:
 
 
 def change_weights(run: Run, number: int) -> None:
-    """Loads different weights and freezes a weight after the first step; rewrites all and unfreezes it after the second. Both
-    follow an evaluation.
+    """Loads different weights and freezes one after the first step. After the second, changes all in place and unfreezes it.
+    Evaluates before each change.
     """
     if number in (1, 2):
         run.evaluate()
@@ -99,7 +100,7 @@ def change_weights(run: Run, number: int) -> None:
 
 
 def delay_weights(run: Run, number: int) -> None:
-    """Sets weights to zero at the start of a step, and restores a layer's weights when the run waits for the layer."""
+    """Sets weights to zero before each step but the first. Each layer's weights are restored when the run waits for them."""
     if number == 0:
         return
     pending = {param: param.parameter.detach().clone() for param in run.registry}
@@ -108,7 +109,7 @@ def delay_weights(run: Run, number: int) -> None:
 
         def restore_weights(names: Sequence[str] = names) -> None:
             for param in [candidate for candidate in pending if {candidate.name, *candidate.aliases} & set(names)]:
-                param.parameter.data.copy_(pending.pop(param))  # like a collective, without a version change
+                param.parameter.data.copy_(pending.pop(param))  # like a collective, this does not change the version
 
         run.parts.waits.before_layer(layer.name, restore_weights)
     with torch.no_grad():
@@ -117,13 +118,13 @@ def delay_weights(run: Run, number: int) -> None:
 
 
 def fail_steps(run: Run, number: int) -> None:
-    """Adds a step that raises in a forward before step 0, and one that raises in a backward before step 1."""
+    """Adds a step that raises in its forward before step 0, and one that raises in its backward before step 1."""
     if number in (0, 1):
         fail_once(run, in_forward=number == 0)
 
 
 class WeightCommunicatorContract:
-    """Tests a weight communicator: inherit and set `weights` to its table."""
+    """Tests a weight communicator. Subclass it, and set `weights` to the table `[weights]`."""
 
     weights: ClassVar[Tables]
 
@@ -131,31 +132,31 @@ class WeightCommunicatorContract:
     def test_layouts_match_unsharded_weights(
         self, ranks: Callable[..., Ranks], world: int, wp: int, num_micro_batches: int
     ) -> None:
-        """Compares losses, norms, gradients, weights and held-out loss. Replicas must be bit-identical."""
+        """Compares losses, norms, gradients, weights and held-out loss with one process. Replicas must be bit-identical."""
         self._skip_rounded_weights()
         size = num_micro_batches * MICRO_SIZE * world
         _assert_parity(record_reference(tables(None, 1, size), NUM_STEPS), self._record(ranks, world, wp, size))
 
     def test_changes_between_steps_take_effect(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects that no gathered weight is reused after a write."""
+        """Expects weights to be gathered again after the program has changed them."""
         self._skip_rounded_weights()
         baseline = record(tables(None, 1, GLOBAL_SIZE), NUM_STEPS, before_step=change_weights)
         _assert_parity(baseline, self._record(ranks, before_step=change_weights))
 
     def test_layer_calls_wait_for_weights(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects that a layer's waits run before its weights are read, gathered or prefetched."""
+        """Expects the waits of a layer to run before its weights are read, gathered or prefetched."""
         self._assert_same_run(ranks, delay_weights)
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects that `begin` discards everything in flight."""
+        """Expects `begin` to discard everything that a failed step left in flight."""
         self._assert_same_run(ranks, fail_steps)
 
     def test_exchanges_counts_reads_and_closed_run(self, ranks: Callable[..., Ranks]) -> None:
         """Checks the collectives, counts and weight reads of a run, and layer calls after it.
 
         Ranks must issue the same collectives in the same order. Stored gradients must have the shape of their shard. Counts
-        must be finite. Gathered weights must equal the shards, within the record's tolerance. Reading a sharded weight must
-        return the full weight or raise an error with its name. Calling a sharded layer after the run must raise RunError.
+        must be finite. Gathered weights must equal the sharded ones within the record's tolerance. Reading a sharded weight
+        must return the full weight or raise RunError with its name. Calling a sharded layer after the run must raise RunError.
         """
         inspections = ranks(2, 120)(inspect_run, tables(self.weights, 2, GLOBAL_SIZE))
         assert inspections[0].is_sharded, f"{self.weights} shards no parameter of the model"
@@ -166,7 +167,7 @@ class WeightCommunicatorContract:
             assert not inspection.errors, "\n".join(inspection.errors)
 
     def _skip_rounded_weights(self) -> None:
-        """Skips the test if the record declares rounded weights, which no run with one process has."""
+        """Skips the test if the record declares rounded weights, since one process does not round them."""
         if _tolerance(plan_from_dict(tables(self.weights, 2, GLOBAL_SIZE))):
             pytest.skip("the record declares rounded weights")
 
@@ -183,12 +184,12 @@ class WeightCommunicatorContract:
         return call(record, tables(self.weights, wp, size), NUM_STEPS, before_step=before_step)
 
     def _assert_same_run(self, ranks: Callable[..., Ranks], before_step: Change) -> None:
-        """Asserts that a run with `before_step` is bit-identical to a run without."""
+        """Asserts that a run with `before_step` is bit-identical to a run without it."""
         assert_same_runs(self._record(ranks), self._record(ranks, before_step=before_step))
 
 
 def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
-    """Asserts that losses, gradients, weights and held-out losses of all ranks match one process."""
+    """Asserts that losses, gradients, weights and held-out losses of all ranks match `baseline`, a run of one process."""
     assert_parity(baseline, recorded, "fp64")
     assert_equal_replicas(recorded)
     for rank in recorded:
@@ -197,7 +198,7 @@ def _assert_parity(baseline: RunRecord, recorded: Sequence[RunRecord]) -> None:
 
 
 def _tolerance(plan: Plan) -> float:
-    """Returns the tolerance of weights that the communicator's record declares."""
+    """Returns the relative tolerance of gathered weights that the communicator's record declares; 0 for exact weights."""
     assert plan.weights is not None
     assert isinstance(plan.weights.record, WeightCommunicatorRecord)
     tolerance = plan.weights.record.tolerance_for(plan.weights.config)
@@ -207,9 +208,10 @@ def _tolerance(plan: Plan) -> float:
 
 @torch.no_grad()
 def _weight_errors(run: Run) -> Iterator[str]:
-    """Yields a line for each sharded parameter whose read is neither the full weight nor refused by name, and for each plain
-    linear and embedding whose result shows a weight beyond the tolerance, relative to the element, or to 2^-14 of the largest
-    element for smaller ones.
+    """Yields a line for each sharded parameter that reads as something else than its full weight, or whose refusal does not
+    name it, and for each plain linear and embedding that computes with a wrong weight.
+
+    The error of an element may be the record's tolerance times the sum of its size and 2^-14 of the largest element's size.
     """
     tolerance = _tolerance(run.plan)
     shards = {param: param.parameter for param in run.registry if param.shard is not None}
@@ -238,7 +240,7 @@ def _weight_errors(run: Run) -> Iterator[str]:
 
 
 def _closed_call_errors(run: Run) -> Iterator[str]:
-    """Yields a line for each sharded layer that does not raise RunError, or communicates, when called after the run."""
+    """Calls each sharded layer after the run. Yields a line for each that does not raise RunError, or that communicates."""
     sharded = {id(holder.module) for param in run.registry if param.shard is not None for holder in param.holders}
     tokens, hidden = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, WIDTH, dtype=torch.float64)
     inputs = {"embed": (tokens, tokens), "head": (hidden,)}
@@ -251,14 +253,14 @@ def _closed_call_errors(run: Run) -> Iterator[str]:
                     yield f"{layer.name} returns a result after the run, although its weights are sharded"
                 except RunError:
                     pass
-                except Exception as error:  # caused by a shard
+                except Exception as error:  # an error of torch, caused by the shape of a shard
                     yield f"{layer.name} raises no RunError after the run, but {type(error).__name__}: {error}"
             yield from (f"{layer.name} communicates after the run: {call}" for call in calls)
 
 
 def tables(weights: dict[str, Any] | None, wp: int, global_size: int) -> dict[str, Any]:
-    """Returns the contract's plan, which recomputes one of two blocks. weights: the communicator's table for `wp` ranks; None
-    for one process.
+    """Returns the contract's plan, which recomputes one of two blocks. weights: the table `[weights]` of a plan for `wp` ranks;
+    None for one process. global_size: the number of samples per step.
     """
     plan = model_plan(
         batch={"global_size": global_size, "micro_size": MICRO_SIZE},
