@@ -1,7 +1,7 @@
-"""Defines, reads and writes the machine file. Units: seconds, bytes, FLOPs; a bandwidth is bytes per second.
+"""Defines, reads and formats the machine file, which `train-cli calibrate` writes. Imports no torch.
 
-Every figure has limits that no machine exceeds, so that typing errors (milliseconds for seconds, a sign) raise an error.
-`train-cli calibrate` writes the file. Imports no torch.
+Units are seconds, bytes and FLOPs; bandwidths are in bytes per second. Each number has limits that no real machine exceeds, so
+most mistakes, such as milliseconds instead of seconds or a wrong sign, raise an error.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ Seconds = Annotated[float, Field(ge=0, le=1e5), ValueDescription("seconds, from 
 
 
 class MatmulTable(Table):
-    """Products of one dtype: n FLOPs take (n + half_flops) / flops_per_s seconds."""
+    """The speed of matrix products in one dtype: a product of n FLOPs takes (n + half_flops) / flops_per_s seconds."""
 
     flops_per_s: Rate
-    """The rate of the largest products, not the peak in a datasheet."""
+    """The measured rate that large products approach, not the peak in a datasheet."""
 
     half_flops: Annotated[float, Field(ge=0, le=1e15), ValueDescription("FLOPs, from 0 to 1e15")] = 0.0
-    """FLOPs of a product that reaches half of that rate, since small products do not fill a device."""
+    """The FLOPs of a product that runs at half of `flops_per_s`. Smaller products run slower, as they do not fill the device.
+    """
 
 
 class MatmulsTable(Table):
-    """Products by the dtype of their inputs, `[device.matmul.bf16]`."""
+    """The speed of matrix products by the dtype of their inputs, as in `[device.matmul.bf16]`. None means not measured."""
 
     fp64: MatmulTable | None = None
-    fp32: MatmulTable | None = None  # at the rate of tf32 if tensor cores use it
+    fp32: MatmulTable | None = None  # includes the effect of TF32 where torch uses it
     bf16: MatmulTable | None = None
     fp16: MatmulTable | None = None
 
@@ -52,46 +53,49 @@ class DeviceTable(Table):
     """The name printed with estimates."""
 
     kind: Literal["cpu", "cuda"]
-    """On `"cuda"` the host launches kernels ahead of the device, and a step takes the maximum of both. On `"cpu"` both add up.
+    """With `"cuda"`, the host launches kernels ahead of the device, and a step takes as long as the slower of the two. With
+    `"cpu"`, the times to launch and to run an operator add up.
     """
 
     memory: Annotated[int, Field(ge=10**6, le=10**14), ValueDescription("bytes, from 1e6 to 1e14")] | None = None
-    """Bytes of memory."""
+    """Bytes of memory. It is the limit of `train-cli estimate --machine` without `--memory`."""
 
     memory_bandwidth: Bandwidth
-    """Bytes per second that an operator reads and writes in total."""
+    """Bytes per second, counting both the reads and the writes of an operator."""
 
     launch_s: Annotated[float, Field(ge=0, le=0.1), ValueDescription("seconds, from 0 to 0.1")]
-    """Seconds of the host to launch one operator."""
+    """Seconds that the host needs to launch one operator."""
 
     matmul: MatmulsTable
-    """The rates of products by dtype."""
+    """The speed of matrix products by dtype."""
 
 
 class ExchangeTable(Table):
-    """One kind of exchange over a link."""
+    """The speed of one kind of exchange over a link."""
 
     latency_s: Latency
-    """Seconds from one rank to another, independent of the bytes."""
+    """Seconds of one message, one all-to-all or one round of a ring, independent of its bytes."""
 
     bandwidth: Bandwidth
-    """Bytes per second that a rank sends while it receives as many. If the link is `shared`, the sum over all ranks of a host.
+    """Bytes per second that a rank sends while it receives equally many. If the link is `shared`, this is the total of all
+    ranks of a host.
     """
 
     overlap: Annotated[float, Field(ge=0, le=1), ValueDescription("a share, from 0 to 1")] = 1.0
-    """The share of an exchange that overlaps with computing. A waiting rank works for the remainder: for all of it if ranks
-    read each other's memory, and for a part if message threads need the computing cores.
+    """The share of an exchange's time that can overlap with computing. During the rest, a waiting rank itself works on the
+    exchange. The share is 0 if ranks read each other's memory, and below 1 if the threads that send messages need cores that
+    compute.
     """
 
 
 class LinkTable(ExchangeTable):
-    """A link between ranks. A kind of exchange with different figures has its own table."""
+    """A link between ranks. Its own figures apply to every kind of exchange whose table is None."""
 
     shared: bool = False
-    """Whether the ranks of a host share the bandwidth, such as that of one network card."""
+    """Whether all ranks of a host share the bandwidth, as with one network card."""
 
     send: ExchangeTable | None = None
-    """Messages between stages."""
+    """Messages between pipeline stages."""
 
     sum: ExchangeTable | None = None
     """All-reduces."""
@@ -107,7 +111,7 @@ class LinkTable(ExchangeTable):
 
 
 class LinksTable(Table):
-    """The links between ranks, by type."""
+    """The links between ranks. An estimate that needs a missing link raises PlanError "machine-links"."""
 
     same_host: LinkTable | None = None
     """Between ranks of one host."""
@@ -116,69 +120,74 @@ class LinksTable(Table):
     """Between ranks of different hosts."""
 
     ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Ranks on one host. Rank r is on host r // ranks_per_host."""
+    """The number of ranks on one host. Rank r is on host r // ranks_per_host."""
 
 
 class HostTable(Table):
-    """Copies between device and host, and an optimizer on the host."""
+    """The speed of copies between device and host, and of an optimizer on the host."""
 
     to_host: Bandwidth
-    """Bytes per second from the device."""
+    """Bytes per second of copies from the device."""
 
     to_device: Bandwidth
-    """Bytes per second to the device."""
+    """Bytes per second of copies to the device."""
 
     latency_s: Latency = 0.0
     """Seconds of a copy, independent of its bytes."""
 
     memory_bandwidth: Bandwidth | None = None
-    """Bytes per second that an operator on the host's cores reads and writes in total."""
+    """Bytes per second, counting both the reads and the writes of an operator on the host's cores. It is needed only to
+    estimate an optimizer on the host of a CUDA device.
+    """
 
 
 class EngineTable(Table):
-    """The host's seconds of a step outside its layers if the host runs ahead, on one rank with clipping and AdamW."""
+    """The time that the host spends in a step outside the layers, if it runs ahead of the device. Measured on one rank with
+    gradient clipping and AdamW.
+    """
 
     step_s: Latency
-    """Seconds of a step, independent of its size."""
+    """Seconds per step, independent of its size."""
 
     parameter_s: Latency
-    """Seconds per trained parameter of a rank and step."""
+    """Seconds per step for each trained parameter tensor of the rank."""
 
     micro_s: Latency
-    """Seconds of a microbatch."""
+    """Seconds per microbatch."""
 
     gradient_s: Latency
-    """Seconds per trained parameter and microbatch."""
+    """Seconds per microbatch for each trained parameter tensor of the rank."""
 
     def seconds(self, num_trained: int, num_micros: int) -> float:
-        """Returns the seconds of a step with `num_trained` trained parameters and `num_micros` microbatches."""
+        """Returns the seconds of a step with `num_trained` trained parameter tensors and `num_micros` microbatches."""
         micro_batch_s = self.micro_s + self.gradient_s * num_trained
         return self.step_s + self.parameter_s * num_trained + micro_batch_s * num_micros
 
 
 class LayerTable(Table):
-    """Seconds seconds of one distinct layer under one activation policy and microbatch size."""
+    """The measured time of one distinct layer on one microbatch, under one activation policy."""
 
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$"), ValueDescription("16 hexadecimal digits")]
-    """Digest of the layer's class, parameters and inputs."""
+    """A digest of everything that determines the layer's cost, such as its class, settings, shapes and policy."""
 
     name: str
-    """The first layer of the model with this key."""
+    """The name of the first layer of the model with this key."""
 
     forward: Seconds
-    """Seconds of its forward."""
+    """Seconds of the forward."""
 
     backward: Seconds
-    """Seconds of its whole backward, with recomputation."""
+    """Seconds of the whole backward, with recomputation."""
 
     input_gradient: Seconds
     """Seconds of the first half of a split backward, with recomputation."""
 
     weight_gradient: Seconds
-    """Seconds of the second half."""
+    """Seconds of the second half of a split backward, which computes the gradients of the weights."""
 
     host_forward: Seconds = 0.0
-    """Seconds of the host to launch the forward, or 0 if the host does not run ahead. Excludes the accumulation of gradients.
+    """Seconds that the host needs to launch the forward, or 0 if the host does not run ahead of the device. The next three
+    fields are the same for the backward and its halves, without the accumulation of gradients.
     """
 
     host_backward: Seconds = 0.0
@@ -186,42 +195,44 @@ class LayerTable(Table):
     host_weight_gradient: Seconds = 0.0
 
     output_bytes: Annotated[int, Field(ge=0, le=10**13), ValueDescription("bytes, from 0 to 1e13")]
-    """Bytes of its output."""
+    """Bytes of the layer's output."""
 
     activations: str | None = None
-    """The activation policy of the measurement. A layer that policies do not affect is listed once."""
+    """The activation policy of the measurement, with its options."""
 
     micro_size: Annotated[int, Field(ge=1)] | None = None
-    """Samples of the microbatch."""
+    """The number of samples in the microbatch."""
 
 
 class MachineFile(Table):
-    """A machine, as `train-cli calibrate` writes it."""
+    """The contents of a machine file."""
 
     format: Literal[1]
-    """The format of this file."""
+    """The version of the file format."""
 
     device: DeviceTable
-    """The device."""
+    """The device of each rank."""
 
     links: LinksTable = Field(default_factory=LinksTable)
     """The links between ranks."""
 
     host: HostTable | None = None
-    """The copies of offload."""
+    """Copies between device and host."""
 
     engine: EngineTable | None = None
-    """The host's seconds outside layers."""
+    """The time of the host outside the layers. `train-cli calibrate` omits it on a CPU."""
 
     layers: Array[LayerTable] = ()
-    """The timed layers. Other layers are counted from their operators, in proportion to variants listed here."""
+    """The measured layers. The time of any other layer is computed from its operators, and scaled by the measured time of the
+    layer under another policy or microbatch size if this list has one.
+    """
 
 
 def load_machine(path: str | Path) -> MachineFile:
     """Returns the machine that the file at `path` describes. Imports no torch.
 
-    Raises PlanError with the line of the fault: "machine-unreadable" or "syntax" for a file that cannot be read as TOML, and
-    the code of the fault for a key ("missing-key", "unknown-key", "out-of-range", "wrong-type", "wrong-value").
+    Raises PlanError, with the line of the fault: "machine-unreadable" or "syntax" for a file that cannot be read as TOML, and
+    "missing-key", "unknown-key", "out-of-range", "wrong-type" or "wrong-value" for a wrong key or value.
     """
     try:
         document = read_file(path)
@@ -235,12 +246,12 @@ def load_machine(path: str | Path) -> MachineFile:
 
 
 def machine_from_dict(tables: Mapping[str, Any]) -> MachineFile:
-    """Returns the machine that plain data describes. Raises the errors of `load_machine` for a wrong key."""
+    """Returns the machine that plain data describes. Raises PlanError, as `load_machine` does, for a wrong key or value."""
     return _validate_machine(read_tables(tables))
 
 
 def machine_text(machine: MachineFile) -> str:
-    """Returns the text of the machine file. Reading it returns an equal machine."""
+    """Returns `machine` as the TOML text of a machine file, from which `load_machine` reads an equal machine."""
     return tomli_w.dumps(to_plain_data(machine))
 
 

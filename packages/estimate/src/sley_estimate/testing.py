@@ -1,4 +1,4 @@
-"""Helpers for tests of estimates: small machine files, short calibrations, and steps of plain lists.
+"""Helpers for tests of estimates: small machine files, short calibrations, and steps that are simulated without a plan.
 
 machine = machine_from_dict(small_machine(links__ranks_per_host=2, layers=timed_layers(plan, times=2.0)))
 with short_calibration():
@@ -42,13 +42,17 @@ _SMALL: Tables = {
 
 
 def small_machine(**changes: Any) -> Tables:
-    """Returns the tables of a machine with one host of eight devices and no timed layers. changes: changes as in `changed`."""
+    """Returns the tables of a machine file with one host of eight devices and no measured layers. changes: passed to
+    `changed`, as in `links__ranks_per_host=2`.
+    """
     return changed(_SMALL, **changes)
 
 
 def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: float = 1e-6) -> list[Tables]:
-    """Returns `[[layers]]` tables of the small machine for the layers of `plan`. times: the ratio of measured to counted
-    seconds, with `launch_s` per operator. host: the ratio of host seconds to device seconds.
+    """Returns `[[layers]]` tables for the layers of `plan`, as if they had been measured on the small machine.
+
+    times: the ratio of these seconds to those counted from the operators. host: the ratio of the host's seconds to the
+    device's. launch_s: the seconds to launch an operator, used in counting.
     """
     dataset = open_dataset(plan.data, DataContext(plan.run.seed, "train"))
     model, machine = build_meta_model(plan, dataset.info), machine_from_dict(small_machine(device__launch_s=launch_s))
@@ -65,7 +69,7 @@ def timed_layers(plan: Plan, times: float = 1.0, host: float = 0.0, launch_s: fl
 
 @contextmanager
 def short_calibration() -> Iterator[None]:
-    """Makes calibration measure small tensors a few times within the block. The figures are valid but inaccurate."""
+    """Makes calibration within the block use small tensors and few repetitions. The figures are valid but inaccurate."""
     with ExitStack() as patches:
         for module, name, value in (
             (device, "SIZES", {"cpu": (32, 64)}),
@@ -89,8 +93,10 @@ def simulate_without_plan(
     messages: Sequence[Cost],
     final_instructions: Mapping[int, Sequence[Instruction]] | None = None,
 ) -> StepTime:
-    """Simulates a step from lowered lists, without a plan. layers: the layers of each position. messages: the cost
-    between position i and i + 1. final_instructions: the last instructions of the programs, by stage.
+    """Returns a simulated step from the lowered action list of each stage, without a plan.
+
+    layers: the seconds of the layers at each position. messages: the cost of a message between positions i and i + 1.
+    final_instructions: instructions to append to a stage's program, by stage.
     """
 
     def program(stage: int, entries: Lowered) -> Iterator[Instruction]:

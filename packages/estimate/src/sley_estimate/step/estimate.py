@@ -1,12 +1,13 @@
-"""Estimates the seconds of a step of a plan on a machine before a run: `train-cli estimate --machine`.
+"""Estimates how long a step of a plan takes on a machine, before a run, for `train-cli estimate --machine`.
 
 plan ── draft ──> layers, priced one by one ──────────────────────────────────┐
      ── a rank of each distinct stage runs steps without values: bytes, and ──┼──> programs ──> simulated step
         its operators, exchanges and updates                                  │
      ── schedule ──> lists of all stages, lowered ────────────────────────────┘
 
-A stage's program is its recorded step, priced on the machine. Messages between stages come from the lists; other exchanges come
-from the rank, in its order. A rank represents its whole stage, since the ranks of a stage do the same work at the same time.
+A stage's program is its recorded step, with times computed from the figures of the machine. Messages between stages come from
+the action lists; all other exchanges come from the recorded step, in its order. One rank represents its whole stage, since the
+ranks of a stage do the same work at the same time.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from sley_estimate.step.record import BeginEvent, ComputeEvent, Events, Queue, R
 from sley_estimate.step.simulate import Await, Begin, Compute, Exchange, Instruction, StepTime, simulate_programs
 from sley_trainer.assemble import Draft
 
-Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of each layer, by stage and chunk
+Measured = Mapping[tuple[int, int], Sequence[LayerSeconds]]  # measured seconds of a chunk's layers, by (stage, chunk)
 
 
 class ActionScale(NamedTuple):
-    """The distribution of an action's seconds over its operators. runs_ahead: whether the host launches operators ahead of the
-    device. factor: multiplies the operators' own seconds. launch_s: the host's seconds to launch each operator. fixed_s: the
-    seconds of a measured action without operators.
+    """How to compute the seconds of an action's operators.
+
+    runs_ahead: whether the host launches operators ahead of the device, so that launches add nothing to the device's seconds.
+    factor: the factor by which to multiply the operators' seconds. launch_s: the seconds that the host needs to launch each
+    operator. fixed_s: the seconds of a measured action without operators, else 0.
     """
 
     runs_ahead: bool = False
@@ -49,8 +52,8 @@ class ActionScale(NamedTuple):
 
 
 class _OperatorSeconds(NamedTuple):
-    """The seconds of consecutive operators: on the host's cores; on the device; and on the device with their launches. number:
-    the number of device operators.
+    """The seconds of consecutive operators. host_s: of those on the host's cores. device_s, launched_s: of those on the device,
+    without and with their launches. number: the number of operators on the device.
     """
 
     host_s: float
@@ -61,11 +64,11 @@ class _OperatorSeconds(NamedTuple):
 
 @dataclass(eq=False)
 class _StepPricer:
-    """Prices recorded steps. If every layer of a chunk was measured, the operator times of each action are scaled so that they
-    add up to the measured time.
+    """Computes the seconds of recorded steps. If every layer of a chunk was measured, the times of an action's operators are
+    scaled so that they add up to the measured time.
 
-    records: a recorded step of the first rank of each stage. measured: the measured seconds of layers. host_waits: whether the
-    host waits for its device before an update.
+    records: the record of the first rank of each stage. measured: the measured seconds of chunks. host_waits: whether the host
+    waits for its device before an update.
     """
 
     records: Sequence[RankRecord]
@@ -77,7 +80,9 @@ class _StepPricer:
     _prices: dict[int, _OperatorSeconds] = field(default_factory=dict)  # by `id` of operators, which the records hold
 
     def program(self, stage: int, entries: Lowered) -> Iterator[Instruction]:
-        """Yields a stage's program: carried exchanges, opening, messages and actions of the list, closing, engine's seconds."""
+        """Yields a stage's program: exchanges of earlier steps, the opening, the messages and actions of `entries`, the
+        closing, and the host's time outside the layers.
+        """
         record = self.records[stage]
         compute_actions = [action for action in select_actions(entries) if action.kind is not Kind.CHUNK_DONE]
         step = expand_step(record.step, compute_actions)
@@ -121,7 +126,7 @@ class _StepPricer:
 
     def _action_scale(self, events: Events, stage: int, action: Action | None) -> ActionScale:
         engine = self.machine.engine
-        if action is None:  # the engine's seconds include the host's seconds for these operators
+        if action is None:  # the time in `[engine]` includes the launches of these operators
             return ActionScale(runs_ahead=engine is not None)
         layers = self.measured.get((stage, action.chunk))
         if layers is None:
@@ -149,10 +154,10 @@ class _StepPricer:
         return self._prices[id(operators)]
 
     def _price_exchange(self, event: BeginEvent, stage: int, counts: Counter[str], previous: Exchange | None) -> Exchange:
-        """Returns the exchange of `event`, or its copy if the axis is HOST.
+        """Returns the exchange that `event` begins, or the copy, if its axis is HOST.
 
-        counts: the exchanges so far by axis, updated here. previous: the exchange that must end first. The key of an exchange
-        over several stages is the axis and its count, which is equal on all members.
+        counts: the number of exchanges so far by axis; this call increments it. previous: the exchange that must end first. The
+        key contains the axis and the count, which all members of an exchange over several stages agree on.
         """
         record = self.records[stage]
         members: tuple[int, ...] = (stage,)
@@ -171,7 +176,7 @@ class _StepPricer:
 
     @memoize
     def _group_stages(self, axis: str, stage: int) -> tuple[int, ...]:
-        """Returns the stages with a member of this stage's group of `axis`."""
+        """Returns the stages that have a rank in the `axis` group of the first rank of `stage`."""
         record = self.records[stage]
         return tuple(sorted({record.topology.coordinates(rank).stage for rank in record.groups[axis]}))
 
@@ -188,8 +193,11 @@ def list_instructions(
     message_cost: Callable[[int], Cost],
     action_instructions: Callable[[Action], Iterable[Instruction]],
 ) -> Iterator[Instruction]:
-    """Yields the program of a stage's list: its messages, the waits for the inputs of actions, and each action's instructions.
-    A message is equal at both ends. message_cost: the cost of a message by its lower position.
+    """Yields the program of a stage's action list: its messages, and for each action the wait for its input and its own
+    instructions.
+
+    message_cost: a function from a position to the cost of a message between that position and the next one.
+    action_instructions: a function that returns the instructions of an action.
     """
     for entry in entries:
         if isinstance(entry, Transfer):
@@ -210,8 +218,8 @@ def list_instructions(
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the memory use of
-    the first rank that ran steps on each stage.
+    """The estimate of a plan. step: the simulated step. layers: the layers in model order. memory: the memory of the first rank
+    of each stage whose steps ran: all stages, or one per kind of work.
     """
 
     step: StepTime
@@ -220,7 +228,7 @@ class PlanEstimate:
 
 
 def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
-    """Returns `plan` with the machine's device type as `run.device`."""
+    """Returns `plan` with `run.device` set to the machine's type of device."""
     device_type = machine.device.kind
     return plan if plan.run.device == device_type else replace_values(plan, {("run", "device"): device_type})
 
@@ -228,12 +236,14 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 def estimate_plan(
     plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> PlanEstimate:
-    """Returns the seconds of a step of `plan` on `size` ranks of `machine`. Chunks whose layers are all measured use the
-    measured seconds.
+    """Returns the estimate of a step of `plan` on `size` ranks of `machine`. A chunk takes its measured time if the times of all
+    its layers are known, and the time of its operators otherwise.
 
-    cores: the number of parallel processes. all_stages: runs the steps of every stage instead of one per kind of work. Raises
-    PlanError for each failed check of the plan, the errors of `run_stages`, PlanError "machine-matmul", "machine-links" or
-    "machine-host" for a missing part of the machine file, and PlanError "estimate-seconds" for an action that was not recorded.
+    cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
+    of work. max_bytes: the limit of bytes on each rank; None means no limit.
+
+    Raises PlanError for each failed check of the plan; the errors of `run_stages`; PlanError "machine-matmul", "machine-links"
+    or "machine-host" for a missing part of the machine file; PlanError "estimate-seconds" for an action that was not recorded.
     """
     plan = plan_for_machine(plan, machine)
     draft = build_first_draft(plan, size)
@@ -257,8 +267,8 @@ def estimate_plan(
 def record_stages(
     plan: Plan, size: int, draft: Draft, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> tuple[list[RankBytes], list[RankRecord]]:
-    """Returns the bytes of the first rank of each stage that ran steps, and the record of the first rank of every stage. Raises
-    the errors of `run_stages`.
+    """Returns the bytes of the first rank of each stage whose steps ran, and the record of the first rank of every stage. The
+    parameters are those of `estimate_plan`. Raises the errors of `run_stages`.
     """
     representatives = representative_stages(plan, plan.topology(size), draft)
     stages = range(len(representatives)) if all_stages else sorted(set(representatives))
@@ -269,8 +279,8 @@ def record_stages(
 
 
 def waits_before_updates(plan: Plan) -> bool:
-    """Returns whether the host waits for its device before each update: for an update on the host, for a loss scale, and for an
-    optimizer that cannot skip its update on the device.
+    """Returns whether the host waits for its device before each update. It does if the update runs on the host, if there is a
+    loss scale, or if the optimizer cannot skip an update on the device.
     """
     if plan.precision.loss_scale is not None or any(steps_on_host(manager.record) for manager in plan.offload):
         return True

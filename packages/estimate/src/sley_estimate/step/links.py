@@ -1,8 +1,9 @@
-"""Computes the costs of exchanges over links and of copies to the host: latency, and bytes over the slowest link.
+"""Computes the costs of exchanges over links and of copies to the host, from the latency and the bytes over the slowest link.
 
-Rank r is on host r // ranks_per_host. Collectives are rings: each of n ranks sends n - 1 of n parts, twice in an all-reduce. A
-ring over hosts uses the network card of each of its ranks on a host, or one shared card together with the rings of all other
-groups of its axis. All-to-alls go directly to each peer. Groups of one axis exchange at the same time, and the slowest counts.
+Rank r is on host r // ranks_per_host. Collectives except all-to-alls are rings: each of n ranks sends n - 1 of n parts of the
+tensor, and sends them twice in an all-reduce. On each host, a ring between hosts uses the network cards of all its ranks there,
+or shares one card with the rings of the other groups. In an all-to-all, ranks send directly to each peer. All groups of an axis
+exchange at the same time, and the slowest one determines the cost.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Ranks = Sequence[int]
 
 
 class Cost(NamedTuple):
-    """The seconds of an exchange: of its latency, of its bytes on free links, and of each rank's own work during the wait.
-    Their sum is its time without overlapping computation.
+    """The seconds of an exchange: its latency, the transfer of its bytes over idle links, and the work of each waiting rank.
+    Their sum is the time of the exchange if no computation overlaps with it.
     """
 
     latency_s: float
@@ -33,7 +34,9 @@ class Cost(NamedTuple):
     member_work_s: float = 0.0
 
     def split_overlap(self, share: float) -> Cost:
-        """Returns the cost if only `share` of it overlaps with computing; the remainder is `member_work_s`."""
+        """Returns the cost if only `share` of latency and transfer overlaps with computing. The rest is added to
+        `member_work_s`.
+        """
         return Cost(
             self.latency_s * share, self.work_s * share, self.member_work_s + (1 - share) * (self.latency_s + self.work_s)
         )
@@ -44,14 +47,15 @@ NO_COST = Cost(0.0, 0.0)
 
 @lru_cache(maxsize=64)  # groups may have thousands of ranks
 def count_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[int, int]:
-    """Returns the number of hosts of the ranks, and the largest number of ranks on one host."""
+    """Returns the number of hosts that `ranks` are on, and the largest number of `ranks` on one host."""
     hosts = Counter(rank // ranks_per_host for rank in ranks)
     return len(hosts), max(hosts.values())
 
 
 def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
-    """Returns the cost of a collective of full tensors of `num_bytes` over global ranks, while the other ranks of their hosts
-    run the same collective in their groups. Raises PlanError "machine-links" for a missing link in the machine file.
+    """Returns the cost of a collective of the global ranks `ranks`, while the other ranks of their hosts run the same
+    collective in their own groups. num_bytes: the size of the full tensors. Raises PlanError "machine-links" if the machine file
+    lacks a link that it uses.
     """
     size = len(ranks)
     if size == 1:
@@ -78,7 +82,9 @@ def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links:
 
 
 def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) -> Cost:
-    """Returns the cost of a message while all ranks of the sender's host send. Raises the errors of `collective_cost`."""
+    """Returns the cost of a message while all other ranks of the sender's host send too. Raises PlanError "machine-links" if
+    the machine file lacks the link.
+    """
     is_local = sender // links.ranks_per_host == receiver // links.ranks_per_host
     link = _require_link(links, "same_host" if is_local else "other_host")
     table = link.send or link
@@ -87,7 +93,7 @@ def message_cost(num_bytes: int, sender: int, receiver: int, links: LinksTable) 
 
 
 def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -> LinkTable:
-    """Returns a link. Raises PlanError "machine-links" if the machine file does not have it."""
+    """Returns the link `name`. Raises PlanError "machine-links" if the machine file does not have it."""
     link: LinkTable | None = getattr(links, name)
     if link is not None:
         return link
@@ -101,8 +107,10 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 
 @lru_cache(maxsize=1024)
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
-    """Returns one group of `axis` for each distribution over hosts among the groups that exchange at the same time: those of
-    all stages, or of the stage of the group `ranks`. The groups of a plugin's own axis are unknown, so this returns `ranks`.
+    """Returns groups of `axis` that exchange at the same time: one for each way in which their ranks are distributed over hosts.
+
+    ranks: a group, which limits the result to groups of its stage; None means those of all stages. If `axis` is a plugin's own,
+    its other groups are unknown, and the result is only `ranks`.
     """
     groups: Iterable[Ranks] = [ranks] if ranks else topology.partition(axis)
     if ranks:
@@ -125,13 +133,17 @@ def slowest_cost(
     links: LinksTable,
     ranks: tuple[int, ...] | None = None,
 ) -> Cost:
-    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises the errors of `collective_cost`."""
+    """Returns the cost of a collective in the slowest of `concurrent_groups`. Raises PlanError "machine-links", as
+    `collective_cost` does.
+    """
     groups = concurrent_groups(topology, axis, links.ranks_per_host, ranks)
     return max((collective_cost(collective, num_bytes, group, links) for group in groups), key=sum)
 
 
 def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topology, links: LinksTable) -> Cost:
-    """Returns the cost of the slowest message from one stage to another. Raises the errors of `message_cost`."""
+    """Returns the cost of the slowest message from the first to the second of `stages`. Raises PlanError "machine-links", as
+    `message_cost` does.
+    """
     size, per_host = topology.ranks_per_stage, links.ranks_per_host
     firsts = [stage * size for stage in stages]
     pairs = {
@@ -142,8 +154,8 @@ def slowest_message_cost(num_bytes: int, stages: tuple[int, int], topology: Topo
 
 
 def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) -> Cost:
-    """Returns the cost of a copy to the host or to the device. On CUDA both directions overlap with computing. A CPU without
-    `[host]` copies at its memory bandwidth. Raises PlanError "machine-host" for a CUDA device without `[host]`.
+    """Returns the cost of a copy to the host or to the device. Without `[host]` in the machine file, a CPU copies at its memory
+    bandwidth, and a CUDA device raises PlanError "machine-host".
     """
     host = machine.host
     if host is not None:
@@ -154,7 +166,9 @@ def copy_cost(direction: CopyDirection, num_bytes: int, machine: MachineFile) ->
 
 
 def host_operators_s(operators: Sequence[Operator], machine: MachineFile) -> float:
-    """Returns the seconds of operators on the host's cores at its memory bandwidth. Raises PlanError "machine-host"."""
+    """Returns the seconds of operators on the host's cores, from its memory bandwidth. Raises PlanError "machine-host" if the
+    machine file of a CUDA device does not have this bandwidth.
+    """
     if machine.device.kind == "cpu":
         return operators_s(operators, machine.device)
     if machine.host is None or machine.host.memory_bandwidth is None:

@@ -1,9 +1,9 @@
-"""Records one step of a rank, action by action: its operators, the starts of its exchanges, and the waits for them.
+"""Records one step of a rank, action by action: its operators, the starts of its exchanges, and its waits for them.
 
 opening      before the first action
 F0.0         ComputeEvent, BeginEvent(gather of the next layer), ComputeEvent, WaitEvent(gather), ComputeEvent ...
 B0.0         ... ComputeEvent, BeginEvent(reduction), ComputeEvent
-closing      handlers' waits, norm, update, and the gathers that the next step waits for
+closing      waits of gradient handlers, norm, update, and the gathers that the next step waits for
 
 `expand_step` builds a step with many microbatches from a recorded step with few.
 """
@@ -29,13 +29,13 @@ from sley_trainer.run import Run
 
 CopyDirection = Literal["to_host", "to_device"]
 
-HOST = "host"  # the axis of copies between a device and its host, which has no group
-MESSAGES = "pp"  # the axis of messages, which are already in the lists
+HOST = "host"  # the axis of copies between a device and its host; no group has it
+MESSAGES = "pp"  # the axis of messages between stages, which are already in the action lists
 
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """The rank ran `operators` one after the other."""
+    """The rank ran `operators` one after another."""
 
     operators: tuple[Operator, ...]
 
@@ -44,7 +44,7 @@ Queue = tuple[str, str]  # axis and channel; exchanges of one queue run one afte
 
 
 class ExchangeReference(NamedTuple):
-    """A reference to an earlier exchange: the `distance`-th from the end of its queue at that time, where 1 is the last."""
+    """A reference to an earlier exchange by its distance from the end of its queue at that time, where 1 means the last one."""
 
     queue: Queue
     distance: int
@@ -52,9 +52,10 @@ class ExchangeReference(NamedTuple):
 
 @dataclass(frozen=True)
 class BeginEvent:
-    """The rank began an exchange on a channel of its group along `axis`, or a copy on stream `channel` of the axis `HOST`.
+    """The rank began an exchange on `channel` of its group along `axis`. With the axis `HOST`, it began a copy on the stream
+    whose number is `channel`.
 
-    num_bytes: the size of the full tensors. after: a copy that must end first.
+    num_bytes: the size of the full tensors. after: a copy that must end first, or None.
     """
 
     kind: Collective | CopyDirection
@@ -71,7 +72,7 @@ class BeginEvent:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """The rank waited for an exchange for the first time."""
+    """The rank waited for `exchange`. Only the first wait for an exchange is recorded."""
 
     exchange: ExchangeReference
 
@@ -82,8 +83,8 @@ Events = tuple[Event, ...]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of one rank. actions: the actions with their events. carried: the exchanges of earlier steps, from the first of
-    each queue for which this step waited.
+    """The events of one step of one rank. opening, closing: the events before the first action and after the action list.
+    carried: in each queue, the exchanges of earlier steps from the first one that this step waited for.
     """
 
     opening: Events
@@ -99,8 +100,8 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A recorded step and facts about the run. groups: the global ranks of this rank's groups, by axis. messages: the bytes of
-    each position's output except the last. num_trained: the number of trained parameters.
+    """A recorded step of a rank, and facts about its run. groups: the global ranks of the rank's groups, by axis. messages: the
+    bytes of the output of each position except the last. num_trained: the number of parameter tensors that the rank trains.
     """
 
     step: RecordedStep
@@ -110,7 +111,7 @@ class RankRecord:
     num_trained: int
 
     def on_stage(self, stage: int) -> RankRecord:
-        """Returns the record of the first rank of another stage with equal work."""
+        """Returns this record as that of the first rank of `stage`, whose work must be equal."""
         stage_ranks = set(self.groups["stage"])
         shift = stage * self.topology.ranks_per_stage - min(stage_ranks)
         groups = {
@@ -121,8 +122,8 @@ class RankRecord:
 
 
 class Recording:
-    """Records a step of a fake run, whose tensors are those of `tensors`, from `begin` to `end`. Earlier exchanges are numbered
-    too, since the step may wait for them.
+    """Records a step of a fake run, from `begin` to `end`. Earlier exchanges are also numbered, since the step may wait for
+    them. tensors: the mode that makes the tensors of the run.
     """
 
     def __init__(self, tensors: FakeTensors) -> None:
@@ -143,7 +144,7 @@ class Recording:
         self._events = self._opening
 
     def begin(self, run: Run) -> None:
-        """Starts to record, before a step of `run`."""
+        """Starts recording. Called before a step of `run`."""
         master_weights = run.stepper.update.masters
         if master_weights.device is not None:
             self._on_host = {storage_id(stepped.parameter) for stepped in master_weights.stepped}
@@ -153,7 +154,7 @@ class Recording:
         self._tensors.listener = self._record_operator
 
     def end(self, run: Run) -> RankRecord:
-        """Stops to record, and returns the record of the step."""
+        """Stops recording, and returns the record of the step."""
         self._tensors.listener = None
         self._flush_operators()
         self._is_recording = False
@@ -180,25 +181,28 @@ class Recording:
         return ExchangeReference(queue, len(self._queues[queue]) - self._queues[queue].index(number))
 
     def record_kernel(self, operator: Operator) -> None:
-        """Records a kernel that torch does not see as one operator. Ignores kernels before `begin`."""
+        """Records `operator` unless it ran before `begin`. Called directly for a kernel that torch does not see as one operator.
+        """
         if self._is_recording:
             self._operators.append(operator)
 
     def on_exchange(self, collective: Collective, axis: str, channel: str, num_bytes: int) -> Callable[[], None]:
-        """Records the start of an exchange of `num_bytes`. Returns a function to call when the rank waits for it."""
+        """Records the start of an exchange of `num_bytes` bytes. Returns a function to call when the rank waits for it."""
         if axis == MESSAGES:
             return lambda: None
         number = self._record_exchange(BeginEvent(collective, axis, channel, num_bytes))
         return lambda: self.on_wait(number)
 
     def on_copy(self, direction: CopyDirection, stream: int, num_bytes: int, previous: int | None) -> int:
-        """Records a copy on stream number `stream`, after copy number `previous`. Returns its number. Numbers ascend."""
+        """Records a copy on stream number `stream`, and returns the copy's number. Later copies and exchanges have higher
+        numbers. previous: the number of a copy that must end first, or None.
+        """
         is_in_step = previous is not None and previous >= self._first
         after = self._reference(previous) if previous is not None and is_in_step else None
         return self._record_exchange(BeginEvent(direction, HOST, str(stream), num_bytes, after))
 
     def on_wait(self, number: int) -> None:
-        """Records a wait of the device or the host for exchange or copy `number`."""
+        """Records that the device or the host waits for exchange or copy `number`. Ignores all but the first wait for it."""
         if number in self._awaited:
             return
         self._awaited.add(number)
@@ -210,18 +214,20 @@ class Recording:
             self._events.append(WaitEvent(reference))
 
     def _record_entry(self, entry: object) -> None:
-        """Handles the start of a step entry: an action, a transfer, or a text for a part after the list."""
+        """Handles the start of `entry`: an action, a transfer, or the name of a part of the step outside the action list."""
         self._flush_operators()
         self._entry = entry
         if isinstance(entry, Action):
-            if entry.kind is not Kind.CHUNK_DONE:  # exchanges that start there belong to the chunk's last action
+            if entry.kind is not Kind.CHUNK_DONE:  # exchanges that start in CHUNK_DONE belong to the chunk's last action
                 self._actions.append((entry, []))
             self._events = self._actions[-1][1]
         elif not isinstance(entry, Transfer) and self._actions:
             self._events = self._closing
 
     def _record_operator(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Records one call of torch's operator `func` outside of transfers. key: equal for equal calls on equal shapes."""
+        """Records one call of torch's operator `func`. Ignores calls within transfers. key: equal for calls with equal work, or
+        None.
+        """
         if isinstance(self._entry, Transfer):
             return
         try:
@@ -252,11 +258,11 @@ class Recording:
 
 
 def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
-    """Returns `step` with the compute actions `actions`, or `step` itself if it has these actions. Pure.
+    """Returns `step` with the compute actions `actions` instead of its own, or `step` itself if they are equal.
 
-    Each action has the events of a recorded action with the same neighbours and the same position (first or last) in its
-    chunk. If there is none, it has those of the last recorded action with its kind and chunk. Waits keep their distance in the
-    queue. Raises PlanError "estimate-seconds" for an action of a kind or chunk that was not recorded.
+    Each action gets the events of a recorded action of its kind and chunk. Actions with the same neighbours that are also first
+    or last of their chunk are preferred; otherwise fewer of these conditions apply. A wait still refers to an exchange by its
+    distance from the end of the queue. Raises PlanError "estimate-seconds" if no action of that kind and chunk was recorded.
     """
     if list(actions) == [action for action, _ in step.actions]:
         return step
@@ -272,7 +278,7 @@ def expand_step(step: RecordedStep, actions: Sequence[Action]) -> RecordedStep:
 
 
 def _neighbour_keys(actions: Sequence[Action]) -> Iterator[list[Hashable]]:
-    """Yields keys of each action's position, the most specific first."""
+    """Yields, for each action, the keys by which to look up a similar action, the most specific first."""
     last = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
     first: dict[tuple[Kind, int], int] = {}
     for index, action in enumerate(actions):

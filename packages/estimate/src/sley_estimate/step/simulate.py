@@ -1,15 +1,16 @@
-"""Simulates a step: a program per stage computes in order, and exchanges run in parallel on channels.
+"""Simulates a step. Each stage has a program, which computes in order while exchanges run in parallel on channels.
 
     compute   F0 F1 F2 ......B0===B1===B2===|wait|update
     up          >> >> >>
     down               << <<
     reduce                          [=========]            hidden under B2, then exposed
 
-Exchanges on one link share its bandwidth: n of them run at 1/n, so an end moves whenever an exchange starts or ends on one of
-its links. Time advances from event to event. The result does not depend on the order of the programs.
+Exchanges on one link share its bandwidth: n of them each run at 1/n of their speed, so the end of an exchange moves whenever
+another one starts or ends on one of its links. Time advances from event to event. The order of the programs does not affect
+the result.
 
-A host may be a step ahead of its device, so it gains in wide layers the time that it loses in narrow ones. A step takes the
-maximum of its devices and the slowest host.
+The host may run up to one step ahead of its device, so time that it gains in wide layers makes up for time that it loses in
+narrow ones. A step therefore takes as long as its devices or its slowest host, whichever is longer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from sley_core.errors import PlanError
 
 
 class Compute(NamedTuple):
-    """A computation of the rank. action: its action, or None outside the list. host_s: the host's seconds to launch it."""
+    """A computation on the device of a rank. action: the action that it is part of; None outside the action list. host_s: the
+    seconds that the host needs to launch it.
+    """
 
     seconds: float
     action: Action | None = None
@@ -35,11 +38,12 @@ class Compute(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange of the programs `members`. It starts after all members have begun it and the earlier exchanges of its channel
-    have ended.
+    """An exchange between the programs `members`. It starts when all members have begun it and the earlier exchanges on its
+    channel have ended.
 
-    latency_s: the latency, which is not shared. work_s: the seconds of its bytes on free links. member_work_s: the seconds that
-    each waiting member works at the end. links: the links that it shares. after: the key of an exchange that ends first.
+    latency_s: the latency, which other exchanges do not affect. work_s: the seconds to transfer its bytes over otherwise idle
+    links. member_work_s: the seconds that each waiting member works on it at the end. links: the links that it uses, and may
+    share. after: the key of an exchange that must end before this one starts; None without one.
     """
 
     key: Hashable
@@ -53,13 +57,13 @@ class Exchange(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """The rank is ready for its part of an exchange and continues."""
+    """The rank becomes ready for its part of an exchange, and continues without waiting."""
 
     exchange: Exchange
 
 
 class Await(NamedTuple):
-    """The rank waits for the exchange `key`, which it has begun."""
+    """The rank waits for the exchange `key`, which it has begun before."""
 
     key: Hashable
 
@@ -69,7 +73,7 @@ Program = Sequence[Instruction]
 
 
 class ExposedWait(NamedTuple):
-    """A time span in which a rank waited for the exchange `key` or did its own part of it."""
+    """A time span in which a rank waited for the exchange `key` or worked on it, instead of computing."""
 
     rank: int
     channel: str
@@ -80,7 +84,11 @@ class ExposedWait(NamedTuple):
 
 @dataclass
 class _Running:
-    """An exchange that has not ended. remaining_s: the seconds of its remaining bytes on a free link."""
+    """An exchange that has not ended.
+
+    remaining_s: the seconds that its remaining bytes need on idle links, as of `updated_s`. share: its share of the bandwidth.
+    version: the number of times that its end was computed.
+    """
 
     exchange: Exchange
     ready_members: set[int] = field(default_factory=set)
@@ -92,7 +100,9 @@ class _Running:
 
 
 class ProgramSimulator:
-    """One simulation of `programs`. `run` fills `computed` (rank, instruction, start, end), `exposed` and `ends_s`."""
+    """One simulation of `programs`. `run` fills `computed` with (rank, instruction, start, end), `exposed` with the waits, and
+    `ends_s` with the end of each program. All times are in seconds.
+    """
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
@@ -111,7 +121,7 @@ class ProgramSimulator:
         self._count = 0
 
     def run(self) -> None:
-        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if a program waits forever."""
+        """Runs all programs to their ends. Raises PlanError "schedule-deadlock" if a program would wait forever."""
         for rank in range(len(self.programs)):
             self._run_rank(rank, 0.0)
         while self._events:
@@ -125,7 +135,7 @@ class ProgramSimulator:
             raise PlanError("schedule-deadlock", f"the step cannot continue: {reasons}", path=("pipeline", "use"))
 
     def _run_rank(self, rank: int, now_s: float) -> None:
-        """Runs a rank's instructions until one needs time or must wait."""
+        """Runs a rank's instructions until one takes time or must wait."""
         program = self.programs[rank]
         while self._next[rank] < len(program):
             instruction = program[self._next[rank]]
@@ -149,7 +159,9 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait that began at `wait_start_s`: the rank does its part of the exchange and continues. Both are exposed."""
+        """Ends a wait that began at `wait_start_s`. The rank then does its own part of the exchange, and continues. Records both
+        as exposed time.
+        """
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
             self.exposed.append(ExposedWait(rank, exchange.channel, exchange.key, wait_start_s, end_s))
@@ -162,7 +174,7 @@ class ProgramSimulator:
     def _begin(self, exchange: Exchange, rank: int, now_s: float) -> None:
         assert rank in exchange.members, f"program {rank} begins {exchange}"
         running = self._running.setdefault(exchange.key, _Running(exchange))
-        # A stage alone does not know which numbers other stages add to the totals of a step, a few bytes.
+        # A stage does not know which numbers other stages add to the totals of a step, so the sizes differ by a few bytes.
         expected = running.exchange._replace(work_s=exchange.work_s, member_work_s=exchange.member_work_s)
         assert expected == exchange, f"{exchange} at {rank}, {running.exchange} at other members"
         running.ready_members.add(rank)
@@ -170,7 +182,9 @@ class ProgramSimulator:
         self._start_if_ready(exchange.key, now_s)
 
     def _start_if_ready(self, key: Hashable, now_s: float) -> None:
-        """Starts an exchange if all members have begun it, it is first in its channel on each, and `after` has ended."""
+        """Starts an exchange if all members have begun it, it comes first in its channel at each of them, and the exchange
+        `after` has ended.
+        """
         running = self._running[key]
         exchange = running.exchange
         if len(running.ready_members) < len(exchange.members) or running.start_s >= 0:
@@ -184,14 +198,16 @@ class ProgramSimulator:
         self._schedule(now_s + exchange.latency_s, partial(self._start_bytes, running))
 
     def _start_bytes(self, running: _Running, now_s: float) -> None:
-        """Lets an exchange use its links, after its latency."""
+        """Starts the transfer of an exchange over its links, when its latency has passed."""
         running.updated_s = now_s
         for link in running.exchange.links:
             self._active_on_link[link][running.exchange.key] = None
         self._update_shares(running, now_s)
 
     def _update_shares(self, running_exchange: _Running, now_s: float) -> None:
-        """Computes the ends of exchanges that share links with this one. Each runs at 1/n, for n on its fullest link."""
+        """Computes the new ends of this exchange, if it has not ended, and of those that share a link with it. An exchange runs
+        at 1/n of its speed, where n is the number of exchanges on the fullest of its links.
+        """
         neighbours = {key: None for link in running_exchange.exchange.links for key in self._active_on_link[link]}
         if running_exchange.exchange.key in self._running:
             neighbours[running_exchange.exchange.key] = None
@@ -205,7 +221,7 @@ class ProgramSimulator:
             self._schedule(now_s + max(0.0, running.remaining_s) * fullest, partial(self._end, running, running.version))
 
     def _end(self, running: _Running, version: int, now_s: float) -> None:
-        """Ends an exchange, unless its end has moved since `version`."""
+        """Ends an exchange, unless its end was computed again after `version`."""
         exchange = running.exchange
         if running.version != version:
             return
@@ -226,16 +242,19 @@ class ProgramSimulator:
             self._finish_wait(exchange, rank, wait_start_s, now_s)
 
     def _schedule(self, time_s: float, event: Callable[[float], None]) -> None:
-        """Schedules a call of `event` with the time."""
+        """Schedules the call `event(time_s)` at time `time_s`."""
         self._count += 1
         heapq.heappush(self._events, (time_s, self._count, event))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A simulated step. exposed: the waits of stages and their own parts of exchanges. computing_s: the computing seconds of
-    each stage. updating_s: the part of them outside the list, for norm and update. devices_s: the time at which all devices are
-    done. host_s: the host's seconds of each stage, or 0 if it does not run ahead.
+    """A simulated step.
+
+    exposed: the time spans in which stages wait for exchanges or work on them. computing_s: the seconds that each stage
+    computes. updating_s: the part of `computing_s` outside the action list, such as the norm and the update. devices_s: the
+    time at which all devices are done. host_s: the seconds that the host of each stage needs to launch the step, or 0 if hosts
+    do not run ahead.
     """
 
     timeline: Timeline
@@ -247,11 +266,11 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the step: the maximum of the devices and the slowest host."""
+        """Returns the seconds of the step: those of the devices or of the slowest host, whichever is longer."""
         return max((self.devices_s, *self.host_s))
 
     def exposed_s(self, stage: int) -> dict[str, float]:
-        """Returns a stage's waiting seconds by the first word of the channel: `up`, `down`, `reduce`, `gather`, `all`, ..."""
+        """Returns the exposed seconds of a stage by the first word of the channel, such as `up`, `down`, `reduce` or `all`."""
         seconds: dict[str, float] = defaultdict(float)
         for span in self.exposed:
             if span.rank == stage:
@@ -260,7 +279,9 @@ class StepTime:
 
 
 def simulate_programs(programs: Sequence[Program]) -> StepTime:
-    """Returns the step of the given programs, one per stage. Pure. Raises PlanError "schedule-deadlock"."""
+    """Returns the simulated step of `programs`, one per stage. Raises PlanError "schedule-deadlock" if a program would wait
+    forever.
+    """
     simulator = ProgramSimulator(programs)
     simulator.run()
     computing, updating = [0.0] * len(programs), [0.0] * len(programs)
