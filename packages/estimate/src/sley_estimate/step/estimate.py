@@ -236,8 +236,8 @@ def plan_for_machine(plan: Plan, machine: MachineFile) -> Plan:
 def estimate_plan(
     plan: Plan, size: int, machine: MachineFile, cores: int = 1, *, all_stages: bool = False, max_bytes: int | None = None
 ) -> PlanEstimate:
-    """Returns the estimate of a step of `plan` on `size` ranks of `machine`. A chunk takes its measured time if the times of all
-    its layers are known, and the time of its operators otherwise.
+    """Returns the estimate of a step of `plan` on `size` ranks of `machine`. A chunk takes its measured time if the times of
+    all its layers are known, and the time of its operators otherwise.
 
     cores: the number of parallel processes. all_stages: whether to run the steps of every stage, not only of one stage per kind
     of work. max_bytes: the limit of bytes on each rank; None means no limit.

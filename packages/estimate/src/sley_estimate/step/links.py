@@ -54,8 +54,8 @@ def count_hosts(ranks: range | tuple[int, ...], ranks_per_host: int) -> tuple[in
 
 def collective_cost(collective: Collective, num_bytes: int, ranks: Ranks, links: LinksTable) -> Cost:
     """Returns the cost of a collective of the global ranks `ranks`, while the other ranks of their hosts run the same
-    collective in their own groups. num_bytes: the size of the full tensors. Raises PlanError "machine-links" if the machine file
-    lacks a link that it uses.
+    collective in their own groups. num_bytes: the size of the full tensors. Raises PlanError "machine-links" if the machine
+    file lacks a link that it uses.
     """
     size = len(ranks)
     if size == 1:
@@ -107,7 +107,8 @@ def _require_link(links: LinksTable, name: Literal["same_host", "other_host"]) -
 
 @lru_cache(maxsize=1024)
 def concurrent_groups(topology: Topology, axis: str, ranks_per_host: int, ranks: tuple[int, ...] | None = None) -> list[Ranks]:
-    """Returns groups of `axis` that exchange at the same time: one for each way in which their ranks are distributed over hosts.
+    """Returns groups of `axis` that exchange at the same time: one for each way in which their ranks are distributed over
+    hosts.
 
     ranks: a group, which limits the result to groups of its stage; None means those of all stages. If `axis` is a plugin's own,
     its other groups are unknown, and the result is only `ranks`.

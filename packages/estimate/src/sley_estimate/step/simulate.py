@@ -159,8 +159,8 @@ class ProgramSimulator:
         self.ends_s[rank] = now_s
 
     def _finish_wait(self, exchange: Exchange, rank: int, wait_start_s: float, now_s: float) -> None:
-        """Ends a wait that began at `wait_start_s`. The rank then does its own part of the exchange, and continues. Records both
-        as exposed time.
+        """Ends a wait that began at `wait_start_s`. The rank then does its own part of the exchange, and continues. Records
+        both as exposed time.
         """
         end_s = now_s + exchange.member_work_s
         if end_s > wait_start_s:
