@@ -1,7 +1,7 @@
 """`dp.bucketed`: sums each bucket of gradients as soon as its last gradient is complete.
 
-A bucket is a slice of the gradient store. So it is reduced without a copy, and the optimizer reads the sum in place. Buckets
-are filled in reverse order of use, which is the order in which the store reports gradients.
+A bucket is a slice of the gradient store, so it is summed in place, and the optimizer reads the sum there. Buckets are filled
+in reverse order of use, which is the order in which the store reports gradients.
 
     backward   |---- block 7 ----|---- block 6 ----|---- block 5 ----| ...
     reduction                    |-- bucket 0 --|  |-- bucket 1 --|
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class BucketedReducer(GradientHandler):
     """Sums each gradient over its reduce group once per optimizer step, overlapped with the last backward.
 
-    The sums equal those of `core.each`. With `reduction = "bf16"`, they differ by at most 2^-7, relatively.
+    The sums equal those of `core.each`. With `reduction = "bf16"`, their relative error is at most 2^-7, unless terms cancel.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
@@ -37,7 +37,7 @@ class BucketedReducer(GradientHandler):
         self._last_params: set[Param] = set()
 
     def attach(self, parts: Parts) -> None:
-        """Lays the store out in buckets."""
+        """Lays out the gradient store in buckets."""
         self._store = parts.store
         self._groups = parts.groups
         self.sums: Sums = Bf16Sums(self._sent)
@@ -46,13 +46,15 @@ class BucketedReducer(GradientHandler):
         self._store.lay_out(self._plan_layout)
 
     def begin_step(self, step: StepState) -> None:
-        """Discards the sums of a failed step. The buckets have changed if parameters were frozen or unfrozen."""
+        """Discards the sums of a failed step, and updates the buckets' last parameters, which change if the program freezes or
+        unfreezes parameters.
+        """
         self.sums.discard()
         self._sent.begin_step()
         self._last_params = find_last_params(self._store.buffers)
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of a bucket whose last gradient is that of `param`.
+        """Starts the sum of the bucket of `param`, if `param` is its last one.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -71,7 +73,7 @@ class BucketedReducer(GradientHandler):
         return self._sent.counts()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns buckets for each family, filled in the order of `params`."""
+        """Returns a layout with buckets for each family, filled in the order of `params`."""
         families, unreduced = split_by_family(params, self._groups)
         size_of, bucket_bytes = self._store.aligned_bytes, self._config.bucket_bytes
         buckets = [bucket for family in families for bucket in split_by_size(family, size_of, bucket_bytes)]
@@ -79,12 +81,16 @@ class BucketedReducer(GradientHandler):
 
 
 def find_last_params(buffers: Iterable[GradientBuffer]) -> set[Param]:
-    """Returns the parameter of each bucket that the store reports last. Reports follow the reverse order of the registry."""
+    """Returns the last parameter of each bucket. The store reports gradients in the reverse order of the registry, so this is
+    the bucket's parameter with the lowest index.
+    """
     return {min(buffer.params, key=lambda param: param.index) for buffer in buffers}
 
 
 def split_by_family(params: Iterable[Param], groups: Mapping[str, Group]) -> tuple[list[list[Param]], list[Param]]:
-    """Returns `params` by family, since those of a family may share buckets, and the params whose reduce group has one rank."""
+    """Returns two lists: the parameters to reduce, split into families, whose members may share buckets, and the parameters
+    that need no reduction, since their reduce group has only one rank.
+    """
     families: dict[tuple[object, ...], list[Param]] = {}
     unreduced: list[Param] = []
     for param in params:

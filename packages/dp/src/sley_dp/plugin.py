@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan, Topology
 
 BF16_TOLERANCE = 2**-7
-"""The relative error of a sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. Cancellation can add to it."""
+"""The allowed relative error of a bf16 sum. Each term and the sum are rounded to bf16 once, by at most 2^-8. If terms cancel,
+the error can be larger.
+"""
 
 
 class ReducerConfig(Table):
     """The keys that the reducers of `dp` share."""
 
     bucket_mb: PositiveFloat = 25.0
-    """The size of a bucket of gradients in MiB. A larger parameter gets its own bucket."""
+    """The maximum size of a bucket of gradients in MiB. A larger parameter gets its own bucket."""
 
     @property
     def bucket_bytes(self) -> float:
@@ -34,8 +36,8 @@ class BucketedConfig(ReducerConfig):
     """Sums gradients over the ranks that share a weight, bucket by bucket, during the backward."""
 
     reduction: Literal["same", "bf16"] = "same"
-    """The dtype in which gradients are sent: the dtype in which they are accumulated, or bf16, which sends half as many bytes
-    as fp32 but rounds.
+    """The dtype in which gradients are sent. `"same"` is the dtype in which they are accumulated. `"bf16"` sends half as many
+    bytes as fp32, but rounds.
     """
 
     @property
@@ -45,13 +47,13 @@ class BucketedConfig(ReducerConfig):
 
 
 class ShardedConfig(ReducerConfig):
-    """Reduce-scatters gradients over the ranks that share a weight. Each rank updates one shard and holds the shard's master
-    weights and optimizer states.
+    """Reduce-scatters gradients over the ranks that share a weight. Each rank updates one shard, and holds only this shard of
+    the master weights and optimizer states.
     """
 
     shards: Annotated[int, Field(ge=2)] | None = None
-    """The number of neighbouring ranks that share one copy of master weights and optimizer states. Default: all ranks that
-    share a weight.
+    """The number of neighbouring ranks that share one copy of master weights and optimizer states. The default is all ranks
+    that share a weight.
     """
 
 
@@ -59,16 +61,16 @@ SUMS = "sums"
 """The channel of a shards axis on which gradients are summed."""
 
 WEIGHTS = "weights"
-"""The channel of a shards axis on which weights are gathered. A gather may wait for a layer, and must not delay a sum."""
+"""The channel of a shards axis on which weights are gathered. It is separate, so that a slow gather does not delay a sum."""
 
 
 def shards_axis(reduce_group: str) -> str:
-    """Returns the axis of the ranks of `reduce_group` that share one copy of the optimizer states."""
+    """Returns the name of the axis of the ranks of `reduce_group` that share one copy of the optimizer states."""
     return f"dp.shards.{reduce_group}"
 
 
 def copies_axis(reduce_group: str) -> str:
-    """Returns the axis of the ranks of `reduce_group` that hold the same shard."""
+    """Returns the name of the axis of the ranks of `reduce_group` that hold the same shard."""
     return f"dp.copies.{reduce_group}"
 
 
@@ -103,7 +105,7 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 @hookimpl
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroupRecord]:
-    """Yields the groups of each `dp.sharded` of the plan."""
+    """Yields the process groups that `dp.sharded` needs, if the plan uses it."""
     for handler in plan.gradient_handlers:
         if isinstance(handler.config, ShardedConfig):
             yield from shard_groups(handler.config.shards, topology)
@@ -111,7 +113,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[ProcessGroup
 
 @hookimpl
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
-    """Yields a problem if `shards` of `dp.sharded` does not divide a group, or splits canonical sums into several."""
+    """Yields a problem if `shards` does not divide the size of a reduce group, or would split canonical sums into several."""
     for index, handler in enumerate(plan.gradient_handlers):
         if not isinstance(handler.config, ShardedConfig) or handler.config.shards is None:
             continue
@@ -132,7 +134,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[Problem]:
 
 
 def reduction_axes(topology: Topology) -> list[str]:
-    """Returns the axes over which gradients are reduced and that have at least two ranks."""
+    """Returns the axes that gradients are reduced over, except those with only one rank."""
     axes = ("stage", "wdp") if topology.wp > 1 else ("stage",)
     return [axis for axis in axes if topology.size_of(axis) > 1]
 

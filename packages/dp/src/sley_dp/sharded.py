@@ -3,8 +3,8 @@
     backward   |---- block 7 ----|---- block 6 ----| ...      update      next forward  |---- block 0 ----|---- block 1 ----|
     reduce-scatter               |-- bucket 0 --|  ...    local shard only  all-gather  |-- bucket n --|  |-- bucket n-1 --|
 
-Rajbhandari, Rasley, Ruwase, He (2020), ZeRO, section 5.1. Buckets are planned only once, since master weights and optimizer
-states have the same layout.
+The design follows ZeRO (Rajbhandari, Rasley, Ruwase, He, 2020, section 5.1). Buckets are planned only once, since master
+weights and optimizer states have the same layout.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class WeightGathers:
 
         update ──> start ──> layer 0 waits for its buffers ──> layer 1 ... ──> finish ──> update
 
-    gradients: the sharded gradient buffers in forward order, which must be the same on all ranks that share a copy. buffers:
-    the weight buffers of the same parameters, each with this rank's shard.
+    gradients: the sharded gradient buffers in forward order, which must be the same on all ranks that share a copy of the
+    optimizer states. buffers: the weight buffers of the same parameters, each with this rank's shard.
     """
 
     def __init__(self, parts: Parts, gradients: Sequence[GradientBuffer]) -> None:
@@ -46,7 +46,7 @@ class WeightGathers:
         self._sends: list[Work] = []
 
     def start(self) -> None:
-        """Starts to gather all buffers. This rank's shards must not be written until `finish` returns."""
+        """Finishes earlier gathers and starts to gather all buffers. Shards must not be written until `finish` returns."""
         self.finish()
         for index, (buffer, shard) in enumerate(self.buffers):
             start, end = shard.bounds(buffer.data.numel())
@@ -56,7 +56,9 @@ class WeightGathers:
             self._gathers[index] = transport.all_gather([buffer.data], [buffer.data[start:end]], label=label)
 
     def is_due(self, indices: Iterable[int]) -> bool:
-        """Returns whether `wait_for` would wait. The result depends only on earlier calls, so it is the same on all ranks."""
+        """Returns whether a buffer of `indices` awaits its `wait_for`. Depends only on earlier calls, not on arrived data, so
+        the result is the same on all ranks.
+        """
         return any(index in self._gathers for index in indices)
 
     def wait_for(self, indices: Iterable[int]) -> None:
@@ -80,7 +82,7 @@ class WeightGathers:
 
 
 class ShardedReducer(GradientHandler):
-    """Sums gradients into one shard per rank, and gathers the updated weights of all ranks before their next use."""
+    """Sums gradients into one shard per rank, and gathers the updated weights from all ranks before their next use."""
 
     def __init__(self, config: ShardedConfig) -> None:
         self._config = config
@@ -109,7 +111,7 @@ class ShardedReducer(GradientHandler):
         self.sums.discard()
 
     def gradient_ready(self, param: Param, step: StepState) -> None:
-        """Starts the sum of a bucket whose last gradient is that of `param`.
+        """Starts the sum of the bucket of `param`, if `param` is its last one.
 
         All ranks of a reduce group call this in the same order.
         """
@@ -121,17 +123,17 @@ class ShardedReducer(GradientHandler):
             self.sums.start(buffer, self._parts.groups[buffer.shard.axis])
 
     def finish_step(self, step: StepState) -> None:
-        """Blocks until this rank's shards hold their sums and no peer reads its weights."""
+        """Blocks until this rank's shards hold their sums and no peer reads this rank's weights any more."""
         self.sums.finish()
         self.gathers.finish()  # includes layers that were not called in this step
 
     def detach(self) -> None:
-        """Completes the weights, unless another rank has failed."""
+        """Waits for the gathers in flight, unless another rank has failed."""
         with suppress(RunError):
             self.gathers.wait()
 
     def _plan_layout(self, params: list[Param]) -> Layout:
-        """Returns buckets for each family, filled in the order of `params`, with this rank's shard of each bucket.
+        """Returns a layout with buckets for each family, filled in the order of `params`, and this rank's shard of each bucket.
 
         Parameters that are tied across stages are sorted by name, so that all their stages split them into the same shards.
         """

@@ -4,9 +4,11 @@
     Bf16Sums    all-to-all of bf16 slices ──added in fp32──> bf16 ──> all-gather of the sums
     ShardSums   reduce-scatter over the ranks that share a copy ──> all-reduce over the ranks that hold the same shard
 
-An all-reduce of bf16 tensors in gloo or NCCL adds in bf16. Then every addition rounds, and a sum stops growing after 256 equal
-terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, for any number of ranks. All ranks get the
-same bits.
+A copy is one copy of the optimizer states, of which each rank holds a shard.
+
+An all-reduce of bf16 tensors in gloo or NCCL adds in bf16, so every addition rounds, and a sum of equal terms stops growing
+after 256 terms. `Bf16Sums` sends as many bytes, but rounds each term once and the sum once, for any number of ranks. All ranks
+get the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from sley_core.api.parts import GradientBuffer
 
 MAX_ACTIVE = 2
-"""The maximum number of sums in flight that need scratch memory. One is gathered while the next is exchanged."""
+"""The maximum number of sums in flight that need scratch memory: one is gathered while the next is exchanged."""
 
 
 class ExactSums(Sums):
@@ -48,7 +50,7 @@ class ExactSums(Sums):
     def finish(self) -> None:
         for handle in self._handles:
             handle.wait()
-        # Only after all sums are complete, so that a slow peer does not delay them.
+        # This follows the waits for all sums, so that a slow peer does not delay them.
         for handle in self._handles:
             handle.wait_sent()
         self._handles.clear()
@@ -58,14 +60,16 @@ class ExactSums(Sums):
 
 
 class Bf16Sums(Sums):
-    """Sums gradients in fp32, but sends them in bf16. Advances the sums in the same order on all ranks of their groups."""
+    """Sums gradients in at least fp32, but sends them in bf16. All ranks of a group advance its sums in the same order."""
 
     def __init__(self, sent: SentBytes) -> None:
         self.sent = sent
         self._sums: deque[_Bf16Sum] = deque()
 
     def start(self, buffer: GradientBuffer, group: Group) -> None:
-        """Copies `buffer` to bf16 and starts its exchange. If MAX_ACTIVE sums are in flight, first waits for the oldest."""
+        """Converts a copy of `buffer` to bf16 and starts its exchange. If MAX_ACTIVE sums are in flight, first waits for the
+        oldest.
+        """
         if len(self._sums) == MAX_ACTIVE:
             self._sums.popleft().finish()
         for earlier_sum in self._sums:
@@ -85,7 +89,7 @@ class Bf16Sums(Sums):
 
 
 class _Bf16Sum:
-    """The sum of one bucket. The constructor starts the exchange, and `gather` and `finish` must follow."""
+    """The sum of one bucket. The constructor starts the exchange; calls of `gather` and then `finish` complete the sum."""
 
     def __init__(self, buffer: GradientBuffer, group: Group) -> None:
         self.buffer = buffer
@@ -98,14 +102,16 @@ class _Bf16Sum:
         self.work: Work = group.all_to_all(self.receive_row, self.send_row, label=describe_bucket(buffer))
 
     def gather(self) -> None:
-        """Waits for the exchange, sums this rank's slice in fp32 and starts the all-gather. A second call does nothing."""
+        """Waits for the exchange, sums this rank's slice in at least fp32, and starts the all-gather. A second call does
+        nothing.
+        """
         if self._has_gathered:
             return
         self._has_gathered = True
         self.work.wait()
         dtype = torch.promote_types(self.buffer.data.dtype, torch.float32)
         local_slice = self.receive_row.view(self.group.size, -1).sum(0, dtype=dtype).bfloat16()  # [columns / ranks]
-        # Over the same group, whose ranks all call this between the same two starts, or after the last start.
+        # Over the same group, whose ranks all call this before the start of the same bucket, or after the last start.
         self.work = self.group.all_gather(self.send_row, local_slice, label=describe_bucket(self.buffer))
 
     def finish(self) -> None:
@@ -115,10 +121,10 @@ class _Bf16Sum:
 
 
 class ShardSums(Sums):
-    """Sums each buffer over the ranks that share a copy, into this rank's shard of the buffer.
+    """Sums each buffer over its reduce group, into this rank's shard of the buffer.
 
-    is_async: whether the device runs ahead of the host. If so, the all-reduces over copies start only in `finish`, in the same
-    order on all ranks.
+    is_async: whether device work runs asynchronously to the host. If so, the all-reduces over copies start only in `finish`, or
+    earlier if scratch memory must be reused, and not as soon as a reduce-scatter is complete.
     """
 
     def __init__(self, groups: Mapping[str, Group], *, is_async: bool) -> None:
@@ -138,7 +144,7 @@ class ShardSums(Sums):
         if scratch.numel():
             self._scratch_users.append((scratch, self._sums[-1]))
         if not self._is_async:
-            # Stops at the first sum with an incomplete reduce-scatter, so that all ranks use the same order.
+            # `all` stops at the first sum with an incomplete reduce-scatter, so that all ranks use the same order.
             all(bucket_sum.advance() for bucket_sum in self._sums)
 
     def finish(self) -> None:
@@ -147,7 +153,7 @@ class ShardSums(Sums):
             bucket_sum.reduce_copies()
         for bucket_sum in self._sums:
             bucket_sum.wait()
-        # Only after all sums are complete, so that a slow peer does not delay them.
+        # This follows the waits for all sums, so that a slow peer does not delay them.
         for bucket_sum in self._sums:
             bucket_sum.wait_sent()
         self._sums.clear()
@@ -174,7 +180,7 @@ class ShardSums(Sums):
 class _ShardSum:
     """The sum of one bucket: a reduce-scatter and, if other ranks hold the same shard, an all-reduce over these ranks.
 
-    copies_transport: returns the transport of that all-reduce, or None if there is only one copy.
+    copies_transport: a function that returns the transport of that all-reduce. None if there is only one copy.
     """
 
     def __init__(self, buffer: GradientBuffer, scatter: Work, copies_transport: Callable[[], Transport] | None) -> None:
@@ -204,18 +210,18 @@ class _ShardSum:
             self._reduction = self._copies_transport().all_reduce(shard, label=describe_bucket(self.buffer), contents=contents)
 
     def wait(self) -> None:
-        """Blocks until this rank's shard holds the sum."""
+        """Blocks until this rank's shard holds the sum, with zeros in its padding."""
         if self._reduction is not None:
             self._reduction.wait()
         self.buffer.zero_padding()
 
     def wait_sent(self) -> None:
-        """Blocks until peers have read this rank's data."""
+        """Blocks until peers no longer read this rank's data."""
         self.scatter.wait_sent()
         if self._reduction is not None:
             self._reduction.wait_sent()
 
 
 def describe_bucket(buffer: GradientBuffer) -> str:
-    """Returns the name of a bucket in errors of collectives."""
+    """Returns the name of a bucket for error messages of collectives."""
     return f"the bucket of {buffer.params[0].name}"

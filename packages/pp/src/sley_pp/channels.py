@@ -2,13 +2,13 @@
 
 up    from a stage to a later one     ┐ two channels of the group `pp`
 down  from a stage to an earlier one  ┘
-host  the group `control`; for headers and announcements if tensors are on a device, which otherwise use up and down too
+host  the group `control`, for headers, announcements and digests; if tensors are on the CPU, these use up and down instead
 
 On a device, a stage's first walks send tensors through the host too (`uses_host`). Then `connect` connects the device's
 communicators while no message is in flight. There are two reasons (docs/adr/0014). NCCL connects two ranks at their first
-message, and blocks the host of each until the other reaches that message. CUDA loads a kernel at its first launch, and waits
-until the device is idle, even if the device waits for a peer. With receives that are posted ahead, two stages would block each
-other.
+message, and blocks the host of each until the other reaches that message. CUDA loads a kernel at its first launch, and then
+waits until the device is idle, even if the device waits for a peer. Since receives are posted ahead, two stages could block
+each other forever.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 Operation = Literal["send", "receive"]
-"""The end of a message at which this stage is."""
+"""Whether this stage sends or receives a message."""
 
 
 def has_separate_header(device: Device) -> bool:
-    """Returns whether message headers travel on the host while their tensors travel from device to device."""
+    """Returns whether a message's header travels on the host, separately from its tensors: always, unless `device` is a CPU."""
     return device.torch_device.type != "cpu"
 
 
@@ -45,7 +45,7 @@ class Channels:
     separate_header: whether headers are sent on the host, separately from their tensors. uses_host: whether tensors are sent
     through the host too, which must be equal at both ends. sent: the counter of message bytes.
 
-    Both ends must issue the headers and tensors of a communicator in the same order, which the lowered lists define.
+    Both ends must start the sends and receives on a communicator in the same order, which the lowered lists of actions define.
     """
 
     def __init__(self, groups: Mapping[str, Group], *, separate_header: bool) -> None:
@@ -55,7 +55,7 @@ class Channels:
         self.uses_host = False
         self._control = groups["control"]
         self._connected_peers: set[int] = set()
-        # A fake world's channels have their own backend, so the device of the tensors tells whether gloo would be used.
+        # The channels of a fake world have another backend. There, the device of the tensors tells whether gloo would be used.
         self._uses_gloo = not separate_header or any(
             dist.get_backend(channel) == "gloo" for channel in self.group.channels.values()
         )
@@ -63,14 +63,14 @@ class Channels:
 
     @property
     def reports_completion(self) -> bool:
-        """Whether `is_done` of a send becomes true without a wait. With NCCL it does, with gloo it does not."""
+        """Whether `is_completed` of a send becomes true without a wait, as it does with NCCL but not with gloo."""
         return not (self.uses_host or self._uses_gloo)
 
     def connect(self, peers: Iterable[int], device: Device) -> None:
         """Exchanges one byte on `device` with each of `peers` in both directions, unless an earlier call did.
 
-        Blocks until the peers call `connect` too. All stages call it while no message between stages is in flight. Each stage
-        visits its peers in ascending order of the pairs, so that stages cannot wait in a circle.
+        Blocks until the peers call `connect` too. All stages must call it while no message between stages is in flight. Each
+        stage exchanges with its peers in ascending order of (lower stage, higher stage), so that stages cannot deadlock.
         """
         for peer in sorted(set(peers) - self._connected_peers, key=lambda peer: sorted((self.stage, peer))):
             self._connected_peers.add(peer)
@@ -82,14 +82,16 @@ class Channels:
     def send(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
         """Starts to send the `pieces` of a message to stage `peer`, and returns a handle for each, in the same order.
 
-        label: the message's description for errors. An empty body is not sent. The caller must not write to `pieces` before the
-        handles are done.
+        label: the message's description for errors. The last piece is the body, which is not sent if it is empty. The caller
+        must not write to `pieces` before the handles are done.
         """
         self.sent.add_message(sum(piece.nbytes for piece in pieces))
         return self._start_message("send", pieces, peer, label)
 
     def receive(self, pieces: Sequence[Tensor], peer: int, label: str) -> list[Work]:
-        """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes."""
+        """Starts to receive a message that stage `peer` sends with `send`, into `pieces` of the same sizes. Returns handles
+        like `send`.
+        """
         return self._start_message("receive", pieces, peer, label)
 
     def send_host(self, tensor: Tensor, peer: int, label: str) -> Work:
@@ -121,9 +123,9 @@ class Channels:
 class WalkCheck:
     """Checks that neighbouring stages run the same microbatches in a walk, which is one pass through a list of actions.
 
-    At the start of a walk each stage sends its neighbours a digest of its microbatches, and compares theirs with its own.
-    Otherwise stages that differ would wait for messages that nobody sends, or mistake one message for another. No step waits
-    until a digest is delivered. number: the number of walks so far.
+    At the start of a walk each stage sends its neighbours a digest of its microbatches. Before it receives the first message
+    from a neighbour, it compares the neighbour's digest with its own. Otherwise stages that differ would wait for messages that
+    nobody sends, or mistake one message for another. number: the number of walks that have begun.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -134,7 +136,7 @@ class WalkCheck:
         self._confirmed_peers: set[int] = set()
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
-        """Starts to send a walk's digest to the stages `peers`, without blocking. keys: the key of each microbatch."""
+        """Starts to send the digest of a new walk to the stages `peers`, without blocking. keys: the key of each microbatch."""
         self.number += 1
         runs = [f"{len(list(run))} x {key}" for key, run in groupby(keys)]
         self._text = f"{len(keys)} microbatches: {', '.join(runs)} (walk {self.number})"
@@ -144,9 +146,9 @@ class WalkCheck:
             self._sends[peer] = self._channels.send_host(self._digest, peer, label)
 
     def start_receive(self, peer: int, label: str) -> None:
-        """Starts to receive the digest of `peer`, once per walk.
+        """Starts to receive the digest of stage `peer`, unless an earlier call in this walk did.
 
-        label: the description of the next transfer, for the error of a failed wait.
+        label: the description of the next transfer, for errors while waiting for the digest.
         """
         if peer not in self._receives:
             digest = torch.empty_like(self._digest)
@@ -157,7 +159,10 @@ class WalkCheck:
         return peer in self._confirmed_peers
 
     def confirm(self, peer: int, label: str) -> None:
-        """Blocks until the digest of `peer` has arrived. Raises RunError `stages-differ` if that stage runs another walk."""
+        """Blocks until the digest of stage `peer` has arrived. Raises RunError `stages-differ` if it differs from this stage's.
+
+        label: as in `start_receive`.
+        """
         if peer in self._confirmed_peers:
             return
         if not self._channels.group.has_peers:
@@ -172,7 +177,7 @@ class WalkCheck:
         self._confirmed_peers.add(peer)
 
     def finish(self) -> None:
-        """Blocks until the digests of all peers have been compared and this stage's digest is sent."""
+        """Blocks until the digests of all peers have been compared and this stage's has been sent. Raises like `confirm`."""
         for peer, pending in self._sends.items():
             self.confirm(peer, f"the microbatches of stage {peer}")
             pending.wait()

@@ -1,20 +1,22 @@
 """The stage link: point-to-point messages, on one communicator to later stages and on another to earlier ones.
 
-Sends never block the next action. Receives are posted ahead, so that messages arrive while the stage computes. The sender
-announces the contents of a boundary once per batch shape, so with variable sequence lengths once per length:
+A send does not wait for its receiver, unless MAX_SENDS gloo sends are in flight. Receives are posted ahead, so that messages
+arrive while the stage computes. The sender announces which tensors cross a boundary once per batch shape, for example once per
+sequence length:
 
     sender    send ── known batch shape? ── no ──> announcement, then message
                               └──────────── yes ─> message
     receiver  post ── can its receive start? ── no ──> waits in the queue of its direction
                               └──────────────── yes ─> receive posted
 
-A receive can start once the peer has confirmed that it runs the same microbatches (`WalkCheck`), so that both ends know the
-same message sizes. Before that, an output must have been announced, and for a gradient its output must have been sent, since
-the tensors are known only then. Posts wait in a queue, because a communicator delivers in order.
+A receive can start once the peer has confirmed that it runs the same microbatches (`WalkCheck`), and the tensors of the message
+are known: those of an output once the peer has announced them, those of a gradient once this stage has sent the output. Other
+receives wait in a queue, because a communicator delivers messages in order.
 
 Between two stages each communicator carries messages in only one direction, whatever the placement (docs/adr/0014).
 
-On a device, the first walk of each phase, such as training, sends its tensors through the host (`channels` explains it).
+A walk is one pass through a list of actions. On a device, the first walk of each phase, such as training, sends its tensors
+through the host (`channels` explains why).
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ if TYPE_CHECKING:
     from sley_pp.plugin import LinkConfig
 
 Key = tuple[Hashable, ...]
-"""The phase and the shapes of a microbatch's fields. They determine a message, except for the flags of its tensors."""
+"""The phase and the shapes of a microbatch's fields. At one boundary, all messages with equal keys have the same layout."""
 
 MAX_SENDS = 8
-"""The number of gloo sends that may be in flight before a stage waits for the oldest one."""
+"""The maximum number of gloo sends in flight. Beyond it, a stage waits for the oldest send."""
 
 
 @dataclass
 class _Receive:
-    """Holds a receive in flight. `message` is None if no tensor has a gradient, since then the peer sends nothing."""
+    """Holds a receive in flight. `message` is None if `description` has no tensors, since the peer then sends nothing."""
 
     message: Message | None
     pending: list[Work]
@@ -79,9 +81,9 @@ class Link:
         self._fake_description = parts.describe_output
 
     def begin(self, keys: Sequence[Key], peers: Sequence[int]) -> None:
-        """Starts a walk and, without blocking, sends `peers` the `keys` of its microbatches.
+        """Starts a walk and sends a digest of `keys`, the keys of its microbatches, to `peers`, without blocking.
 
-        Drops the messages in flight of an earlier, failed walk. The peers' keys are compared before any of their messages is
+        Drops messages that a failed walk has left in flight. The peers' keys are compared before any of their messages is
         received. If they differ, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
         self._discard()
@@ -94,7 +96,7 @@ class Link:
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Key) -> None:
         """Copies `tensors` into a message and starts to send it. The caller may free or overwrite the tensors at once.
 
-        Raises RunError `boundary-mismatch` if `description` differs from the earlier one for this batch shape. The message then
+        Raises RunError `boundary-mismatch` if `description` does not fit the earlier one for this batch shape. The message then
         reports the mismatch, and the receiver raises the same error.
         """
         boundary = transfer.chunk, transfer.micro
@@ -112,9 +114,9 @@ class Link:
         self._start_receives(direction_of(transfer.peer, self._stage))
 
     def post_receive(self, transfer: Transfer, key: Key) -> None:
-        """Starts the receive of `transfer`, or queues it until it and the earlier ones in its direction can start.
+        """Starts the receive of `transfer`, or queues it until this receive and all earlier ones in its direction can start.
 
-        Never blocks. In each direction, both ends must post and send in the same order.
+        Never blocks. In each direction, one end must post receives in the order in which the other end sends.
         """
         direction = direction_of(transfer.peer, self._stage)
         self._has_backwards |= transfer.flow == "backward"
@@ -124,7 +126,7 @@ class Link:
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
         """Blocks until the posted `transfer` has arrived, and returns its description and tensors.
 
-        The memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender
+        Their memory is reused once no tensor and no alias of one is alive. Raises RunError `boundary-mismatch` if the sender
         reports a mismatch, and `stages-differ` if the sender runs another step.
         """
         direction = direction_of(transfer.peer, self._stage)
@@ -143,7 +145,10 @@ class Link:
         return description, tensors
 
     def drain(self) -> None:
-        """Blocks until all sends are complete and all peers' records are compared. All posted receives must be complete."""
+        """Blocks until all sends are complete and the digests of all peers are compared. Ends the walk.
+
+        `receive` must have returned every posted transfer. Raises RunError `stages-differ` if a peer runs another step.
+        """
         self._walk.finish()
         while self._sends:
             self._finish_oldest_send()
@@ -154,7 +159,7 @@ class Link:
         assert not unread, f"posted but never taken: {unread}"
         if self._channels.uses_host:
             self._channels.connect(self._peers, self._device)
-            self.trim()  # more messages are in flight through the host than later
+            self.trim()  # fewer messages are in flight in later walks, which do not use the host
         self._finished_phases |= self._phases
         if self._has_backwards:  # a step, not an evaluation
             self._channels.sent.end_step()
@@ -164,7 +169,7 @@ class Link:
         return self._channels.sent.counts()
 
     def trim(self) -> int:
-        """Frees the pool's buffers that no message needs, and returns their size in bytes. Called between steps."""
+        """Frees the pool's buffers that no message needs, and returns their total size in bytes. Called between steps."""
         self._message_pool.release_unused()
         return self._pool.trim()
 
@@ -180,10 +185,10 @@ class Link:
         self._walk.discard()
 
     def _send(self, transfer: Transfer, expected: Description, actual: Description, tensors: list[Tensor]) -> None:
-        """Sends `tensors` in a message of layout `expected`, or sends nothing if `expected` has no tensors.
+        """Sends `tensors` in a message with the layout of `expected`, or sends nothing if `expected` has no tensors.
 
-        actual: the description of `tensors`. Raises RunError `boundary-mismatch` if `actual` does not fit `expected`, after a
-        message with that error is sent.
+        actual: the description of `tensors`. If it does not fit `expected`, sends a message that reports the mismatch, and
+        raises RunError `boundary-mismatch`.
         """
         label = self._label(transfer)
         fault = "" if actual.fits(expected) else f"{label}: expected {expected}, but got {actual}"
@@ -204,7 +209,7 @@ class Link:
     def _release_messages(self) -> None:
         """Releases the messages whose sends are complete. With gloo, waits for the oldest sends if more than MAX_SENDS remain.
 
-        Gloo reports the end of a send only to a wait. The peer's receive does not depend on later actions of this stage
+        With gloo, only a wait shows that a send is complete. The peer's receive does not depend on later actions of this stage
         (`sley_core.actions.lower`), so the wait delays this stage only if the peer is slower and would delay it anyway.
         """
         if self._channels.reports_completion:
@@ -214,7 +219,7 @@ class Link:
             self._finish_oldest_send()
 
     def _finish_oldest_send(self) -> None:
-        """Waits for the oldest send and releases its message. NCCL needs the wait to free the tensors of a complete send."""
+        """Waits for the oldest send and releases its message. NCCL keeps the tensors of a complete send until this wait."""
         handles, message = self._sends.popleft()
         for handle in handles:
             handle.wait()
@@ -236,7 +241,7 @@ class Link:
         self._start_receives(direction)
 
     def _start_receives(self, direction: str) -> None:
-        """Starts the queued receives of `direction`, up to the first that cannot start yet. Never blocks."""
+        """Starts the queued receives of `direction`, in order, until one cannot start yet. Never blocks."""
         queue = self._queues[direction]
         while queue:
             transfer, key = queue[0]
@@ -253,7 +258,7 @@ class Link:
             if description.leaves:
                 message = self._message_pool.lease(message_layout(description.leaves))
                 pending = self._channels.receive(message.pieces, transfer.peer, label)
-                if self._fake_description is not None:  # a fake world receives nothing, so this writes the expected header
+                if self._fake_description is not None:  # in a fake world no message arrives, so write the expected header
                     message.write_header(self._walk.number, transfer.micro, description.flags)
             self._receives[transfer] = _Receive(message, pending, description)
 
@@ -280,11 +285,11 @@ class Link:
         return flags
 
     def _boundary_descriptions(self, transfer: Transfer) -> dict[Key, Description]:
-        """Returns the descriptions of the forward boundary of `transfer` by batch shape, in a dict that callers extend."""
+        """Returns the descriptions of the outputs at the boundary of `transfer`, by batch shape. Callers add to the dict."""
         return self._descriptions.setdefault((transfer.op, transfer.peer, transfer.chunk, transfer.peer_chunk), {})
 
     def _label(self, transfer: Transfer) -> str:
-        """Returns the description of `transfer` for errors and traces."""
+        """Returns the text that names `transfer` in errors and traces."""
         verb = "sends to" if transfer.op == "send" else "receives from"
         contents = "output" if transfer.flow == "forward" else "gradient"
         return (

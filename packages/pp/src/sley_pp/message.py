@@ -5,8 +5,8 @@
 
 Both ends know the size before the message is sent, so that a receive can be posted ahead. The header lets a receiver report an
 unexpected message. A sender that detects a mismatch sends a message of the expected size with the error text in its header. The
-flags show which tensors have a gradient and which are the same tensor. Only flags may differ between microbatches, for example
-if layers are frozen.
+flags show which tensors have a gradient and which are the same tensor. They may differ between microbatches of the same shape,
+for example if layers are frozen.
 
 The header is always on the host, so that both ends read it without a device synchronisation. If the tensors are on the host
 too, they follow it in the same piece. Otherwise it is a separate piece.
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 HEADER_BYTES = 1024
-"""The size of the header's numbers and error text in bytes. The flags of each tensor follow."""
+"""The number of bytes in the header for its numbers and error text. The flags of each tensor follow."""
 
 _NUMBERS = struct.Struct("<III")
-"""The walk, the microbatch, and the size of the error text in bytes."""
+"""The header's numbers: the walk, the microbatch, and the size of the error text in bytes."""
 
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -71,14 +71,14 @@ class Message:
     """A message in `memory`, uint8 [bytes].
 
     device: the device of `memory`. separate_header: whether the header is a separate piece, on the host. tensors: views of the
-    memory, in the order of the layout. pieces: the tensors to send or receive. lease: the lease of the memory and its tensor,
-    or None between leases.
+    memory, in the order of the layout. pieces: the tensors to send or receive. lease: the pool's lease and the tensor that it
+    lends, or None between leases.
 
     The views have their own storage over the memory. So the number of users of that storage shows whether this message is in
     use, even if a pool and earlier users refer to the memory.
 
-    Views are created once per layout, and no torch operation reads or writes the header, since the stage does not compute while
-    it sends and receives messages.
+    The stage does not compute while its host prepares messages. To save host time, views are created once per layout, and the
+    header is read and written without torch operations.
     """
 
     def __init__(self, memory: Tensor, layout: Layout, device: Device, *, separate_header: bool) -> None:
@@ -99,7 +99,7 @@ class Message:
         return any(users > owned for users, owned in zip(_num_users(self._storage), self._num_owned, strict=True))
 
     def set_layout(self, layout: Layout) -> None:
-        """Sets the layout, which must fit into the memory. No tensor in the memory may be in use."""
+        """Sets the layout, which must fit into the memory. The message must not be in use."""
         header_size = header_bytes(layout)
         body_start = 0 if self._separate_header else header_size
         body = self._memory[: message_bytes(layout, separate_header=self._separate_header)]
@@ -113,11 +113,13 @@ class Message:
         self._num_owned = _num_users(self._storage)
 
     def aliases(self) -> list[Tensor]:
-        """Returns an alias of each tensor with its own version counter, so that a write to one does not invalidate the rest."""
+        """Returns an alias of each tensor with its own version counter, so that autograd does not take a write to one alias for
+        a write to the others.
+        """
         return [tensor.data for tensor in self.tensors]
 
     def write_header(self, walk: int, micro: int, flags: bytes, fault: str = "") -> None:
-        """Writes the header. fault: the text of a mismatch, which is cut to fit, or an empty text."""
+        """Writes the header. fault: the error text of a mismatch, which is cut to fit; empty if there is none."""
         text = fault.encode()[: HEADER_BYTES - _NUMBERS.size]
         _NUMBERS.pack_into(self._header, 0, walk, micro, len(text))
         self._header[_NUMBERS.size : _NUMBERS.size + len(text)] = text
@@ -133,7 +135,7 @@ class Message:
 def _num_users(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Returns the number of owners of the memory (tensors, arrays and capsules) and the number of references to `storage`.
 
-    Both are needed, since the first counts the Python storage object once, however many references it has.
+    Both are needed, since the first counts the Python object `storage` only once, however many references it has.
     """
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count, sys.getrefcount(storage)
@@ -149,7 +151,7 @@ def boundary_mismatch_error(fault: str) -> RunError:
 
 
 def send_description(channels: Channels, description: Description, peer: int, label: str) -> list[Work]:
-    """Starts to send `description` to the stage `peer` as two messages: the length and the JSON text."""
+    """Starts to send `description` to stage `peer` as two messages: the length in bytes and the JSON text."""
     leaves = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.has_gradient] for leaf in description.leaves]
     content = json.dumps({"leaves": leaves, "structure": description.structure})
     text = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
@@ -157,7 +159,7 @@ def send_description(channels: Channels, description: Description, peer: int, la
 
 
 def receive_description(channels: Channels, peer: int, label: str) -> Description:
-    """Blocks until the next description of the stage `peer` has arrived, and returns it."""
+    """Blocks until the next description from stage `peer` has arrived, and returns it."""
     size = torch.zeros(1, dtype=torch.int64)
     channels.receive_host(size, peer, label).wait()
     text = torch.empty(int(size), dtype=torch.uint8)
@@ -173,8 +175,9 @@ class MessagePool:
         lease ──> [ the link fills or receives it ] ──> release ────────────────────────────────────> buffer in the pool
                                                   └───> release_when_unused ──> views, autograd end ──> buffer in the pool
 
-    No order of events shows when a received tensor is free. For example, a gradient may be a view of the received gradient, or
-    a layer may store its input. So the pool checks the memory's reference counts (`Message.is_shared`) before each lease.
+    The schedule does not determine when a received tensor is no longer used. For example, a gradient may be a view of the
+    received gradient, or a layer may store its input. So the pool checks the memory's reference counts (`Message.is_shared`)
+    before each lease.
     """
 
     def __init__(self, pool: DevicePool, device: Device, *, separate_header: bool) -> None:
@@ -182,8 +185,8 @@ class MessagePool:
         self.device = device
         self.separate_header = separate_header
         self._messages_in_use: list[Message] = []
-        # The messages of free buffers, since building a message takes as long as copying 300 KB. An entry disappears when the
-        # pool frees its buffer.
+        # Keeps the messages of free buffers, since building a message takes as long as copying 300 KB. An entry disappears when
+        # the pool frees its buffer.
         self._message_cache: MutableMapping[Tensor, Message] = WeakTensorKeyDictionary()
 
     def lease(self, layout: Layout) -> Message:
@@ -208,11 +211,11 @@ class MessagePool:
         lease.__exit__(None, None, None)
 
     def release_when_unused(self, message: Message) -> None:
-        """Releases a leased message in the first `release_unused` after its `aliases` are dead."""
+        """Makes `release_unused` release a leased message once none of its `aliases` is alive."""
         self._messages_in_use.append(message)
 
     def release_unused(self) -> None:
-        """Releases the messages whose aliases are all dead."""
+        """Releases those messages passed to `release_when_unused` that are no longer in use."""
         messages, self._messages_in_use = self._messages_in_use, []
         for message in messages:
             if message.is_shared:

@@ -1,6 +1,7 @@
 """Partitioners, which split layers into the positions of a pipeline: `(costs, num_positions) -> boundaries`. Imports no torch.
 
-With the boundaries (0, 3, 5, 9), position 0 has the layers 0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
+A position is one chunk of the model; each stage holds one or more. With the boundaries (0, 3, 5, 9), position 0 has the layers
+0 1 2, position 1 has 3 4, and position 2 has 5 6 7 8.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def check_num_layers(num_layers: int, num_positions: int) -> None:
 
 
 def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
-    """Returns boundaries whose positions differ by at most one layer. The larger positions are in the middle.
+    """Returns boundaries that give all positions the same number of layers, or to some in the middle one layer more.
 
-    The first and last positions are small, since embedding and head usually cost more than a block. Raises PlanError
+    The first and last positions are the smaller ones, since embedding and head usually cost more than a block. Raises PlanError
     "partition-empty" if there are fewer layers than positions.
     """
     check_num_layers(num_layers, num_positions)
@@ -41,11 +42,10 @@ def uniform_boundaries(num_layers: int, num_positions: int) -> Boundaries:
 
 
 def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundaries:
-    """Returns the boundaries that minimise the cost of the heaviest position.
+    """Returns the boundaries that minimise the cost of the most expensive position.
 
-    costs: a non-negative cost per layer. Raises PlanError "partition-empty" if there are fewer layers than positions. Of the
-    splits with the same maximum, this is the one with the least sum of squared costs, so that the other positions are balanced
-    too.
+    costs: a non-negative cost per layer. Among all such boundaries, returns those with the least sum of squared costs, so that
+    the other positions are balanced too. Raises PlanError "partition-empty" if there are fewer layers than positions.
     """
     check_num_layers(len(costs), num_positions)
     prefix_sums = [0.0, *accumulate(costs)]
@@ -53,10 +53,13 @@ def balanced_boundaries(costs: Sequence[float], num_positions: int) -> Boundarie
 
 
 def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
-    """Returns the heaviest position's cost in the best split. prefix_sums: sums of the first 0, 1, 2 ... layers' costs."""
+    """Returns the least possible cost of the most expensive position.
+
+    prefix_sums: the total costs of the first 0, 1, 2, ... layers.
+    """
 
     def fits(limit: float) -> bool:
-        """Returns whether the layers fit into the positions, if each position takes as many layers as cost at most `limit`."""
+        """Returns whether the layers fit into the positions if no position costs more than `limit`."""
         start, num_used = 0.0, 1
         for previous, total in pairwise(prefix_sums):
             if total - start > limit:
@@ -69,7 +72,7 @@ def _minimal_maximum(prefix_sums: Sequence[float], num_positions: int) -> float:
 
 
 def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_cost: float) -> Boundaries:
-    """Returns the split with the least sum of squares in which no position costs more than `max_cost`."""
+    """Returns the boundaries with the least sum of squared costs for which no position costs more than `max_cost`."""
     num_layers = len(prefix_sums) - 1
     squares = [0.0] + [inf] * num_layers
     all_starts: list[list[int]] = []
@@ -91,18 +94,19 @@ def _most_even_boundaries(prefix_sums: Sequence[float], num_positions: int, max_
 
 
 Partition = Callable[[Sequence[float], int], Boundaries]
-"""Returns the boundaries of a number of positions, from a cost per layer."""
+"""A function `(costs, num_positions) -> boundaries`, where `costs` has one number per layer."""
 
 
 def build_uniform(config: UniformConfig) -> Partition:
-    """Returns a partitioner that gives all positions equal numbers of layers."""
+    """Returns a partitioner that gives all positions numbers of layers that differ by at most one."""
     return lambda costs, num_positions: uniform_boundaries(len(costs), num_positions)
 
 
 def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
     """Returns a partitioner that balances the table's `layer_costs`, or its argument `costs` if the table has none.
 
-    The partitioner raises PlanError "partition-length" if `layer_costs` does not have one number per layer.
+    The partitioner raises PlanError "partition-length" if `layer_costs` does not have one number per layer, and
+    "partition-empty" if there are fewer layers than positions.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:
@@ -118,8 +122,8 @@ def build_balanced(config: BalancedConfig | MeasuredConfig) -> Partition:
 def build_explicit(config: ExplicitConfig) -> Partition:
     """Returns a partitioner that gives position i `config.layers[i]` layers.
 
-    The partitioner raises PlanError "partition-length" if there is not one number per position, and "partition-layers" if the
-    sum of the numbers is not that of the layers.
+    The partitioner raises PlanError "partition-length" if `config.layers` does not have one number per position, and
+    "partition-layers" if the numbers do not add up to the number of layers.
     """
 
     def partition(costs: Sequence[float], num_positions: int) -> Boundaries:

@@ -16,33 +16,39 @@ class GPipeConfig(Table):
 
 
 class OneFOneBConfig(Table):
-    """Alternates forwards and backwards. As fast as GPipe, but holds at most as many microbatches as there are stages."""
+    """Alternates forwards and backwards. Is as fast as GPipe, but each stage keeps the activations of at most as many
+    microbatches as there are stages.
+    """
 
 
 class InterleavedConfig(Table):
-    """Runs 1F1B over several model chunks per stage, whose number divides the bubble and multiplies the transfers."""
+    """Runs 1F1B over several model chunks per stage. With n chunks the bubble is n times shorter, but stages exchange about n
+    times as many messages.
+    """
 
     chunks: Annotated[int, Field(ge=2)] = 2
-    """The number of model chunks per stage, which are assigned to the stages in a loop."""
+    """The number of model chunks per stage. Chunk after chunk of the model is assigned to the stages in turn."""
 
 
 class ZeroBubbleH1Config(Table):
-    """Runs 1F1B with weight gradients where a stage would idle. Has a third of 1F1B's bubble and needs the same memory."""
+    """Runs 1F1B, but computes weight gradients when a stage would idle. Has a third of 1F1B's bubble, with the same memory."""
 
 
 class ZeroBubbleVConfig(Table):
-    """Runs two model chunks per stage, placed as a V, with weight gradients where a stage would idle. Has almost no bubble."""
+    """Runs two model chunks per stage, placed in a V, and computes weight gradients when a stage would idle. Has almost no
+    bubble.
+    """
 
 
 class CsvConfig(Table):
-    """Runs a schedule from a CSV file of torch.distributed.pipelining."""
+    """Runs a schedule from a CSV file in the format of torch.distributed.pipelining."""
 
     file: PlanPath
-    """The CSV file, which has a row per stage and a cell per action, such as `0F0`, `0B0`, `0I0` or `0W0`."""
+    """The CSV file, with one row per stage and one cell per action, such as `0F0`, `0B0`, `0I0` or `0W0`."""
 
 
 class LinkConfig(Table):
-    """Configures point-to-point messages between stages. Each receive is posted before its message is sent."""
+    """Sends tensors between stages as point-to-point messages. Receives are posted before the stage needs them."""
 
 
 class UniformConfig(Table):
@@ -50,17 +56,17 @@ class UniformConfig(Table):
 
 
 class BalancedConfig(Table):
-    """Cuts the model so that the heaviest part is as light as possible."""
+    """Cuts the model so that the cost of the most expensive part is minimal."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
     """The cost of each layer, in any unit. The default is its number of parameters."""
 
 
 class MeasuredConfig(Table):
-    """Cuts the model so that the slowest part is as fast as possible, by measured times of each layer."""
+    """Cuts the model so that the slowest part is as fast as possible, according to the measured time of each layer."""
 
     layer_costs: Array[Annotated[float, Field(ge=0)]] | None = None
-    """The time of each layer in seconds; if left out, the run times the layers at its start and writes the times into the plan
+    """The time of each layer in seconds. If left out, the run measures the times when it starts, and writes them into the plan
     in its folder.
     """
 
@@ -69,11 +75,11 @@ class ExplicitConfig(Table):
     """Cuts the model into parts of explicit sizes."""
 
     layers: Annotated[Array[PositiveInt], Field(min_length=1)]
-    """The number of layers of each part, in the model's order."""
+    """The number of layers in each part, in the model's order."""
 
 
 class SharedModulesConfig(Table):
-    """Sums the gradients of parameters that several stages hold, so that their copies stay equal."""
+    """Sums the gradients of parameters that several stages hold, so that the copies of each parameter stay equal."""
 
 
 def _schedule_record(name: str, table: type[Table]) -> ScheduleRecord:

@@ -1,9 +1,9 @@
 """Pipeline schedules: functions `(stages, chunks, num_microbatches) -> one list of compute actions per stage`, without torch.
 
-P is the number of stages and M the number of microbatches; the drawings show P = 4 and M = 4. F is a forward, B a backward, I
-and W its halves for inputs and weights; the microbatch follows. Capital letters are chunk 0, small letters chunk 1. Three
-characters are a unit of time. An action is filled up to its length, with `-` if it is a forward, with `=` for B and I, and with
-`~` for W; `.` is idle time.
+P is the number of stages and M the number of microbatches; the drawings show P = 4 and M = 4. F is a forward, B a backward. A
+split backward consists of I, which computes input gradients, and W, which computes weight gradients. The digit is the
+microbatch. Capital letters are chunk 0, small letters chunk 1. In the drawings, three characters are one unit of time. The time
+of an F is filled with `-`, that of a B or I with `=`, and that of a W with `~`; `.` is idle time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def number_microbatches(symbols: Iterable[Symbol]) -> list[Action]:
 
 
 def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
-    """Returns the 1F1B lists: one forward, one backward (arXiv 2006.09503). One chunk per stage.
+    """Returns the 1F1B lists: one forward, then one backward (arXiv 2006.09503), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-..................B0====...B1====...B2====...B3====
         stage 1  ...F0-F1-F2-............B0====F3-B1====...B2====...B3====......
@@ -54,14 +54,14 @@ def one_f_one_b(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
 
 
 def gpipe(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
-    """Returns the GPipe lists: all forwards, then all backwards (arXiv 1811.06965). One chunk per stage.
+    """Returns the GPipe lists: all forwards, then all backwards (arXiv 1811.06965), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-...........................B0====B1====B2====B3====
         stage 1  ...F0-F1-F2-F3-..................B0====B1====B2====B3====......
         stage 2  ......F0-F1-F2-F3-.........B0====B1====B2====B3====............
         stage 3  .........F0-F1-F2-F3-B0====B1====B2====B3====..................
 
-    The simplest schedule, which needs the most memory, since each stage holds all M microbatches.
+    This is the simplest schedule, but it needs the most memory, since each stage holds all M microbatches.
     """
     return [number_microbatches([F] * num_microbatches + [B] * num_microbatches) for _ in range(stages)]
 
@@ -74,12 +74,12 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
         stage 2  ......F0-F1-F2-F3-f0-f1-f2-...b0====f3-b1====...b2====...b3====B0====B1====B2====B3====............
         stage 3  .........F0-F1-F2-F3-f0-b0====f1-b1====f2-b2====f3-b3====B0====B1====B2====B3====..................
 
-    Microbatches are grouped into rounds. A round passes chunk 0, then chunk 1 and so on, before the next round starts. It has
-    at least P microbatches, since otherwise a stage would wait for its own output. If M is not a multiple of P, some rounds
-    have one microbatch more, which costs memory but no time. Only M < P costs time.
+    Microbatches are grouped into rounds. On each stage, all microbatches of a round run chunk 0, then all run chunk 1 and so
+    on, before the next round starts. A round has at least P microbatches if M >= P, since otherwise a stage would wait for its
+    own output. If M is not a multiple of P, some rounds are larger, which costs memory but no time. If M < P, stages idle.
 
-    With rounds of P and C chunks, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble is that of 1F1B divided
-    by C.
+    With rounds of P microbatches and C chunks per stage, stage s holds at most P x C + P - 1 - 2s chunk inputs, and the bubble
+    is that of 1F1B divided by C.
     """
     rounds = round_sizes(stages, num_microbatches)
     descending = range(chunks - 1, -1, -1)
@@ -87,7 +87,8 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
     backwards: list[Symbol] = [(Kind.BACKWARD, chunk) for size in rounds for chunk in descending for _ in range(size)]
     lists = []
     for stage in range(stages):
-        # The first backward reaches this stage after the last chunk's forward has passed all later stages in both directions.
+        # The forwards before the first backward: all other chunks of the first round, and two for each later stage, which the
+        # last chunk's forward and its backward pass on their way back to this stage.
         warmup = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), len(forwards))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         lists.append(number_microbatches([*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]))
@@ -95,20 +96,22 @@ def interleaved(stages: int, chunks: int, num_microbatches: int) -> list[list[Ac
 
 
 def round_sizes(stages: int, num_microbatches: int) -> list[int]:
-    """Returns the sizes, descending, of as many rounds as possible with at least `stages` microbatches each."""
+    """Splits the microbatches into as many rounds of at least `stages` as possible, but at least one. Returns the sizes of the
+    rounds, which differ by at most one, in descending order.
+    """
     num_rounds = max(1, num_microbatches // stages)
     size, num_larger = divmod(num_microbatches, num_rounds)
     return [size + 1] * num_larger + [size] * (num_rounds - num_larger)
 
 
 def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placement, max_inputs: int) -> list[list[Action]]:
-    """Returns `lists` of F and I with a W for every I, so that no stage holds more than `max_inputs` chunk inputs.
+    """Returns `lists`, which contain F and I, with a W for every I. Limits the chunk inputs that a stage holds to `max_inputs`.
 
     Simulates all stages in ticks, with at most one action per stage and tick. A stage runs the next action of its list if an
-    earlier tick has produced the action's input, and its oldest W otherwise. If it holds `max_inputs` chunk inputs, it runs a W
-    first, except between an F and the following I, since earlier stages wait for that I.
+    earlier tick has produced the action's input, and its oldest pending W otherwise. If it holds `max_inputs` chunk inputs, it
+    runs a pending W first, except between an F and the following I, since earlier stages wait for that I.
 
-    A stage of ZB-H1 without and with its W:
+    The drawing shows a stage of ZB-H1 without and with its W:
 
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=...I3=
         stage 2  ......F0-F1-...I0=F2-I1=F3-I2=W0~I3=W1~W2~W3~
@@ -120,7 +123,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
     deliveries: set[Delivery | None] = {None}  # None is the input of an action that needs none
 
     def can_run(stage: int) -> bool:
-        """Returns whether the next action of `stage` has its input, and no W must run before it."""
+        """Returns whether the input of the next action of `stage` is available, and no W must run before that action."""
         action, last_actions = queues[stage][0], results[stage][-1:]
         is_pair = action.kind is Kind.INPUT_GRADIENT and any(last.kind is Kind.FORWARD for last in last_actions)
         is_full = bool(weight_queues[stage]) and num_inputs[stage] >= max_inputs and not is_pair
@@ -151,7 +154,7 @@ def insert_weight_gradients(lists: Sequence[Sequence[Action]], placement: Placem
 
 
 def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list[Action]]:
-    """Returns the ZB-H1 lists: 1F1B with split backwards (arXiv 2401.10241, section 2.1). One chunk per stage.
+    """Returns the ZB-H1 lists: 1F1B with split backwards (arXiv 2401.10241, section 2.1), with one chunk per stage.
 
         stage 0  F0-F1-F2-F3-.........I0=W0~I1=W1~I2=W2~I3=W3~
         stage 1  ...F0-F1-F2-......I0=F3-I1=W0~I2=W1~I3=W2~W3~
@@ -159,8 +162,8 @@ def zero_bubble_h1(stages: int, chunks: int, num_microbatches: int) -> list[list
         stage 3  .........F0-I0=F1-I1=F2-I2=F3-I3=W0~W1~W2~W3~
 
     The previous stage waits only for I. Each stage defers its W until it holds min(P, M) microbatches, which is the peak of
-    stage 0 in 1F1B. The bubble is (P - 1)(F + I - W) if W takes no longer than F or I, which is a third of that of 1F1B if all
-    three take the same time.
+    stage 0 in 1F1B. With F, I and W as times, the bubble is (P - 1)(F + I - W) if W <= F and W <= I. If all three are equal,
+    that is a third of 1F1B's bubble.
     """
     lists = []
     for stage in range(stages):
@@ -179,11 +182,11 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
         stage 3  .........F0-f0-F1-f1-F2-f2-F3-f3-i0=w0~F4-I0=W0~f4-i1=w1~F5-I1=W1~f5-i2=w2~ ...
 
     A sample goes down the stages through chunk 0 and up again through chunk 1. Stage 0 has both the embedding and the loss, so
-    its first backward directly follows a forward. The pattern has at least 2P - 1 microbatches. If M is smaller, the actions
-    of the missing microbatches are removed, and weight gradients fill the gaps.
+    its first backward directly follows a forward. The pattern is built for at least 2P - 1 microbatches. If M is smaller, the
+    actions of the missing microbatches are removed, and weight gradients fill the gaps.
 
-    A stage holds at most 2 min(P, M) chunk inputs. A chunk is half a stage, so the peak equals that of 1F1B. If F, I and W
-    take the same time and M >= P, the bubble is P - 1 times that long, which is the skew at the start.
+    A stage holds at most 2 min(P, M) chunk inputs. A chunk is half as large as a stage of 1F1B, so the peak of memory is the
+    same. If F, I and W take the same time t and M >= P, the bubble is (P - 1) t, the time until the last stage starts.
     """
     patterns = [
         number_microbatches(_zbv_pattern(stage, stages, max(num_microbatches, 2 * stages - 1))) for stage in range(stages)
@@ -193,7 +196,7 @@ def zero_bubble_v(stages: int, chunks: int, num_microbatches: int) -> list[list[
 
 
 def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Symbol]:
-    """Yields the symbols of stage `stage` of ZB-V without weight gradients, for at least 2P - 1 microbatches."""
+    """Yields the symbols of stage `stage` of ZB-V, without weight gradients. `num_microbatches` must be at least 2P - 1."""
     num_later = stages - 1 - stage
     yield from [F0] * (2 * num_later + 1)  # until the first sample returns to this stage
     yield from [F1, F0] * stage  # until the last stage has a gradient for this stage
@@ -205,7 +208,7 @@ def _zbv_pattern(stage: int, stages: int, num_microbatches: int) -> Iterator[Sym
 
 
 def build(config: GPipeConfig | OneFOneBConfig | InterleavedConfig | ZeroBubbleH1Config | ZeroBubbleVConfig) -> Schedule:
-    """Returns the schedule of a plan's table."""
+    """Returns the schedule that a table of the plan selects."""
     if isinstance(config, InterleavedConfig):
         return Schedule(interleaved, config.chunks)
     if isinstance(config, ZeroBubbleVConfig):
@@ -249,13 +252,13 @@ def build_csv(config: CsvConfig) -> Schedule:
 # -- schedules in files ------------------------------------------------------------------------------------------------
 
 ACTION_TYPES = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": Kind.WEIGHT_GRADIENT}
-"""The type of an action by its letter in a file."""
+"""The type of action for each letter in a file."""
 
 ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
-"""The text of an action: the position, the letter of its type, and the microbatch."""
+"""Matches the text of an action: the position, the letter of its type, and the microbatch."""
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-"""The text of actions that torch overlaps, separated by `;`."""
+"""Matches a cell of actions that torch overlaps. The actions within it are separated by `;`."""
 
 CsvAction = tuple[int, Kind, int]
 """The position, type and microbatch of an action."""
@@ -268,9 +271,9 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 
         0F0,0F1,,1F0,1I0,1W0,...        `1I0`: input gradients of model part 1 (counted along the model), microbatch 0
 
-    F and B are forward and full backward. I and W are the two parts of a split backward. An empty cell is a wait. The actions
-    of `(0F4;1B2)OVERLAP_F_B` run one after another. Sends and receives are not supported, since `lower` adds them. Raises
-    PlanError "schedule-file" with line and column; `lower` checks that the lists form a valid step.
+    F is a forward and B a full backward. I and W are the two parts of a split backward. Empty cells are skipped. The actions of
+    `(0F4;1B2)OVERLAP_F_B` run one after another. Raises PlanError "schedule-file", with line and column, for other actions such
+    as sends and receives, which `lower` adds. `lower` also checks that the lists form a valid step.
     """
     rows = [_parse_row(line, name, number) for number, line in enumerate(text.splitlines(), start=1)]
     if not any(rows):
@@ -285,7 +288,7 @@ def read_csv(text: str, name: str) -> tuple[Placement, list[list[Action]]]:
 
 
 def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
-    """Returns the actions of `line`, whose line number is `number`. Overlapped actions follow one another."""
+    """Returns the actions of `line`, which is line `number` of the file `name`. Overlapped actions are listed in order."""
     actions: list[CsvAction] = []
     start = 0
     for cell in line.split(","):
@@ -303,8 +306,8 @@ def _parse_row(line: str, name: str, number: int) -> list[CsvAction]:
 
 
 def _build_placement(positions_per_rank: Sequence[set[int]], location: Place) -> Placement:
-    """Returns the placement with these positions per rank. Raises PlanError unless each rank holds equally many, and each
-    position is on one rank.
+    """Returns the placement with these positions per rank. Raises PlanError "schedule-file" unless all ranks hold the same
+    number of positions, and each position is on exactly one rank.
     """
     holders = {position: rank for rank, positions in enumerate(positions_per_rank) for position in positions}
     text = "; ".join(f"rank {rank}: {sorted(positions)}" for rank, positions in enumerate(positions_per_rank[:8]))

@@ -1,8 +1,8 @@
-"""`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of them.
+"""`pp.shared_modules`: keeps parameters that several stages hold (ties) equal on all of these stages.
 
-All copies start equal, since they use the same random numbers. Each gets the sum of all copies' gradients and takes the same
-optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for bit. The engine
-compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
+All copies start equal, since they are initialized with the same random numbers. Each copy gets the sum of all copies' gradients
+and takes the same optimizer step. The sum is the last operation on a gradient before the norm, so copies stay equal bit for
+bit. The engine compares copies as it compares replicas. Norm, clipping and parameter counts include each tie only once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 
 
 class SharedModules(GradientHandler):
-    """Sums the gradients of each tie over its stages, with one all-reduce per group of stages.
-
-    Groups are sorted by axis and their ties by name, so that all ranks use the same order.
-    """
+    """Sums the gradients of each tie over its stages, with one all-reduce per group of stages."""
 
     def __init__(self, config: SharedModulesConfig) -> None:
         self._sent = SentBytes()
 
     def attach(self, parts: Parts) -> None:
-        """Collects the ties in the registry by the axis of their group, sorted by axis and name."""
+        """Groups the registry's ties by axis, sorted by axis and name, so that all ranks use the same order."""
         self._groups = parts.groups
         self._store = parts.store
         ties = sorted((str(param.tie_axis), param.name) for param in parts.registry if param.tie_axis is not None)
@@ -40,7 +37,7 @@ class SharedModules(GradientHandler):
     def finish_step(self, step: StepState) -> None:
         """All-reduces this rank's gradients of ties over their stages, and waits for the sums.
 
-        The gradients of a group are copied into one buffer, since even a small message takes time.
+        The gradients of a group are copied into one buffer, since one large message takes less time than many small ones.
         """
         self._sent.begin_step()
         reductions = []
