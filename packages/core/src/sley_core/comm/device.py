@@ -1,7 +1,7 @@
-"""Defines the device of a rank, with all differences between device types, and copies between a device and the host.
+"""Defines a rank's device, which hides all differences between device types, and copies between the device and the host.
 
-`cuda` is CUDA and NCCL, `cpu` is gloo, `meta` is a fake world: shapes without memory. Copies run in parallel with the device's
-own work:
+`cuda` means CUDA with NCCL, `cpu` means gloo, and `meta` is a fake world, whose tensors have shapes but no memory. Copies run
+in parallel with the device's own work:
 
     stream.wait_for_device()         # copies start after all work that is queued on the device so far
     stream.copy(host, weights)       # several copies, in this order
@@ -9,9 +9,9 @@ own work:
     event.hold_device()              # work that is queued on the device from now on starts after the copies
     free(weights)
 
-Memory that a copy reads or writes must not be written, read or freed by the device before `hold_device`, nor by the host
-before `wait`. On the CPU a copy is done when `copy` returns, and all waits are no-ops; `sley_testing.drawn_copies` has
-a stream whose copies happen as late, and in any order, as these calls permit.
+The device must not read, write or free the memory of a copy before `hold_device`, nor the host before `wait`. On the CPU a copy
+is done when `copy` returns, and all waits are no-ops. `sley_testing.drawn_copies` has a stream that delays and reorders its
+copies as far as these calls permit.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 """The backend of torch.distributed by device type."""
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The number of CUDA driver queues for the work of all streams: 8 by default, and 32 at most. A run has more than eight
-streams; if two share a queue, a receive that waits for its peer holds up the copies behind it.
+"""The environment variable for the number of driver queues that all CUDA streams share: 8 by default, and 32 at most. A run has
+more than eight streams; if two of them share a queue, a receive that waits for its peer delays the copies behind it.
 """
 
 SHARED_NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own switch (2.30 and later) for several ranks on one device."""
+"""The environment variable by which NCCL (2.30 and later) permits several ranks on one device."""
 
 
 class CopyEvent:
-    """A point in a copy stream, after all copies that were enqueued before it. In this class these copies are complete."""
+    """A point in a copy stream, reached when all copies enqueued before it are done. In this base class they always are."""
 
     def is_done(self) -> bool:
-        """Returns whether these copies are done. Does not wait."""
+        """Returns whether the copies before this event are done. Does not wait."""
         return True
 
     def wait(self) -> None:
-        """Waits on the host until these copies are done."""
+        """Blocks the host until the copies before this event are done."""
 
     def hold_device(self) -> None:
-        """Makes all later work on the device's own stream wait for these copies. Does not block the host."""
+        """Makes all later work on the device's own stream wait for the copies before this event. Does not block the host."""
 
 
 class CopyStream:
-    """Runs copies in order. Here, on the CPU, a copy is done at its return; on CUDA it overlaps with other work."""
+    """Runs copies in order. In this class, for the CPU, a copy is done when `copy` returns."""
 
     def wait_for_device(self) -> None:
         """Makes all later copies wait for the work that is queued on the device's own stream so far."""
@@ -78,20 +78,20 @@ class CopyStream:
         event.wait()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy of `source` into `target`, of equal shape and dtype. Neither may be written until it is done."""
+        """Enqueues a copy of `source` into `target`, of the same shape. Neither may be written until the copy is done."""
         with torch.no_grad():
             target.copy_(source)
 
     def record(self) -> CopyEvent:
-        """Returns an event after all copies that were enqueued so far."""
+        """Returns an event that is reached when all copies enqueued so far are done."""
         return CopyEvent()
 
 
 class _CudaEvent(CopyEvent):
     """An event that the run's stream `main` can wait for.
 
-    Its methods do not depend on the thread's current device. In a new thread that is device 0, where a context would take some
-    hundred MiB.
+    Its methods do not depend on the thread's current device: in a new thread this is device 0, on which a CUDA context would
+    take a few hundred MiB.
     """
 
     def __init__(self, event: torch.cuda.Event, main: torch.cuda.Stream) -> None:
@@ -111,7 +111,9 @@ class _CudaEvent(CopyEvent):
 
 
 class CudaStream(CopyStream):
-    """A separate CUDA stream; copies from and to page-locked memory do not block the host. main: the run's own stream."""
+    """Runs copies on a separate CUDA stream. Copies from and to page-locked memory do not block the host. main: the stream on
+    which the run computes.
+    """
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         self._main = main
@@ -140,8 +142,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def free(tensor: Tensor) -> int:
-    """Frees the memory of `tensor` and of all its views, which stay valid objects; returns the bytes freed. Computing with one
-    of them before `grow` reads missing memory: on a CPU that ends the process.
+    """Frees the memory of `tensor` and all its views, and returns the number of bytes freed. The tensors stay valid objects,
+    but must not be computed with until `grow` is called: on a CPU, this crashes the process.
     """
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
@@ -160,9 +162,9 @@ _host_memories: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 class HostMemory:
     """Holds zeroed host memory in `data`, uint8 [num_bytes].
 
-    Its size is rounded up to full pages, while torch's pinned memory takes the next power of two. lock: whether to page-lock
-    the memory with CUDA, so that copies need not wait for the host. is_locked: whether that worked; a failure is a warning. The
-    pages are locked as long as this object lives, and freed with the last view.
+    The allocation is rounded up to whole pages, whereas torch rounds pinned memory up to a power of two. lock: whether to
+    page-lock the memory for CUDA, so that copies do not block the host. is_locked: whether this succeeded; a failure causes a
+    RuntimeWarning. The pages stay locked while this object lives, and are freed with the last view of `data`.
     """
 
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
@@ -174,7 +176,7 @@ class HostMemory:
 
     @staticmethod
     def contains(tensor: Tensor) -> bool:
-        """Returns whether `tensor` lies in a live `HostMemory`: on a CPU, an offloaded tensor."""
+        """Returns whether `tensor` is in a live `HostMemory`. On a CPU, only offloaded tensors are."""
         key = storage_id(tensor)
         return any(storage_id(memory.data) == key for memory in list(_host_memories))
 
@@ -182,8 +184,8 @@ class HostMemory:
         """Page-locks the pages at `address` for the life of this object. Returns whether that worked, and warns if not."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if error := int(runtime.cudaHostRegister(address, self.num_bytes, 0)):
-            # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch, after which
-            # torch checks for errors, clears it.
+            # CUDA remembers the error, and torch would raise it from this thread's next operation. A kernel launch clears it,
+            # since torch checks for errors after each launch.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             warnings.warn(
@@ -199,7 +201,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Device:
-    """The device of this rank: `Device.pick("auto", local_rank, local_size)`.
+    """The device of this rank, as returned by `Device.pick("auto", local_rank, local_size)`.
 
     is_shared: whether several ranks of this machine use it. stream: the CUDA stream of the run; None on other devices.
     """
@@ -210,12 +212,12 @@ class Device:
 
     @classmethod
     def pick(cls, name: str, local_rank: int = 0, local_size: int = 1) -> Device:
-        """Returns this rank's device, and makes it torch's current device.
+        """Returns this rank's device. A CUDA device becomes torch's current device.
 
-        name: cpu, cuda or auto; auto is CUDA if each of the `local_size` ranks of this machine has its own device. With cuda,
-        ranks share devices if there are fewer devices, and the run uses the current stream. Sets `CUDA_DEVICE_MAX_CONNECTIONS`
-        to 32 unless it is set, which works only before the process uses CUDA. Raises RunError `no-device` if there is no CUDA
-        device.
+        name: cpu, cuda or auto; auto means cuda if each of the `local_size` ranks of this machine can have its own device, and
+        cpu otherwise. With cuda, ranks share devices if there are fewer devices than ranks, the run uses the current stream,
+        and `CUDA_DEVICE_MAX_CONNECTIONS` is set to 32 unless it is set already, which works only before the process uses CUDA.
+        Raises RunError `no-device` if `name` is cuda and there is no CUDA device.
         """
         count = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
         if name == "auto":
@@ -238,7 +240,9 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """Returns the backend of this device's groups: gloo for CPUs and shared devices, else NCCL."""
+        """Returns the backend of this device's groups: gloo for CPUs, and for shared devices unless NCCL permits them; else
+        NCCL.
+        """
         if self.is_shared and os.environ.get(SHARED_NCCL_VARIABLE) != "1":
             return "gloo"
         return BACKENDS[self.type]
@@ -250,18 +254,17 @@ class Device:
 
     @property
     def is_async(self) -> bool:
-        """Returns whether work is queued on a stream, so that reading a scalar would stall it."""
+        """Returns whether the device runs work asynchronously, so that reading a value makes the host wait."""
         return self.type == "cuda"
 
     def in_use(self) -> AbstractContextManager[object]:
-        """Returns a context manager in which new tensors are on this device. It is empty except in a fake world."""
+        """Returns a context manager in which new tensors are on this device. It does nothing except in a fake world."""
         return nullcontext()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes the run's stream current within the block, after the caller's earlier work and before its later work.
-
-        Does nothing if the caller's stream is the run's, or the device has no streams.
+        """Makes the run's stream current within the block. The block's work follows the caller's earlier work on the device,
+        and precedes its later work. Does nothing if the run's stream is already current, or the device has no streams.
         """
         if self.stream is None or (current := torch.cuda.current_stream(self.torch_device)) == self.stream:
             yield
@@ -274,18 +277,20 @@ class Device:
             current.wait_stream(self.stream)
 
     def read(self, values: Tensor, usual: list[float]) -> list[float]:
-        """Waits for the device, and returns `values` on the host. usual: the result if tensors have no values."""
+        """Waits for the device, and returns the elements of `values`. usual: the result on a device whose tensors have no
+        values; unused in this class.
+        """
         return [float(value) for value in values.reshape(-1).tolist()]
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators from which a forward draws: torch's, `random`'s and numpy's; cheap. seed: in [0, 2**63)."""
+        """Seeds all generators that a forward may use: torch's, `random`'s and numpy's. seed: in [0, 2**63)."""
         seed_host(seed)
         if self.type == "cuda":
             torch.cuda.default_generators[self.torch_device.index].manual_seed(seed)
 
     @contextmanager
     def preserve_random_state(self) -> Iterator[None]:
-        """Restores, after the block, the state of all generators that `seed` seeds, so a program's own draws are unaffected."""
+        """Restores all generators that `seed` seeds after the block, so that the program's own draws are unaffected."""
         generator = torch.cuda.default_generators[self.torch_device.index] if self.type == "cuda" else None
         state, device_state = host_state(), None if generator is None else generator.get_state()
         try:
@@ -318,9 +323,9 @@ class Device:
         return last - first
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on this device, always as a new object, so that values cached for it end with it.
+        """Returns `tensor` on this device, always as a new tensor object, so that values cached for it are freed with it.
 
-        Does not wait for the copy: host memory is pinned for a copy to CUDA.
+        Does not wait for the copy: before a copy to CUDA, a host tensor is copied to pinned memory.
         """
         if tensor.device == self.torch_device:
             return tensor.detach()
@@ -329,14 +334,16 @@ class Device:
         return tensor.to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` on the host; on CUDA page-locked, and complete when the device has reached a later `moment`."""
+        """Returns `tensor` on the host. On CUDA, the result is in page-locked memory, and complete when the device has reached
+        a later `moment`.
+        """
         if not self.is_async:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def alias(self, memory: Tensor) -> Tensor:
-        """Returns a tensor over `memory` with a separate storage, whose use count shows whether it is still in use."""
+        """Returns a tensor that shares `memory` but has its own storage, whose reference count shows whether it is in use."""
         return from_dlpack(to_dlpack(memory.detach()))  # does not reference the tensor object
 
     def bytes_of(self, memory: Tensor) -> memoryview:

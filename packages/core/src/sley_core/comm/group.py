@@ -1,8 +1,8 @@
-"""Defines a group of ranks with its collectives and messages, whose errors name group and content, and makes a run's groups.
+"""Defines a group of ranks with its collectives and messages, and makes a run's groups. Errors name the group and the content.
 
-Communicators are made from the topology's table. All ranks process it in one order and join the lines that name them. Nothing
-runs on the default group after start-up, and `new_group` is called only here. A fake world (`Simulation`) has the same groups,
-with torch's backend "fake", and transports that exchange nothing.
+Communicators are made from the topology's table of groups. All ranks process its lines in the same order, and join those that
+name them. After start-up nothing runs on the default group, and only this module calls `new_group`. A fake world (`Simulation`)
+has the same groups, with torch's backend "fake" and transports that exchange nothing.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from sley_core.topology import AXES, DEFAULT_CHANNEL, TIE, GroupEntry, Topology
 Op = Literal["sum", "max", "min"]
 
 Exchange = Op | Literal["all_gather", "all_to_all", "send", "receive"]
-"""The type of an exchange; an all-reduce is named by its operation."""
+"""The type of an exchange; for an all-reduce, its reduction."""
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""Renamed in torch 2.13."""
+"""`dist.all_gather_single`, whose name before torch 2.13 is `all_gather_into_tensor`."""
 
 
 @dataclass(frozen=True)
 class Group(Members):
     """Holds the ranks of one axis with which this rank communicates, with one communicator and one transport per channel.
 
-    A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges without
-    marks. simulation: simulates exchanges if the other ranks do not exist.
+    A group of one rank has no communicator, and every collective on it is the identity. log: records the exchanges that carry
+    no marks. simulation: simulates exchanges in a fake world; None in a real one.
 
-    In the collectives below tensors are contiguous, all members make the same calls on one channel in one order, and `label`
-    describes the content, for errors.
+    In the methods below, tensors are contiguous, all members make the same collective calls on a channel in the same order, and
+    `label` describes the content in errors.
     """
 
     channels: dict[str, dist.ProcessGroup]
@@ -67,7 +67,7 @@ class Group(Members):
         return self.channels[name]
 
     def transport(self, channel: str = DEFAULT_CHANNEL) -> Transport:
-        """Returns the transport of `channel`. Must be called at each use, since closed groups have no transports."""
+        """Returns the transport of `channel`. Call this at each use: after `Groups.close` a kept transport must not be used."""
         return SingleRankTransport() if self.size == 1 else self.transports[channel]
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, label: str) -> Work:
@@ -95,9 +95,9 @@ class Group(Members):
         return self._start("all_gather", start, output, tensor, label, channel)
 
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
-        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle. Calls the
-        communicator directly, which numbers members as the group does, since the overhead of `dist.isend` is a fifth of the
-        call.
+        """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle.
+
+        Calls the communicator directly, which numbers members as the group does: `dist.isend` would take a quarter longer.
         """
 
         def start(group: dist.ProcessGroup) -> Any:
@@ -115,9 +115,9 @@ class Group(Members):
         return self._start("receive", lambda group: group.recv([buffer], peer, 0), tensor, tensor, label, channel, ends, finish)
 
     def gather_objects(self, value: Any, *, label: str) -> list[Any]:
-        """Returns the `value` of each rank of the group `control`, in the order of ranks. Blocks.
+        """Returns the `value` of each member, in the order of ranks. A blocking collective.
 
-        value: small and serialisable as JSON. If the other members do not exist, the result repeats this rank's value.
+        value: small and serialisable as JSON. In a fake world, the result repeats this rank's value.
         """
         if not self.has_peers:
             return [value] * self.size
@@ -138,7 +138,8 @@ class Group(Members):
     ) -> Work:
         """Starts an exchange by `start(group=...)`, which sends `tensor` and fills `result`. Returns its handle.
 
-        ends: the coordinates of a message's sender and receiver. finish: called once, after the exchange.
+        ends: the coordinates of a message's sender and receiver; None for a collective. finish: called once, after the
+        exchange.
         """
         if self.size == 1:
             if result is not tensor:
@@ -151,7 +152,7 @@ class Group(Members):
         return GroupWork([run_guarded(lambda: start(group=self.channel(channel)), turn)], (), turn, finish)
 
     def needs_host_copy(self, tensor: Tensor, channel: str) -> bool:
-        """Returns whether a message needs a copy in host memory, since gloo reads host addresses only."""
+        """Returns whether an exchange of `tensor` on `channel` needs a copy on the host, since gloo reads only host memory."""
         return tensor.device.type != "cpu" and dist.get_backend(self.channel(channel)) == "gloo"
 
 
@@ -168,8 +169,8 @@ class Groups(dict[str, Group]):
     def close(self) -> None:
         """Drops all communicators, so that their threads end before the interpreter exits.
 
-        A gloo thread frees a tensor some time after its result is complete. In an exiting interpreter that aborts the process
-        (exit status -6): without `close`, in one of five successful runs.
+        A gloo thread may free a tensor some time after its result is complete. In an exiting interpreter this aborts the
+        process (exit status -6); without `close`, it happens in one of five successful runs.
         """
         for group in self.values():
             group.channels.clear()
@@ -189,17 +190,18 @@ def make_groups(
 ) -> Groups:
     """Returns the groups of `rank`. All ranks of the world call this once, with equal tables.
 
-    Lines that do not name `rank` cost 12 us each: torch names a group by the number of earlier groups. With
-    `use_local_synchronization` torch still counts, and hangs if one member has joined more groups than another, as with ties of
-    stages (1, 2) and (2, 3).
+    Every rank also calls `new_group` for the lines that do not name it, which takes 12 us each: torch names a group by the
+    number of earlier groups. `use_local_synchronization` would not help: torch still counts, and hangs if one member has joined
+    more groups than another, as with ties of the stages (1, 2) and (2, 3).
 
-    device: the device of exchanged tensors. cross_memory: whether ranks that share weights or sequences, or sum gradients, may
-    use cross-memory attach; only on the host, with gloo. extra: plugins' groups; a rank that no line of such an axis names has
-    a group of one. backend: the backend of lines that are not marked `gloo`. Lines with the same members and channel share one
-    communicator, since all members start their exchanges in one order anyway. simulation: replaces the peers of a fake world,
-    whose backend is "fake".
+    backend: the backend of lines that are not marked `gloo`; "fake" in a fake world. extra: the lines of plugins' groups; a
+    rank that no line of such an axis names gets a group of one. device: the device of exchanged tensors. cross_memory: whether
+    ranks that share weights or sequences, or sum gradients, may use cross-memory attach; it has no effect unless tensors are on
+    the host and the backend is gloo. simulation: replaces the peers of a fake world. Lines with the same members, channel and
+    backend share one communicator, since all members start their exchanges in the same order anyway.
 
-    Raises RunError `group-failed` if a member does not join within `timeout`.
+    Raises RunError `group-failed` if a communicator cannot be created, for example because a member does not join within
+    `timeout`.
     """
     channels: dict[str, dict[str, dist.ProcessGroup]] = {}
     communicators: dict[tuple[tuple[int, ...], str, str], dist.ProcessGroup | None] = {}
@@ -249,7 +251,9 @@ def axes_with_cma(topology: Topology, extra: Sequence[GroupEntry]) -> tuple[str,
 
 
 def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Returns a new communicator, or None on a rank outside the group. All ranks call it. Raises RunError `group-failed`."""
+    """Returns a new communicator, or None on a rank outside the group. All ranks of the world call this. Raises RunError
+    `group-failed` if torch cannot create it.
+    """
     try:
         with _unbind_default_group() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(entry.ranks), backend=backend, timeout=timeout, group_desc=entry.label)
@@ -261,10 +265,10 @@ def make_communicator(entry: GroupEntry, rank: int, backend: str, timeout: timed
 
 @contextmanager
 def _unbind_default_group() -> Iterator[None]:
-    """Returns a context manager in which torch can make a gloo group beside NCCL.
+    """Unbinds the default group from its device within the block, so that torch can create a gloo group beside NCCL.
 
     If the default group is bound to a device, as with NCCL, the ranks outside a new group join a split of the default
-    communicator. The ranks inside split it only for an NCCL group, so the others would wait forever for a gloo group.
+    communicator. The ranks inside split it only for an NCCL group, so with a gloo group the others would wait forever.
     """
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
@@ -279,7 +283,7 @@ def _unbind_default_group() -> Iterator[None]:
 
 
 class SilentTransport(SingleRankTransport):
-    """A transport that exchanges no data, so that results keep their contents."""
+    """A transport that exchanges no data: output tensors keep their contents."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         return Work()
@@ -289,7 +293,7 @@ class SilentTransport(SingleRankTransport):
 
 
 class Simulation:
-    """Replaces the communication of a fake world; without a subclass, results keep their contents."""
+    """Replaces the communication of a fake world. This class exchanges nothing, so output tensors keep their contents."""
 
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
@@ -300,14 +304,14 @@ class Simulation:
     def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, tensor: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
-        """Simulates an exchange of `tensor` by `members` on `channel`, which fills `result`, maybe the same tensor. Returns a
-        function to call when the rank waits for it. label: the description of the exchange in errors.
+        """Simulates an exchange by `members` on `channel` that sends `tensor` and fills `result`, which may be the same tensor.
+        Returns a function that is called when the rank waits for the exchange. label: describes the content in errors.
         """
         return do_nothing
 
     def announced(self, plan: Any, stage: Any, dataset: Any, dtype: torch.dtype) -> Callable[[int, int], Any] | None:
-        """Returns a function (stage, chunk) that describes the output of another stage's chunk, or None if no steps are run or
-        there is only one stage. stage: the stage, with all layers of the model on meta. dtype: the parameters' dtype.
+        """Returns a function `(stage, chunk)` that describes the output of another stage's chunk, or None if no steps are run
+        or there is only one stage. stage: the run's stage, with all layers of the model on meta. dtype: the parameters' dtype.
         """
         return None
 
@@ -316,4 +320,4 @@ class Simulation:
 
 
 def do_nothing() -> None:
-    """Does nothing: the wait for a simulated exchange that is complete."""
+    """Does nothing. `Simulation` returns it as the wait for an exchange."""

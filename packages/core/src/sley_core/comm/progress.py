@@ -23,28 +23,28 @@ COLLECTIVE_HINT = (
 )
 
 NUM_RECENT = 32
-"""The number of recorded exchanges per queue. Diverged ranks block each other long before that."""
+"""The number of latest exchanges kept per queue. Ranks that diverge block each other after far fewer."""
 
 
 BEGINNING = "the beginning of the step"
-"""The entry before the first entry of the action list."""
+"""The value of `ActionProgress.pending` before the first entry of the action list."""
 
 REDUCTION, UPDATE, BETWEEN = "the end of the gradients' reduction", "the update", "the time between two steps"
-"""The entries after the last entry of the action list, in this order."""
+"""The values of `ActionProgress.pending` after the last entry of the action list, in this order."""
 
 EVALUATION = "an evaluation"
-"""The entry before the first entry of an evaluation's action list."""
+"""The value of `ActionProgress.pending` before the first entry of an evaluation's action list."""
 
 DEVICE = "the wait for the device"
-"""The entry while the host waits for the results of a step; on CUDA the next step may have started by then."""
+"""The value of `ActionProgress.pending` while the host waits for a step's results; on CUDA the next step may have begun."""
 
 
 @dataclass
 class ActionProgress:
     """Records a rank's position in its action list.
 
-    step: the optimizer step, from 1; 0 before the first. finished, pending: the last finished entry, and the running one.
-    layer: the layer that was called last. follow: called with each entry as it begins.
+    step: the optimizer step, counted from 1; 0 before the first. finished: the last finished entry. pending: the running entry.
+    layer: the layer that the step called last; "" if none. follow: called with each entry as it begins.
     """
 
     step: int = 0
@@ -70,10 +70,10 @@ class ActionProgress:
 
 
 class Wait(NamedTuple):
-    """Describes a wait for other ranks, which has lasted `seconds`.
+    """Describes a wait for other ranks in the exchange `turn`, which has lasted `seconds`.
 
     end: "" during the wait, "late" after a timeout, "closed" if a peer has ended or closed its connection, and "differs" if a
-    peer's exchange differs. peer: the missing global rank, if known.
+    peer's exchange differs. peer: the global rank of the missing peer, if known.
     """
 
     turn: Turn
@@ -86,12 +86,12 @@ class Wait(NamedTuple):
 class Progress:
     """Records the exchanges and waits of one rank in one run, in all its groups.
 
-    A queue is a sequence of exchanges that the members of a group start in one order: the collectives of one channel, or the
-    messages from one rank to another. numbers: the number of started exchanges per queue. recent: the last `NUM_RECENT` of each
-    queue. step_progress: the position in the action list. follow_wait: called after each wait with the exchange and the start
-    time of the wait by `time.perf_counter`.
+    A queue is a sequence of exchanges that the members of a group start in the same order: the collectives of one channel, or
+    the messages from one rank to another. numbers: the number of started exchanges per queue. recent: the last `NUM_RECENT` of
+    each queue. step_progress: the position in the action list. follow_wait: called after each successful wait with the exchange
+    and the time of `time.perf_counter` at which the wait began.
 
-    Recording costs under 1 us per exchange (a tuple in a list, and the time); an exchange takes 20 us and more.
+    Recording takes less than 1 us per exchange, and an exchange at least 20 us.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Progress:
 
 
 class SentBytes:
-    """Counts the bytes that this rank sends in a step: for a collective, the minimum for a group of its size.
+    """Counts the bytes that this rank sends in a step. For a collective, this is the minimum for a group of its size.
 
              begin_step ──> add* ──> end_step ──> begin_step ...
                   ^            │
@@ -176,9 +176,10 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Members:
-    """Names the ranks of one axis with which this rank communicates.
+    """Names this rank and the ranks with which it communicates along one axis.
 
-    ranks: the global ranks, ascending. rank: this rank's, in `ranks`. progress: this rank's exchanges in all of its groups.
+    ranks: all of their global ranks, ascending. rank: this rank's global rank. progress: this rank's exchanges in all its
+    groups.
     """
 
     axis: str
@@ -211,8 +212,8 @@ _TIMED_OUT = "Timed out"
 class Turn(NamedTuple):
     """Describes an exchange that this rank has started: the `number`-th in `queue`.
 
-    `members` start the exchanges of a queue in one order. label: describes the content. peer: the rank at the other end of a
-    message; None if all members participate. num_bytes: the bytes that this rank sends or receives.
+    `members` start the exchanges of a queue in the same order. number: counted from 1. label: describes the content. peer: the
+    global rank at the other end of a message; None if all members participate. num_bytes: the size of this rank's tensors.
     """
 
     operation: str
@@ -224,14 +225,14 @@ class Turn(NamedTuple):
     num_bytes: int = 0
 
     def __str__(self) -> str:
-        over = f" over {self.members}"  # some descriptions already end with it
+        over = f" over {self.members}"  # some labels already end with it
         return f"{self.operation} of {self.label.removesuffix(over)}{over}"
 
     def wait_error(self, message: str, ran_out_of_time: bool, peer: int | None = None) -> RunError:
         """Returns the error `collective-failed` with `message`, and records the failed wait.
 
-        ran_out_of_time: whether this rank timed out; else a peer has ended or closed its connection. peer: the missing global
-        rank, if known.
+        ran_out_of_time: whether this rank timed out; if not, a peer has ended or closed its connection. peer: the global rank
+        of the missing peer, if known.
         """
         self.members.progress.fail_wait("late" if ran_out_of_time else "closed", peer)
         return RunError("collective-failed", message, hint=COLLECTIVE_HINT)
@@ -247,8 +248,8 @@ def begin_turn(
 ) -> Turn:
     """Counts an exchange of `members` on `channel` and returns its turn.
 
-    label: the description of the content, for errors. ends: the coordinates of a message's sender and receiver, which both call
-    this; None if all members participate.
+    label: describes the content in errors. ends: the coordinates of a message's sender and receiver, both of which call this;
+    None if all members participate.
     """
     queue, peer = f"{members.axis} {channel}", None
     if ends is not None:
@@ -260,7 +261,7 @@ def begin_turn(
 
 
 def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
-    """Returns `call()` and records the wait. Turns torch's RuntimeError into the error of `Turn.wait_error`."""
+    """Returns `call()`, and records the call as a wait for `turn`. Raises RunError `collective-failed` for a RuntimeError."""
     progress = turn.members.progress
     progress.begin_wait(turn)
     try:
@@ -273,6 +274,6 @@ def run_guarded(call: Callable[[], Any], turn: Turn) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of torch's error, without the C++ stack, or the exception's type if it has no text."""
+    """Returns the first line of an error of torch, without the C++ stack, or the name of its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
