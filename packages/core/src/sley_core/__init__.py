@@ -1,4 +1,4 @@
-"""The core of Sley. Importing it costs no torch: the names below are imported when first used."""
+"""The core of Sley. This module imports no torch: it imports each name below when the name is first used."""
 
 from __future__ import annotations
 

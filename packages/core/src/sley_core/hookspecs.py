@@ -1,11 +1,12 @@
-"""The hooks of Sley, which assemble a run. The step loop calls none of them.
+"""The hooks of Sley, with which plugins take part in the assembly of a run.
 
-Core calls every hook on every rank before the first step, except the three notifications at the end. A hook must not
-communicate unless its documentation allows it. Hooks return records, which core indexes by type and name. The order of a run's
-parts is the plan's order; the order of discovery or registration does not matter.
+Every rank calls every hook. It calls the three notifications at the end of this module while the run takes its steps, and all
+other hooks before the first step. A hook must not communicate unless its documentation allows it. Hooks return records, which
+core finds by their class and name. The parts of a run have the order of the plan, whatever the order in which plugins are
+discovered or registered.
 
 Compatibility: a minor version may add a hook or a trailing argument, because pluggy passes only the arguments that an
-implementation declares. A version that removes a hook or an argument follows one that warns.
+implementation declares. A hook or an argument is removed only after a version that warns about its use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOTIFICATIONS = ("sley_run_started", "sley_step_finished", "sley_run_finished")
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a plugin's function as the implementation of the hook of its name."""
+"""Marks a function of a plugin as the implementation of the hook with the same name."""
 
 
 @hookspec
@@ -56,7 +57,7 @@ def sley_records() -> Iterable[records.Record]:  # type: ignore[empty-body]
 def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type: ignore[empty-body]
     """Returns the gradient handlers that a `[[gradient_handlers]]` table can name.
 
-    `build(config) -> GradientHandler`.
+    The builder of each record is `build(config) -> GradientHandler`.
 
     Called: when the plan is resolved
     Ranks: all
@@ -74,7 +75,7 @@ def sley_gradient_handlers() -> Iterable[records.GradientHandlerRecord]:  # type
 def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ignore[empty-body]
     """Returns scheduler hooks, which observe every action before and after it runs.
 
-    `build(config, parts: Parts) -> SchedulerHook`.
+    The builder of each record is `build(config, parts: Parts) -> SchedulerHook`.
 
     Called: when the plan is resolved
     Ranks: all
@@ -90,8 +91,8 @@ def sley_scheduler_hooks() -> Iterable[records.SchedulerHookRecord]:  # type: ig
 
 @hookspec
 def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.ProcessGroupRecord]:  # type: ignore[empty-body]
-    """Returns extra process groups as lists of ranks. Core creates the groups on all ranks, in plan order; plugins must not
-    call `torch.distributed.new_group`.
+    """Returns extra process groups as lists of ranks. All ranks create the groups, in the plan's order of plugins; plugins must
+    not call `torch.distributed.new_group`.
 
     `parts.groups[axis]` is this rank's group. A rank that is in no list has a group that contains only itself.
 
@@ -110,7 +111,7 @@ def sley_process_groups(plan: Plan, topology: Topology) -> Iterable[records.Proc
 
 @hookspec
 def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]:  # type: ignore[empty-body]
-    """Reports problems of the resolved plan, such as tables that do not fit each other. Must not change the plan or import
+    """Returns the problems of the resolved plan, such as tables that contradict each other. Must not change the plan or import
     torch.
 
     Called: after all tables are validated
@@ -128,7 +129,7 @@ def sley_check_plan(plan: Plan, topology: Topology) -> Iterable[records.Problem]
 
 @hookspec
 def sley_run_started(run: Run) -> None:
-    """Called when the run is assembled, before its first step.
+    """Tells the plugin that the run is assembled and is about to take its first step.
 
     Called: once, before the first step of `Run.train` or `Run.step`
     Ranks: all
@@ -144,7 +145,7 @@ def sley_run_started(run: Run) -> None:
 
 @hookspec
 def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
-    """Called after each optimizer step; `row` is the row that the metrics writers receive.
+    """Tells the plugin that an optimizer step is complete. row: the metrics row that the writers receive.
 
     Called: once per optimizer step
     Ranks: all
@@ -161,7 +162,7 @@ def sley_step_finished(run: Run, row: Mapping[str, float | int]) -> None:
 
 @hookspec
 def sley_run_finished(run: Run, outcome: str) -> None:
-    """Called when the run ends; `outcome` is `"finished"`, `"interrupted"` or `"failed"`.
+    """Tells the plugin that the run has ended. outcome: `"finished"`, `"interrupted"` or `"failed"`.
 
     Called: once, when a run that has taken steps is closed, before its process groups are destroyed
     Ranks: all that are alive

@@ -1,6 +1,7 @@
-"""The interfaces of a run's live objects. Hooks assemble the objects once; the step loop calls their methods directly.
+"""The interfaces of the objects that a run is made of. The run builds the objects once, from records; its step loop calls their
+methods directly.
 
-Plugins write classes with these methods. A class that inherits from a protocol gets the protocol's empty methods as defaults.
+Plugins define classes with these methods. A class that inherits from a protocol gets the protocol's empty methods as defaults.
 """
 
 from __future__ import annotations
@@ -26,44 +27,48 @@ if TYPE_CHECKING:
     from sley_core.model.layers import Layer
 
 Collective = Literal["gather", "reduce", "sum", "swap"]
-"""All-gather, reduce-scatter, all-reduce, all-to-all."""
+"""The kinds of collectives: all-gather, reduce-scatter, all-reduce and all-to-all, in this order."""
 
 LayerCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 """Calls a layer with the previous layer's output and with batch fields, and returns its output."""
 
 
 class StageLink(Protocol):
-    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` or the schedule's record names it.
+    """Moves outputs and their gradients between pipeline stages. The plan's table `[link]` names the link; the default is the
+    one that the schedule's record names.
 
          prepare ──> begin ──> post_receive | send | receive ... ──> drain ─┐
                        ^                                                    │
                        └────────────────────────────────────────────────────┘
 
     A `key` is a tuple that determines the shapes at a boundary; its first item is the phase. Both ends use equal keys for the
-    same microbatch. Messages use buffers of `parts.pool`. An optional method `trim() -> int`, called between two steps, returns
-    unused buffers to the pool. `testing/link_contract.py` tests these rules; a link's own tests inherit from it.
+    same microbatch. Messages use buffers of `parts.pool`. An optional method `trim()`, called between two steps, frees the
+    buffers that no message needs, and returns the number of freed bytes. `sley_testing.link_contract` tests these rules; the
+    test class of a link inherits from it.
     """
 
     def prepare(self, parts: Parts) -> None:
-        """Called once, after the groups are created. Messages use the channels `up` and `down` of the group `pp`."""
+        """Prepares the link. Called once, after the groups are created. Messages use the channels `up` and `down` of the group
+        `pp`.
+        """
 
     def begin(self, keys: Sequence[Hashable], peers: Sequence[int]) -> None:
         """Starts the exchanges of one list of actions; called at the start of a step or an evaluation.
 
-        keys: the key of each microbatch. peers: the neighbouring stages, which begin the same list. If a peer begins a
+        keys: the key of each microbatch. peers: the neighbouring stages, which must begin the same list. If a peer begins a
         different list, `receive` or `drain` raises RunError `stages-differ` on both ends.
         """
 
     def post_receive(self, transfer: Transfer, key: Hashable) -> None:
-        """Posts a receive that `receive` completes later. Does not block. In each direction both ends call `post_receive` and
-        `send` in the same order.
+        """Posts a receive, which `receive` completes later; does not block. In each direction, the receiver posts its receives
+        in the order of the peer's sends.
         """
 
     def send(self, transfer: Transfer, description: Description, tensors: list[Tensor], key: Hashable) -> None:
         """Starts to send `tensors`, whose layout is `description`.
 
-        The caller may reuse the tensors' memory as soon as this returns. Received outputs carry the marks of
-        `Description.with_overlaps`.
+        The caller may reuse the tensors' memory as soon as this method returns. The description that the peer receives is the
+        result of `Description.with_overlaps`.
         """
 
     def receive(self, transfer: Transfer) -> tuple[Description, list[Tensor]]:
@@ -87,10 +92,10 @@ class WeightCommunicator(Protocol):
                                                  ^                             │
                                                  └─────────────────────────────┘
 
-    Core shards each parameter along the dim that `shard_dim` returns. The communicator must call `parts.waits.wait_for` of a
-    layer before it gathers or reads any of the layer's weights. New values of shards, and changes of `requires_grad`, that
-    are made between two steps take effect in the next step. After a failed step, `begin` is called next and must discard all
-    exchanges in progress. `sley_testing.weight_contract` tests these rules.
+    Core shards each parameter along the dim that `shard_dim` returns. The communicator must call
+    `parts.waits.wait_for(layer_name)` before it gathers or reads any weight of the layer. If the program changes the values of
+    shards or `requires_grad` between two steps, the next step must use the changes. After a failed step, `begin` is called next
+    and must discard all exchanges in progress. `sley_testing.weight_contract` tests these rules.
 
     head: the model's last linear, if the communicator shards it and computes its loss. `prepare` sets it.
     """
@@ -100,20 +105,23 @@ class WeightCommunicator(Protocol):
     def prepare(self, layers: Sequence[Layer]) -> None:
         """Receives all layers of the model, on meta, before any parameter is sharded.
 
-        `attach` later receives different modules with the same names. Raises PlanError if the model is not supported.
+        The modules that `attach` finds later are different objects with the same names. Raises PlanError if the model is not
+        supported.
         """
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
         """Returns the dim along which to shard a parameter, or None to keep the parameter unsharded.
 
-        locations: every (module, attribute name) that holds the parameter. Called on meta; the result must be the same on all
-        ranks. Shards are padded with zeros. The communicator adds gradients of a shard's shape, summed over `wp`, to the
-        store.
+        locations: every (module, attribute name) that holds the parameter. Called while the parameter is on meta; the result
+        must be the same on all ranks. Shards are padded with zeros. The communicator adds gradients to the store that have a
+        shard's shape and are summed over `wp`.
         """
         ...
 
     def attach(self, parts: Parts) -> None:
-        """Called once, after weights are sharded and handlers attached. Must leave all modules unchanged if it raises."""
+        """Installs the communicator in the modules. Called once, after the weights are sharded and the handlers are attached.
+        Must leave all modules unchanged if it raises.
+        """
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
         """Called before a step or an evaluation runs `actions`, in this order."""
@@ -125,32 +133,37 @@ class WeightCommunicator(Protocol):
         ...
 
     def detach(self) -> None:
-        """Called when the run closes or its assembly fails. Restores the modules, except that stand-ins of shards stay."""
+        """Called when the run closes or its assembly fails. Restores the modules, but leaves the stand-ins of sharded weights
+        in place.
+        """
 
 
 class SequenceCommunicator(Protocol):
-    """Makes attention see full sequences although each rank of `sp` holds only a slice.
+    """Lets attention see full sequences although each rank of `sp` holds only a slice.
 
-    The communicator must raise an error that names an unsupported attention, on all ranks.
+    If it does not support an attention, the communicator must raise an error that names the attention, on all ranks.
     `sley_testing.attention_contract` lists the attentions that must be supported.
     """
 
     def prepare(self, data: DataInfo) -> None:
-        """Receives the declaration of the data before `attach`, with a field `positions` and the length of full sequences."""
+        """Receives the declaration of the data, which has a field `positions` and the length of full sequences. Called before
+        `attach`.
+        """
         return
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Wraps every attention in `layers`, the layers of the whole model.
 
-        Called before the parameter registry is built. This rank's layers have their first values; the other layers are on
-        meta. Parameter names must not change. Raises PlanError, and changes nothing, if there is no known attention.
+        Called before the parameter registry is built. This rank's layers have their initial values; the other layers are on
+        meta. Parameter names must not change. Raises PlanError, and changes nothing, if it finds no attention that it knows.
         """
 
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
-        """Returns `call(args, fields)`, the output of a layer in training, on slices. A communicator may compare it with
-        `rerun`, which calls the layer without the activation policy, to find layers that mix positions outside attention.
+        """Calls a layer on slices, in training, and returns its output `call(args, fields)`. To find layers that mix positions
+        outside attention, a communicator may compare the output with that of `rerun`, which calls the layer without the
+        activation policy.
         """
         return call(args, fields)
 
@@ -169,16 +182,17 @@ class GradientHandler(Protocol):
     reduce group, so `gradient_ready` may start a collective. After a failed step, `begin_step` is called next and must discard
     all exchanges in progress.
 
-    With `[precision] loss_scale`, as fp16 needs, all of these methods see gradients of the scaled loss. The run unscales the
+    With `[precision] loss_scale`, which fp16 needs, all of these methods see gradients of the scaled loss. The run unscales the
     gradients after `finish_step` and then clips them. A handler whose result is not linear in the gradients must reject such
-    plans in `sley_check_plan`. `parts.numbers.add`, called in `attach`, adds an unscaled number to every metrics row.
+    plans in `sley_check_plan`. In `attach`, a handler may call `parts.numbers.add` to add a number to every metrics row; the
+    number is computed from unscaled gradients.
 
-    A handler that keeps device memory between steps reports it by an optional method `named_tensors`, which yields the name and
-    tensor of all of this memory, offloaded or not; always the same tensors.
+    A handler that keeps device memory between steps must have a method `named_tensors`, which yields the name and tensor of all
+    of this memory, offloaded or not, and always yields the same tensor objects.
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, after the parameter registry and the groups are complete. A reducer plans the store's buffers here."""
+        """Called once, after the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
 
     def begin_step(self, step: StepState) -> None:
         """Called before the first forward of an optimizer step."""
@@ -187,12 +201,12 @@ class GradientHandler(Protocol):
         """Called when the accumulated gradient of `param` on this rank is complete; its reduction may start."""
 
     def chunk_done(self, chunk: int, step: StepState) -> None:
-        """Called after the last gradient action of `chunk`. `gradient_ready` has been called for the chunk's parameters, except
-        those that follow an incomplete parameter of another chunk in the common order.
+        """Called after the last gradient action of `chunk`. By then `gradient_ready` has been called for the chunk's
+        parameters, except those whose turn in the common order comes after an incomplete parameter of another chunk.
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the last action. On return, `store.gradient(param)` must hold this handler's result."""
+        """Called after the last action of the step. When it returns, `store.gradient(param)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """Called after the optimizer step."""
@@ -202,7 +216,7 @@ class GradientHandler(Protocol):
 
 
 class SchedulerHook(Protocol):
-    """Observes every action before and after it runs, with its input and output tensors.
+    """Observes every action before and after it runs, and sees the action's input and output tensors.
 
     The weight half of a split backward (action W) calls `before_backward` and `after_backward` in phase `weights`, with None
     for the tensors. The recomputation of a layer within a backward calls `before_forward` in phase `recompute`, with the layer
@@ -231,11 +245,13 @@ class SchedulerHook(Protocol):
 
 
 class Loss(Protocol):
-    """Computes a sum and a weight, so that the scale of a gradient does not depend on the layout.
+    """Computes the sum of a loss over samples and the weight of the samples, so that the scale of a gradient does not depend on
+    the layout.
 
-    A step's gradient is the sum of d(loss)/dw over all samples, divided once by the weight of the global batch. The run rejects
-    three kinds of losses. The weight must not depend on the output, because it is needed before the first backward. The weight
-    of a batch must be the sum of its microbatches' weights. The loss must not have parameters; put them into the last layer.
+    A step's gradient is the sum of d(loss)/dw over all samples, divided once by the weight of the global batch. The run
+    enforces three rules. The weight must not depend on the output, because the run needs it before the first backward. The
+    weight of a batch must be the sum of its microbatches' weights. The loss must not have parameters; put them into the last
+    layer.
 
     An optional attribute `fields` names the batch fields that the loss reads; only these are moved to the device. An optional
     method `attach(parts)` is called once, as for a handler, and may add numbers to metrics rows. Evaluations call `loss`
@@ -243,7 +259,9 @@ class Loss(Protocol):
     """
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Returns the weight of these samples, computed on the host (for cross-entropy, the number of labels not ignored)."""
+        """Returns the weight of these samples, computed on the host: for cross-entropy, the number of labels that are not
+        ignored.
+        """
         ...
 
     def loss(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -253,12 +271,13 @@ class Loss(Protocol):
 
 @runtime_checkable
 class SplitLogits(Protocol):
-    """Logits that the last layer returns if they are not one tensor: ranks split the classes, or the loss computes the logits
-    in chunks of tokens.
+    """The logits that the last layer returns when they are not one tensor, because ranks split the classes or the loss computes
+    the logits in chunks of tokens.
 
-    Only a loss whose record declares `split_logits` receives them. A last layer that adds a term to the loss, such as that of
-    its routers, returns its own, whose `cross_entropy` includes the term. An optional attribute `is_collective` says whether
-    `cross_entropy` and `logits` are collectives of the ranks that split the classes; without it, they are.
+    Only a loss whose record declares `split_logits` receives them. A last layer that adds a term to the loss, such as a term of
+    its routers, returns an object of its own class, whose `cross_entropy` includes the term. An optional attribute
+    `is_collective` says whether `cross_entropy` and `logits` are collectives of the ranks that split the classes; without it,
+    they are.
     """
 
     @property
@@ -284,25 +303,25 @@ class SplitLogits(Protocol):
 
 @runtime_checkable
 class AttachedModule(Protocol):
-    """The module of a layer that adds numbers to each metrics row, or exchanges values with other ranks."""
+    """A layer's module that adds numbers to each metrics row, or exchanges values with other ranks."""
 
     def attach_to_run(self, parts: Parts) -> None:
-        """Called once on each rank that has the layer, as `attach` of a handler; `parts.numbers.add` adds a number."""
+        """Called once on each rank that has the layer, like `attach` of a gradient handler. `parts.numbers.add` adds a number."""
 
 
 class ActivationPolicy(Protocol):
-    """Decides which tensors a layer saves for its backward; evaluations bypass the policy. attach ──> (begin ──> call*)*"""
+    """Decides which tensors a layer saves for its backward. Evaluations bypass the policy. Calls: attach, (begin, call*)*."""
 
     def attach(self, parts: Parts) -> None:
-        """Called once, before the first step. Not called when a partitioner times layers; then `call` is used without a run."""
+        """Called once, before the first step. A partitioner that times layers uses `call` without calling `attach`."""
         return
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function that is compiled as the forward of layer `name`. `call` receives the compiled layer."""
+        """Returns the function to compile as the forward of the layer `name`. `call` then receives the compiled layer."""
         return forward
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Called before a step or an evaluation runs `actions`. Must discard the saved tensors of a failed step."""
+        """Called before a step or an evaluation runs `actions`. Must discard the tensors that a failed step saved."""
         return
 
     def call(
@@ -324,7 +343,7 @@ class Counts(Protocol):
     """Reports statistics. A gradient handler, weight communicator, stage link, scheduler hook, policy or pool may implement it.
 
     `Run.counts` collects the numbers after the last step. `summary.json` contains those of rank 0, and `train-cli run -v`
-    prints them. Objects that communicate report `sent_bytes_per_step`, as `api.comm.SentBytes` counts it.
+    prints them. Objects that communicate report `sent_bytes_per_step`, which `api.comm.SentBytes` counts.
     """
 
     def counts(self) -> Mapping[str, float]:
@@ -374,8 +393,8 @@ class RestoreResult(NamedTuple):
     """The result of `Run.load_checkpoint`.
 
     path: the path of the checkpoint. step: the number of completed optimizer steps. lineage: the attempts that ran these steps
-    (`SavedRun.lineage`). notes: messages for the user. damaged_checkpoints: newer checkpoints that were skipped, each with its
-    damages.
+    (`SavedRun.lineage`). notes: messages for the user. damaged_checkpoints: the newer checkpoints that were skipped: the path
+    of each, and the damage found in it.
     """
 
     path: str
@@ -391,7 +410,8 @@ class Checkpointer(Protocol):
 
          probe ──> (is_due ──> start_save)* ──> finish_training ──> close        save, load: whenever the program asks
 
-    A checkpointer must implement `save` and `load`; with the other methods' defaults a run never saves by itself.
+    A checkpointer must implement `save` and `load`. With the defaults of the other methods, a run saves only when the program
+    calls `save`.
     """
 
     def save(self, path: str | Path | None, step: int) -> str:
@@ -418,7 +438,7 @@ class Checkpointer(Protocol):
         return
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after `step`; the same on all ranks."""
+        """Returns whether to save after `step`; the result must be the same on all ranks."""
         return False
 
     def wants_save(self) -> bool:
@@ -428,12 +448,12 @@ class Checkpointer(Protocol):
         return False
 
     def request_save(self) -> None:
-        """Called after ranks have voted for a save. The next `is_due` must return True."""
+        """Called on all ranks after at least one has voted for a save. The next `is_due` must return True."""
         return
 
     def start_save(self, step: int) -> None:
-        """Starts the save that is due; the save may finish later. A failure becomes a note in `TrainingState`, and the run
-        continues.
+        """Starts the save that is due; the save may finish later. If the save fails, the checkpointer adds a note to
+        `TrainingState.notes`, and the run continues.
         """
         self.save(None, step)
 
@@ -455,7 +475,7 @@ class Checkpointer(Protocol):
         return {}
 
     def close(self) -> None:
-        """Finishes the save in progress, as far as the other ranks still answer. Must not communicate."""
+        """Finishes the save in progress if that is possible without the other ranks. Must not communicate."""
         return
 
 
@@ -467,8 +487,8 @@ class CheckpointFiles(Protocol):
         ...
 
     def describe(self, path: str) -> SavedRun | None:
-        """Returns the description of the checkpoint at `path`, or None if there is none. Raises RunError
-        "checkpoint-damaged".
+        """Returns the description of the checkpoint at `path`, or None if there is no checkpoint. Raises RunError
+        "checkpoint-damaged" if its description cannot be read.
         """
         ...
 
