@@ -1,7 +1,7 @@
-"""The errors that a user can cause or must act on, and the words of their messages and hints.
+"""The errors that a user can cause or must act on, and functions that write their messages and hints.
 
-A `SleyError` carries one or more `Diagnostic`s, each with a code, a message, a place and a hint, and the exit code of the
-command. A bug of Sley itself is an `AssertionError`, never a `SleyError`.
+A `SleyError` carries one or more `Diagnostic`s, and the exit code of the command. A diagnostic has a code, a message, and
+optionally a place and a hint. A bug of Sley itself is an `AssertionError`, never a `SleyError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXIT_TERMINATED = 143
 
 
 def format_path(path: KeyPath) -> str:
-    """Returns the path as `--set` writes it: `gradient_handlers.0.bucket_mb`."""
+    """Returns `path` in the form that `--set` uses, such as `gradient_handlers.0.bucket_mb`."""
     return ".".join(str(part) for part in path)
 
 
@@ -47,7 +47,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem: a message without a final period, its place in a file and a hint."""
+    """One problem. message: a sentence without the final period. path: the path in the plan, or (). source_line: the text of
+    the line at `place`.
+    """
 
     code: str
     message: str
@@ -78,7 +80,7 @@ class SleyError(Exception):
 
     @classmethod
     def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> SleyError:
-        """Returns an error with all of `diagnostics`, at least one, in this order."""
+        """Returns an error with all of `diagnostics`, in this order; there must be at least one."""
         diagnostics = tuple(diagnostics)
         assert diagnostics, "an error without a diagnostic"
         error = cls(diagnostics[0].code, diagnostics[0].message)
@@ -87,7 +89,7 @@ class SleyError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles all diagnostics, since one process may raise the error and another report it."""
+        """Lets an error with all its diagnostics be pickled, since one process may raise it and another report it."""
         return type(self).from_diagnostics, (self.diagnostics,)
 
 
@@ -96,13 +98,15 @@ class RunError(SleyError):
 
 
 class StateError(RunError):
-    """A call is not possible in the present state of the run: its memory is offloaded, or a step is in progress."""
+    """The call is not possible in the present state of the run, for example while its memory is offloaded or a step is in
+    progress.
+    """
 
     @staticmethod
     def offloaded_error(part: str, caller: str) -> StateError:
         """Returns the `memory-away` error for an offloaded part of the run's memory.
 
-        caller: what needs the part, such as "a step".
+        part: the name of the part, a plural such as "weights". caller: the operation that needs the part, such as "a step".
         """
         message = f"{caller} needs the run's {part.replace('_', ' ')}, but they are offloaded"
         hint = f'call `run.memory.onload("{part}")` first, or `run.memory.onload()` for everything'
@@ -136,9 +140,10 @@ _FOREIGN = "sley_is_foreign"
 
 
 def note_origin(error: BaseException, origin: str, component: object = None) -> None:
-    """Adds the note "in `origin`" to an error of code that the plan names; only the innermost call has an effect.
+    """Adds the note "in `origin`" to an error that was raised by code that the plan names. Only the first call for an error has
+    an effect.
 
-    component: the object whose code raised the error. Its class decides whether `is_foreign` attributes the error to the user.
+    component: the object whose code raised the error. If its class is not part of Sley, `is_foreign` is true for the error.
     """
     if isinstance(error, SleyError) or hasattr(error, _FOREIGN):
         return
@@ -148,15 +153,15 @@ def note_origin(error: BaseException, origin: str, component: object = None) -> 
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Returns whether code that the plan names, and that is not part of Sley, raised the error."""
+    """Returns whether the error came from code outside Sley that the plan names, according to `note_origin`."""
     return bool(getattr(error, _FOREIGN, False)) and not isinstance(error, AssertionError)
 
 
 def format_cause(error: BaseException) -> str:
-    """Returns an error as one line of text.
+    """Describes an error in one line of text.
 
-    The text is the message of a `SleyError`, the system's message for a file, or the type and first line of the error with the
-    innermost line of user code.
+    The line is the message of a `SleyError`, the system's message and the file name of an OSError, or else the type and first
+    line of the error, with the innermost line of user code in its traceback.
     """
     if isinstance(error, SleyError):
         return error.diagnostics[0].message
@@ -185,7 +190,7 @@ def is_installed(file: str) -> bool:
 
 
 def install_hint(package: str, extra: str = "") -> str:
-    """Returns the hint that tells how to install `sley-PACKAGE` from a clone, since package indexes do not have it."""
+    """Returns a hint to install `sley-PACKAGE` from a clone of the repository, since it is on no package index."""
     folder = f'"packages/{package}[{extra}]"' if extra else f"packages/{package}"
     name = f"{package}[{extra}]" if extra else package
     return f"install sley-{name}; in a clone of Sley's repository, run `pip install -e {folder}`"
@@ -203,7 +208,7 @@ SYNONYMS = {
     "batch_size": "global_size",
     "max_steps": "steps",
 }
-"""Names from other frameworks, with Sley's names, for pairs that differ too much in spelling."""
+"""Sley's name for each name of another framework, for pairs whose spelling is too different for `suggestion` to match."""
 
 
 FOREIGN_KEY_HINTS = {
@@ -221,8 +226,8 @@ FOREIGN_KEY_HINTS = {
 
 
 def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None) -> str | None:
-    """Returns a hint for the unknown name `wrong`: an explanation for a key of another framework, "did you mean ...?" if a
-    choice is close, or `otherwise`.
+    """Returns a hint for the unknown name `wrong`: an explanation if it is a key of another framework, "did you mean ...?" if
+    one of `choices` is similar, or else `otherwise`.
     """
     choices = list(choices)
     if (explanation := FOREIGN_KEY_HINTS.get(wrong.lower().replace("-", "_"))) and wrong not in choices:
@@ -233,11 +238,11 @@ def suggestion(wrong: str, choices: Iterable[str], otherwise: str | None = None)
 
 
 def make_printable(text: str) -> str:
-    """Replaces each character that is not printable by `?`; the length does not change."""
+    """Returns `text` with each unprintable character replaced by `?`; its length does not change."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def shorten_names(names: Sequence[str], max_names: int = 4) -> str:
-    """Returns the first `max_names` names and the number of remaining names as text."""
+    """Returns a text with the first `max_names` names and the number of the remaining names."""
     suffix = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return f"{', '.join(names[:max_names])}{suffix}"

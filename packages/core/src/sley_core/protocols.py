@@ -192,7 +192,7 @@ class GradientHandler(Protocol):
     """
 
     def attach(self, parts: Parts) -> None:
-        """Called once, after the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
+        """Called once, when the parameter registry and the groups are complete. A reducer lays out the store's buffers here."""
 
     def begin_step(self, step: StepState) -> None:
         """Called before the first forward of an optimizer step."""
@@ -206,7 +206,7 @@ class GradientHandler(Protocol):
         """
 
     def finish_step(self, step: StepState) -> None:
-        """Called after the last action of the step. When it returns, `store.gradient(param)` must hold this handler's result."""
+        """Called after the step's last action. When it returns, `store.gradient(param)` must hold this handler's result."""
 
     def weights_updated(self, step: StepState) -> None:
         """Called after the optimizer step."""
@@ -306,7 +306,7 @@ class AttachedModule(Protocol):
     """A layer's module that adds numbers to each metrics row, or exchanges values with other ranks."""
 
     def attach_to_run(self, parts: Parts) -> None:
-        """Called once on each rank that has the layer, like `attach` of a gradient handler. `parts.numbers.add` adds a number."""
+        """Called once on each rank that has the layer, like `attach` of a handler; `parts.numbers.add` adds a number."""
 
 
 class ActivationPolicy(Protocol):

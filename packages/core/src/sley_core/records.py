@@ -1,8 +1,8 @@
-"""The records that a plugin's hooks return: small frozen descriptions of its parts.
+"""The records that a plugin's hooks return. A record is a small frozen description of a part that a plan can use.
 
-A record has a name, the pydantic model of its table, and a string `"module:attribute"` that names the code. A plan names the
-record `each` of the plugin `core` as `core.each`. The code is imported only when a plan uses the record, so listing records
-does not import torch.
+A record has a name, the pydantic model of its table, and a string `"module:attribute"` that names the code. In a plan, the
+record `each` of the plugin `core` is called `core.each`. The code is imported only when a plan uses the record, so listing
+records does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scope = Literal["elementwise", "per_matrix", "global"]
 
 
 def import_object(name: str) -> Any:
-    """Imports the module of `"module:attribute"` and returns the attribute."""
+    """Imports the module in `name`, which is `"module:attribute"`, and returns the attribute."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -45,20 +45,22 @@ class Record:
     def load(self, target: str | None = None) -> Any:
         """Imports and returns the object that `target` names, by default the builder.
 
-        Raises ImportError or AttributeError; the loader adds the plugin's name.
+        Raises ImportError or AttributeError if it does not exist; the loader adds the plugin's name.
         """
         return import_object(target or self.build)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Record):
-    """`build(config, data: DataInfo) -> layers`: a list of modules or of (name, module) pairs, built on meta.
+    """`build(config, data: DataInfo) -> layers`, which returns a list of modules or of (name, module) pairs, on the meta
+    device.
 
-    hugging_face: `"module:attribute"` of `hugging_face(plan, source) -> api.files.HuggingFaceModel`, which describes the model
-        of transformers with the weights in `source` (`api.files.TensorReader`), for `train-cli export`, `sample` and `chat`;
-        None if transformers has no such model.
-    compare: `"module:attribute"` of `compare(config) -> str`, with which `train-cli check --model` compares the layers with
-        another implementation of the model. It returns a note, or raises PlanError.
+    hugging_face: `"module:attribute"` of `hugging_face(plan, source) -> api.files.HuggingFaceModel`, which describes the
+        transformers model that has the weights in `source` (an `api.files.TensorReader`), for `train-cli export`, `sample` and
+        `chat`; None if transformers has no such model.
+    compare: `"module:attribute"` of `compare(config) -> str`, which compares the layers with another implementation of the
+        model, for `train-cli check --model`. It returns a note for the user, or raises PlanError if they differ. None if there
+        is no such check.
     uses_layer_names: whether every weight is named after its layer, so that an export does not need to build the model.
     """
 
@@ -69,17 +71,18 @@ class ModelRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptersRecord(Record):
-    """`build(config, layer_names) -> Callable[[nn.Module, str], None]`: adds adapters to a layer's module, in place.
+    """`build(config, layer_names) -> Callable[[nn.Module, str], None]`, a function that adds adapters to a layer's module in
+    place.
 
-    The result is called with the module and the name of each layer, after its base values are set, with generators that are
-    seeded for this layer. All parameters of the model are frozen before the call. New parameters, and parameters that the
-    function unfreezes, are trained. The function is also called on meta.
+    The function is called with the module and the name of each layer, after the layer has its base values, and with generators
+    that are seeded for this layer. All parameters of the model are frozen before the call. Parameters that the function adds or
+    unfreezes are trained. The function is also called with the layers on meta.
 
     merge: `"module:attribute"` of `merge(plan, source) -> api.files.TensorReader`, which returns the weights in `source` with
-        the adapters merged in, under the names of the model without adapters; None if that is not possible.
-    export: `"module:attribute"` of `export(plan, source, names, base, out)`, which writes the adapters in `source` for peft
-        into the new folder `out`. names: transformers' name of each weight, by its name in the model without adapters. base:
-        the folder from which the run started, or None. None if peft has no such adapters.
+        the adapters merged in, under the names of the model without adapters; None if the adapters cannot be merged.
+    export: `"module:attribute"` of `export(plan, source, names, base, out)`, which writes the adapters in `source` into the new
+        folder `out`, in peft's format; None if peft has no such adapters. names: transformers' name of each weight, by its name
+        in the model without adapters. base: the folder of the model from which the run started, or None.
     """
 
     merge: str | None = None
@@ -88,7 +91,7 @@ class AdaptersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord(Record):
-    """`build(config, context: DataContext)` returns an object with `info`, a `DataInfo`, and samples by number or as a stream.
+    """`build(config, context: DataContext)` returns an `api.data.Dataset` or an `api.data.Stream`.
 
     Each other field is `"module:attribute"` of a function, or None:
 
@@ -97,8 +100,8 @@ class DatasetRecord(Record):
         model, or None if it is unknown.
     text_ids: `text_ids(config, tokenizer: Path | None) -> api.data.TextIds` converts text to token ids and back, for
         `train-cli sample`. tokenizer: the path of a tokenizer that replaces the table's.
-    describe_overlap: `describe_overlap(training, evaluated) -> str` describes the held-out data of the table `evaluated` on
-        which a run with the table `training` is trained; "" if there is none.
+    describe_overlap: `describe_overlap(training, evaluated) -> str` describes the part of the held-out data of the table
+        `evaluated` on which a run with the table `training` is trained; "" if there is no overlap.
     """
 
     check: str | None = None
@@ -110,7 +113,7 @@ class DatasetRecord(Record):
 class LossRecord(Record):
     """`build(config) -> Loss` (see `protocols.Loss`).
 
-    split_logits: whether the loss also accepts `protocols.SplitLogits`, which are not one tensor.
+    split_logits: whether the loss also accepts `protocols.SplitLogits` in place of a logits tensor.
     sequence: "whole" for a loss that needs whole sequences. If ranks hold slices, the run gathers them for the loss.
     """
 
@@ -121,8 +124,9 @@ class LossRecord(Record):
 class ParameterRole(NamedTuple):
     """Describes how an optimizer updates one parameter.
 
-    name: the option `role` of the parameter's group. lr, weight_decay: the defaults for the parameter; a group of the plan may
-    replace them. scope: the scope of the update: an elementwise update of a split parameter needs no owner.
+    name: the value of the option `role` in the parameter's group. lr, weight_decay: the defaults for the parameter; a group of
+    the plan may replace them. scope: the scope of the update (see `OptimizerRecord`); an elementwise update works on any part
+    of the parameter.
     """
 
     name: str
@@ -135,11 +139,12 @@ class ParameterRole(NamedTuple):
 class OptimizerRecord(Record):
     """`build(config, groups, device) -> torch.optim.Optimizer`.
 
-    scope: the gradients on which the update of one element depends: its own gradient, those of its parameter, or all. With
-        "per_matrix", one rank gets each matrix whole, in every layout. The plan check compares the scope with the layout.
+    scope: the gradients on which the update of one element depends: only its own ("elementwise"), those of its parameter
+        ("per_matrix") or all ("global"). With "per_matrix", one rank gets each matrix whole, in every layout. The plan check
+        rejects a layout that the scope does not allow.
     roles: `"module:attribute"` of `roles(config, params: Sequence[api.parts.Param]) -> Mapping[str, ParameterRole]`, which
-        returns the role of each parameter of the whole model, by name. In `params`, `chunk` of a holder is the number of its
-        layer. None if all parameters have the same role.
+        returns the role of each parameter of the whole model, by name; None if all parameters have the same role. In `params`,
+        the `chunk` of a holder is the number of its layer.
     """
 
     scope: Scope = "elementwise"
@@ -147,16 +152,18 @@ class OptimizerRecord(Record):
 
 
 class LRScheduleRecord(Record):
-    """`build(config, num_steps) -> Callable[[int], float]`: returns the factor of every group's `lr` at step 0, 1, ..."""
+    """`build(config, num_steps) -> Callable[[int], float]`: a function that returns the factor of every group's `lr` at step 0,
+    1, ...
+    """
 
 
 class AveragingRecord(Record):
-    """`build(config, num_steps) -> Callable[[int, int], float]`: a rule of averages of the weights over steps.
+    """`build(config, num_steps) -> rule`, with `rule(step, age) -> float`, which averages the weights over steps.
 
-    After each update, core sets every average to `average + weight * (value - average)` with `weight = rule(step, age)`, from 0
-    to 1. step: the number of the step, from 0. age: the number of updates since the average was equal to the weights, at least
-    1. The first update, and each with the weight 1, sets the averages to the weights. The rule must give the same results on
-    all ranks. num_steps: the number of steps of the run.
+    After each update, core sets every average to `average + weight * (value - average)` with `weight = rule(step, age)`, a
+    number from 0 to 1. step: the number of the step, from 0. age: the number of updates since the average last equalled the
+    weights, at least 1. The first update sets the averages to the weights, as does any update with the weight 1. The rule must
+    give the same results on all ranks. num_steps: the number of steps of the run.
     """
 
 
@@ -164,7 +171,8 @@ class AveragingRecord(Record):
 class PartitionerRecord(Record):
     """`build(config) -> (costs, num_chunks) -> boundaries`.
 
-    The costs are the numbers of parameters of the layers, or seconds if the partitioner has a timer.
+    costs: the cost of each layer: its number of parameters, or its seconds if the partitioner has a timer. boundaries: the
+    index of the first layer of each chunk, and the number of layers at the end.
 
     timer: `"module:attribute"` of `timer(plan, world, draft, dtype) -> list[float]`. The timer measures the seconds of a
         forward and backward of each layer and returns equal results on all ranks of `world`. `draft(info) -> Model` builds
@@ -198,10 +206,10 @@ class StageLinkRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingRecord(Record):
-    """A record of a part that may round.
+    """A record of a part whose results may be rounded.
 
-    tolerance: the relative error that the contract test allows, or a function that computes the error from the table; 0.0 for
-        exact results.
+    tolerance: the relative error that the contract test allows, or a function that returns it for the table; 0.0 for exact
+        results.
     """
 
     tolerance: float | Callable[[Any], float] = 0.0
@@ -215,8 +223,8 @@ class RoundingRecord(Record):
 class GradientHandlerRecord(RoundingRecord):
     """`build(config) -> GradientHandler`.
 
-    role: a reducer sums gradients over the reduce group, a tie over the ranks that hold a shared parameter. A transform
-        changes gradients; an observer only reads them.
+    role: "reducer" sums gradients over the reduce group; "tie" sums them over the pipeline stages that share a parameter;
+        "transform" changes gradients; "observer" only reads them.
     result: for a reducer, whether each rank receives the full sum or a shard of it.
     accepts_shards: whether the handler also works after a reducer whose result is a shard. Such a handler reads `store.part`
         instead of `store.gradient`, and calls `parts.weights.settle` before it reads a weight, because a gather of the weight
@@ -243,17 +251,18 @@ class SchedulerHookRecord(Record):
 class WeightCommunicatorRecord(RoundingRecord):
     """`build(config) -> WeightCommunicator`.
 
-    fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradient
-        of each microbatch in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`.
+    fixed_order: whether the communicator supports plans that require a fixed order of summation. It then passes the gradients
+        of the microbatches in `parts.store.reduction.concurrent_microbatches(group)` to `store.add_microbatches`, one for each
+        microbatch.
     tolerance: the relative error of each gathered weight.
-    gather_bytes: computes the bytes that a gather sends for an element from the table and the size of the element.
+    gather_bytes: a function `(config, itemsize)` that returns the bytes that a gather sends per element; None means `itemsize`.
     """
 
     fixed_order: bool = False
     gather_bytes: Callable[[Any, int], float] | None = None
 
     def gathered_bytes(self, config: Table, itemsize: int) -> float:
-        """Returns the bytes that a gather sends for each element of a weight with `itemsize` bytes."""
+        """Returns the bytes that a gather sends for each element of a weight, whose elements have `itemsize` bytes."""
         return itemsize if self.gather_bytes is None else self.gather_bytes(config, itemsize)
 
 
@@ -265,9 +274,10 @@ class SequenceAttentionRecord(Record):
 class OffloadManagerRecord(Record):
     """`build(config) -> OffloadManager`.
 
-    parts: returns the parts of the run's memory that the manager offloads with the table `config`. Two managers of a plan must
-        not share a part.
-    scope: returns the widest optimizer scope (`OptimizerRecord.scope`) that the manager supports.
+    parts: a function that takes the manager's config and returns the parts of the run's memory (`memory.Part`) that the manager
+        offloads. Two managers of a plan must not share a part.
+    scope: a function that takes the config and returns the widest optimizer scope (`OptimizerRecord.scope`) that the manager
+        supports.
     steps_on_host: whether the manager keeps master weights and optimizer states on the host and updates them there, through
         `parts.events.step_in_buckets`.
     """
@@ -296,9 +306,9 @@ class CheckpointerRecord(Record):
     `[checkpoint]`; such a run saves and loads only when a program asks for it.
 
     files: `"module:attribute"` of a class that implements `protocols.CheckpointFiles`. The command line uses it to resume,
-        export and sample. None: only runs can read the checkpoints.
-    keeps_best: whether the checkpointer also keeps the newest checkpoint whose description has `is_best`, as
-        `[evaluation] keep_best` requires.
+        export and sample. If it is None, only runs can read the checkpoints.
+    keeps_best: whether the checkpointer also keeps the newest checkpoint with `SavedRun.is_best`, as `[evaluation] keep_best`
+        requires.
     """
 
     files: str | None = None
@@ -307,11 +317,12 @@ class CheckpointerRecord(Record):
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """An extra axis of process groups. Core creates them on all ranks, in plan order, as `run.groups[axis]`.
+    """An extra axis of process groups. Core creates the groups on all ranks, in the plan's order of plugins; `run.groups[axis]`
+    is this rank's group.
 
     ranks: the global ranks of each group, ascending.
-    channels: the names of the communicators over these ranks. Exchanges on one channel do not wait for those on another.
-    cross_memory: whether transports may read the memory of ranks on the same host (`[parallel] cross_memory_attach`).
+    channels: the names of each group's communicators. Exchanges on one channel do not wait for those on another.
+    cross_memory: whether ranks on one host may read each other's memory (see `[parallel] cross_memory_attach`).
     """
 
     axis: str
@@ -323,13 +334,13 @@ class ProcessGroupRecord:
 @dataclass(frozen=True, kw_only=True)
 class TransportRecord:
     """A transport for CPU ranks that replaces gloo's messages. An entry point of the group `sley.transports` names the record.
-    Every installed transport is used, unless a plan turns `[parallel] cross_memory_attach` off.
+    Runs use every installed transport, unless the plan turns `[parallel] cross_memory_attach` off.
 
     connect: `"module:attribute"` of `connect(members, channels, timeout_s) -> dict[str, Transport]`, a collective of the group
-        `members`. `channels` maps names to torch process groups. The result has a transport for each channel, or is {} on all
-        ranks if the ranks cannot connect. timeout_s: the time limit of each wait.
-    scratch: `"module:attribute"` of `scratch(own) -> object`, which allocates the scratch memory needed to sum the peers' parts
-        of the tensor `own`; memory estimates call it. None: no scratch memory is needed.
+        `members`. channels: torch process groups by name. The result has a transport for each channel, or is {} on all ranks if
+        they cannot connect. timeout_s: the time limit of each wait.
+    scratch: `"module:attribute"` of `scratch(own) -> object`, which allocates the scratch memory that is needed to sum the
+        peers' parts of the tensor `own`; memory estimates call it. None if no scratch memory is needed.
     """
 
     name: str
@@ -339,7 +350,10 @@ class TransportRecord:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a plan, as `sley_check_plan` yields it; core adds the file, line and column."""
+    """A problem of a plan, which `sley_check_plan` returns; core adds the file, line and column.
+
+    path: the path of the key with the problem.
+    """
 
     path: tuple[str | int, ...]
     message: str
@@ -352,9 +366,10 @@ def call_factory(
 ) -> Any:
     """Imports the callable `name`, calls it and returns the result.
 
-    path: the path of the table, for errors. folder: a folder that is added to `sys.path`. run_arguments: arguments of the run,
-    which are passed if the signature has them, unless `options` has them too. Raises PlanError "factory-import", and
-    "factory-failed" if the call raises.
+    path: the path of the table, for errors. folder: a folder that is added to `sys.path`, or None. options: the keyword
+    arguments of the call. run_arguments: further keyword arguments; those that the signature has and `options` lacks are
+    passed. Raises PlanError "factory-import" if the import fails, and "factory-failed" if the call raises anything except a
+    SleyError.
     """
     function = import_factory(name, path, folder)
     try:
@@ -377,9 +392,9 @@ def call_factory(
 
 
 def import_factory(name: str, path: KeyPath, folder: Path | None) -> Callable[..., Any]:
-    """Imports and returns the callable `"package.module:attribute"`. Adds `folder` to `sys.path`.
+    """Imports and returns the callable `name`, which is `"package.module:attribute"`. Adds `folder` to `sys.path` first.
 
-    Raises PlanError "factory-import".
+    Raises PlanError "factory-import" if it cannot be imported, does not exist or is not callable.
     """
     if folder and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
