@@ -1,1 +1,1 @@
-"""The command of Sley: `train-cli run plan.toml`. Imports only `sley_core`; torch only where ranks are started."""
+"""Sley's command line, such as `train-cli run plan.toml`. Torch is imported only by the commands that need it."""

@@ -1,4 +1,4 @@
-"""`python -m train_cli`: the command, also under torchrun; or one rank of a local launch (`train_cli.local_launch`)."""
+"""Runs `python -m train_cli`: the command line, or one rank if `train_cli.local_launch` started this process."""
 
 import sys
 

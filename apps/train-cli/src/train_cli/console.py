@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OutputFormat(StrEnum):
-    """The output format of a command on stdout."""
+    """The format of a command's output on stdout."""
 
     text = "text"
     json = "json"
@@ -77,7 +77,7 @@ def format_count(count: int, noun: str, plural: str = "s") -> str:
 
 
 ERASE_LINE = "\r\x1b[2K"
-"""Erases the line of the cursor on a terminal."""
+"""The characters that erase the cursor's line on a terminal."""
 
 
 @dataclass
@@ -88,18 +88,18 @@ class Settings:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal whose lines can be redrawn; False if NO_COLOR is set."""
+    """Returns whether `stream` is a terminal whose lines can be redrawn; False if NO_COLOR is set or TERM is `dumb`."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def print_line(text: str) -> None:
-    """Prints a line on stderr, in place of a redrawn line of progress; ignores a closed stderr."""
+    """Prints a line on stderr, over the progress line if there is one. Ignores a closed stderr."""
     with suppress(OSError, ValueError):
         print(f"{ERASE_LINE if can_redraw(sys.stderr) else ''}{text}", file=sys.stderr, flush=True)
 
 
 def print_fault(fault: Fault, settings: Settings) -> None:
-    """Prints the diagnostics of a fault on stderr, and its traceback if requested; ignores a closed stderr."""
+    """Prints the diagnostics of a fault on stderr, after its traceback if requested. Ignores a closed stderr."""
     if settings.traceback and fault.trace:
         print_line(fault.trace)
     with suppress(OSError, ValueError):

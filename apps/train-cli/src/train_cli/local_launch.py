@@ -3,13 +3,14 @@
     launcher ─┬─> python -m train_cli MODULE:FUNCTION JSON     RANK=0     each in its own session,
               └─> python -m train_cli MODULE:FUNCTION JSON     RANK=1     with the launcher's stdout and stderr
 
-Ranks meet in a file, so nothing listens beyond loopback. They die with their launcher, and Ctrl-C lets them finish their step.
+Ranks find each other through a file and listen only on loopback. They die with their launcher. After Ctrl-C, they finish their
+current step.
 
     a rank fails ──> SIGTERM to the others ──> a second SIGTERM ── all have ended ──> the first failure is returned
-                                                └── 10 s ──> the remaining ranks are killed; their states are reported
+                                                └── 8 s ───> the remaining ranks are killed; their states are reported
 
-A rank ends after SIGTERM unless it cannot run at all. If the user has asked the run to stop, ranks may save a checkpoint, so
-there is no second SIGTERM, which would make them hurry.
+A rank ends after SIGTERM unless its process cannot run at all. If a signal has stopped the whole run, the launcher sends no
+second SIGTERM, which would shorten the time in which ranks may save a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from train_cli.run_folder import load_recorder
 from train_cli.stopping import LAUNCHER_VARIABLE, SECOND_SIGTERM_TIMEOUT_S, SignalHandler
 
 KILL_DELAY_S = 2
-"""Seconds between a rank's own time limit after SIGTERM and SIGKILL."""
+"""Seconds from the end of a rank's own time limit after SIGTERM until the launcher sends SIGKILL."""
 
 REPEAT_S = 1.5
-"""Seconds between two SIGTERMs, so that a rank does not take them for one."""
+"""Seconds between two SIGTERMs. This exceeds `stopping.SAME_SIGNAL_S`, so that a rank counts two signals."""
 
 _POLL_S = 0.05
 
@@ -49,7 +50,7 @@ _PROCESS_STATES = {
     "R": "it is running and handles no signal",
     "S": "it sleeps and handles no signal",
 }
-"""Descriptions of a process that did not end, by the letter of its state in /proc."""
+"""Descriptions of a process that did not end, keyed by the letter of its state in `/proc/PID/stat`."""
 
 
 def launch(
@@ -61,11 +62,13 @@ def launch(
     sigterm_timeout_s: float,
     stop_signals: Sequence[str] = (),
 ) -> Fault:
-    """Calls the function `target` ("module:function") with `arguments` (JSON) on `num_ranks` ranks of this machine, and waits
-    until all have ended. The function returns the rank's exit code.
+    """Starts `num_ranks` ranks on this machine, each of which calls `target` with `arguments`, and waits until all have ended.
+    Returns the first failure, or a fault without diagnostics: with exit code `EXIT_OK`, or with that of the signal that stopped
+    the run.
 
-    Returns the diagnostics and the exit code, `EXIT_OK` on success. run_folder: gets a report of how ranks ended, if one
-    failed. sigterm_timeout_s: a rank's own time limit after SIGTERM. stop_signals: the stop signals of the plan.
+    target: "module:function", a function that returns the rank's exit code. arguments: its keyword arguments, JSON values.
+    run_folder: the folder for a report on how the ranks ended, if one failed. sigterm_timeout_s: a rank's own time limit after
+    SIGTERM. stop_signals: the plan's `[run] stop_signals`.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sley-", ignore_cleanup_errors=True))
@@ -84,7 +87,7 @@ def launch(
     if signal_handler.exit_code is not None or not failed_ranks:
         return Fault((), signal_handler.exit_code or EXIT_OK)
     fault = find_cause(failed_ranks, num_ranks, ranks.killed_states)
-    if fault.exit_code not in (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN):  # a refused run has not failed
+    if fault.exit_code not in (EXIT_USAGE, EXIT_PLAN_INVALID, EXIT_PLUGIN):  # a run that was refused has not failed
         with suppress(OSError):  # the fault matters more than its report
             codes = {rank.rank: rank.code for rank in failed_ranks}
             first = min(failed_ranks, key=lambda rank: rank.failed_at_s).rank
@@ -95,8 +98,8 @@ def launch(
 class _LocalRanks:
     """The processes of the ranks.
 
-    folder: for their store and error files. kill_timeout_s: seconds until SIGKILL if ranks may save. killed_states: the process
-    state, by rank, of each process that SIGTERM did not end.
+    folder: the folder of their store and error files. kill_timeout_s: seconds until SIGKILL for ranks that may save.
+    killed_states: by rank, the state of each process that SIGTERM did not end.
     """
 
     def __init__(self, folder: Path, kill_timeout_s: float) -> None:
@@ -113,14 +116,14 @@ class _LocalRanks:
             self._processes.append(subprocess.Popen(command, env=dict(variables), start_new_session=True))
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Sends a signal of the user to all ranks, so that each finishes its step or ends within its time limit."""
+        """Forwards a signal of the launcher to all ranks. Each then finishes its step, or ends within its time limit."""
         self._has_forwarded_signal = True
         pids = [process.pid for process in self._processes]
-        # Ranks have no terminal that could hang up.
+        # Ranks have no terminal, so SIGHUP becomes SIGTERM.
         _send_signal(pids, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def wait(self) -> list[FailedRank]:
-        """Waits for all ranks, and ends them if one fails. Returns the failed ranks."""
+        """Waits until all ranks have ended. If one fails, terminates the others. Returns the failed ranks."""
         failed_ranks: dict[int, FailedRank] = {}
         while self._running_pids() and not failed_ranks:
             time.sleep(_POLL_S)
@@ -130,7 +133,7 @@ class _LocalRanks:
         return list(failed_ranks.values())
 
     def kill_sessions(self) -> None:
-        """Kills the remaining processes in the sessions of ranks."""
+        """Kills all processes that remain in the process groups of the ranks."""
         _send_signal([process.pid for process in self._processes], signal.SIGKILL)
 
     def _error_file(self, rank: int) -> Path:
@@ -167,7 +170,7 @@ class _LocalRanks:
 
 
 def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Sends a signal to processes that may have ended; SIGKILL goes to the whole session of each."""
+    """Sends a signal to processes, some of which may have ended. SIGKILL goes to the whole process group of each."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)

@@ -1,11 +1,9 @@
-"""The command line of `train-cli`. CommandGroup are imported when they are called; errors become diagnostics and exit codes.
+"""The command line of `train-cli`. Imports a command only when it is called, and turns errors into diagnostics and exit codes.
 
-Other packages add commands by entry points of the group `sley.commands`:
+Other packages add commands with entry points of the group `sley.commands`. For example, this adds `train-cli sweep`:
 
     [project.entry-points."sley.commands"]
     sweep = "my_package.sweep:sweep"          # a function with Typer's annotations, or a typer.Typer
-
-makes `train-cli sweep`.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from train_cli.console import Settings, print_fault
 from train_cli.stopping import TerminationInterrupt
 
 ENTRY_POINT_GROUP = "sley.commands"
+"""The group of entry points by which other packages add commands."""
 
 HELP_SECTIONS = {
     "Prepare": {
@@ -53,7 +52,7 @@ HELP_SECTIONS = {
         "env": "Print versions and devices for a bug report.",
     },
 }
-"""Sley's commands in the order of `--help`."""
+"""Sley's commands and their summaries, by section of `--help`."""
 
 COMMAND_PACKAGES = {
     "estimate": "estimate",
@@ -62,14 +61,15 @@ COMMAND_PACKAGES = {
     "doctor": "doctor",
     "report": "doctor",
 }
-"""The commands that need another package, by the name of the package without `sley-`."""
+"""The commands that another package defines, each with the name of that package without `sley-`."""
 
 COMMAND_MODULES = {"new": "plugins", "env": "check", "eval": "sample"}
-"""The module of `train_cli.commands` that defines a command, if its name differs from the command's."""
+"""The commands whose module in `train_cli.commands` does not have the command's name, each with the name of its module."""
 
 COMMANDS = {name: summary for section in HELP_SECTIONS.values() for name, summary in section.items()}
+"""The summaries of Sley's commands, by name."""
 
-# \b keeps the lines of a paragraph as they are.
+# `\b` makes click keep the line breaks of a paragraph.
 HELP = """
 \b
 Examples:
@@ -110,9 +110,12 @@ def disable_gc() -> Iterator[None]:
 
 
 def run_to_exit_code(function: Callable[[], int | None]) -> int:
-    """Calls `function` and returns its exit code, or that of a KeyboardInterrupt, TerminationInterrupt or SystemExit."""
+    """Calls `function` and returns its exit code, or that of its KeyboardInterrupt, TerminationInterrupt or SystemExit.
+
+    None counts as exit code 0. Other exceptions propagate.
+    """
     try:
-        with disable_gc():  # imports allocate much and free nothing; training turns the collector on
+        with disable_gc():  # imports allocate much and free little; training enables the collector
             return function() or EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -131,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     settings = Settings(traceback="--traceback" in arguments)
-    arguments = [argument for argument in arguments if argument != "--traceback"]  # may follow any command
+    arguments = [argument for argument in arguments if argument != "--traceback"]  # may stand before or after a command
     try:
-        # Typer's own handling of SleyError would be exit code 1 and a traceback, so errors are handled here.
+        # Errors are handled here, since Typer would print a traceback and exit with code 1.
         return run_to_exit_code(lambda: build_command().main(arguments, prog_name="train-cli", obj=settings))
     except Exception as error:
         from train_cli.faults import Fault
@@ -143,11 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fault.exit_code
     finally:
         if argv is None:
-            gc.freeze()  # else Python would search all modules for garbage at exit, for most of a second
+            gc.freeze()  # else Python would search all modules for garbage at exit, which takes most of a second
 
 
 class CommandGroup(TyperGroup):
-    """Sley's commands, then those of other packages. `--help` imports none of them."""
+    """The group of Sley's commands and those of other packages. `--help` imports none of them."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the commands for `--help`, section by section."""
@@ -192,8 +195,8 @@ def build_command() -> Any:
 def _load_command(name: str) -> Any:
     """Imports the command `name` and returns its function or Typer app.
 
-    Raises PluginError "command-missing" if the package of one of Sley's commands is not installed, "command-ambiguous" or
-    "command-import".
+    Raises PluginError: "command-missing" if the package that defines the command is not installed, "command-ambiguous" if
+    several packages define the command, and "command-import" if its import fails.
     """
     if name in COMMAND_PACKAGES:
         import_optional(COMMAND_PACKAGES[name], f"sley_{COMMAND_PACKAGES[name]}", f"`train-cli {name}`")
@@ -211,7 +214,10 @@ def _load_command(name: str) -> Any:
 
 
 def import_optional(package: str, module: str, feature: str) -> Any:
-    """Imports and returns `module` of `sley-<package>`; raises PluginError "command-missing" if that is not installed."""
+    """Imports and returns `module` of the distribution `sley-<package>`.
+
+    feature: what needs the package, for errors. Raises PluginError "command-missing" if the package is not installed.
+    """
     if find_spec(module.partition(".")[0]) is None:
         message = f"{feature} needs sley-{package}, which is not installed"
         raise PluginError("command-missing", message, hint=install_hint(package))
@@ -220,7 +226,7 @@ def import_optional(package: str, module: str, feature: str) -> Any:
 
 @cache
 def find_foreign_commands() -> dict[str, tuple[EntryPoint, ...]]:
-    """Returns the entry points of other packages' commands by name; several if packages use the same name."""
+    """Returns the entry points of other packages by command name: several if several packages use the name."""
     commands: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         commands[point.name] = (*commands.get(point.name, ()), point)

@@ -1,4 +1,4 @@
-"""Derives plans from a plan, without output files or for one process, and opens trained runs with their weights."""
+"""Derives plans that write no files or run in one process, and opens trained runs with their weights."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from sley_trainer.run import Run
 
 _OUTPUT_TABLES = ("checkpoint", "profile")
-"""The tables that only write files."""
+"""The tables of a plan that only make a run write files."""
 
 _CHECKPOINT_KEYS = ("keep_best", "patience")
 """The keys of `[evaluation]` that need checkpoints."""
 
 _LAYOUT_TABLES = ("pipeline", "partition", "link", "weights", "sequence", "activations", "offload")
-"""The tables that change the place and time of computations, but no result."""
+"""The tables of a plan that decide where and when values are computed, but change no result."""
 
 _LAYOUT_ROLES = ("reducer", "tie")
-"""The roles of the gradient handlers that belong to a layout. A transform changes the result and is kept."""
+"""The roles of the gradient handlers that belong to a layout. Transforms change results, so they are kept."""
 
 _EXCLUSIVE_KEYS = (("source", "files"), ("held_out", "held_out_files"), ("separator", "field"))
 """Pairs of keys of `[data]` that exclude each other. A change of one key removes the other."""
 
 
 def read_only_plan(plan: Plan) -> Plan:
-    """Returns the plan without the tables that write files; the layout is unchanged."""
+    """Returns the plan without the tables that make a run write files; the layout is unchanged."""
     return _replace_tables(plan, _remove_tables(plan, _OUTPUT_TABLES))
 
 
@@ -53,7 +53,7 @@ def one_process_plan(plan: Plan) -> Plan:
 
 
 def has_layout(plan: Plan) -> bool:
-    """Returns whether `one_process_plan` would remove anything from the plan; offload and recomputation count."""
+    """Returns whether the plan has tables or gradient handlers of a layout, which include offload and recomputation."""
     tables = plan.document.tables
     handlers = plan.gradient_handlers
     return any(tables.get(key) for key in _LAYOUT_TABLES) or any(_belongs_to_layout(handler.record) for handler in handlers)
@@ -62,7 +62,7 @@ def has_layout(plan: Plan) -> bool:
 def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
     """Returns the plan of the run in `folder`, with each `key=VALUE` of `data` set in `[data]`.
 
-    Raises UsageError "no-run", and the errors of loading a plan.
+    Raises UsageError "no-run" if `folder` has no plan, and the errors of loading a plan.
     """
     document = read_run_document(folder, [f"data.{change}" for change in data])
     changed_keys = {str(override.path[1]) for override in document.overrides}
@@ -81,8 +81,8 @@ def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evalu
     """Yields a one-process run with the newest weights of the run in `folder`, or with `best` those of its best checkpoint.
     Prints the origin of these weights.
 
-    plan: the run's plan, from `plan_with_data`. with_evaluation: whether to keep the evaluation; if not, no data are opened.
-    Raises UsageError "no-weights".
+    plan: the run's plan, from `plan_with_data`. with_evaluation: whether the run can evaluate; otherwise `NoData` replaces its
+    data, unless a factory makes them. Raises UsageError "no-weights" if the run has no such weights.
     """
     from sley_core.comm.world import World
     from sley_trainer.assemble import assemble
@@ -95,7 +95,7 @@ def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evalu
         tables["model"] = {"use": plan.model.name, **config.without_weights().model_dump(mode="json", exclude_none=True)}
     evaluation = tables.pop("evaluation", {"every": 1})
     if with_evaluation:
-        if plan.document.overrides:  # of [data], by `plan_with_data`
+        if plan.document.overrides:  # `plan_with_data` has changed [data]
             evaluation = {**evaluation, "held_out": True}
         tables["evaluation"] = evaluation
     else:

@@ -1,4 +1,4 @@
-"""Prints the size, progress and totals of a run on stderr, and computes the content of `summary.json`. Imports no torch.
+"""Prints the size, progress and totals of a run on stderr, and computes the content of `summary.json`.
 
 step 120/500  loss 2.413  8.1k tok/s  412 TFLOP/s  41.7% MFU  31.2 GiB  1m 02s left
 """
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
 Row = Mapping[str, float | int]
 
 SUMMARY = "summary.json"
+"""The name of the file with a run's totals in its folder."""
+
 _NUM_AVERAGED = 20
-"""The number of last steps whose losses are averaged; a single step's loss depends mostly on its batch."""
+"""The number of last steps over which the loss is averaged, since the loss of a single step depends on its batch."""
 
 _MIB = 1 << 20
 _EVALUATION_PREFIX = "held_out/"
-"""The prefix of the names of an evaluation's numbers, except `held_out_loss`."""
+"""The prefix of the names of all metrics of an evaluation except `held_out_loss`."""
 
 _REDRAW_S = 0.2
-"""The minimum number of seconds between two drawings of the line."""
+"""The minimum number of seconds between two redraws of the progress line."""
 
 
 class RunTotals:
-    """The totals of a run's metrics rows, in constant memory. steps: the number of rows so far."""
+    """Accumulates the totals of a run's metrics rows. steps: the number of rows so far."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -54,7 +56,7 @@ class RunTotals:
         """Adds the row of one step. Ignores losses that are not finite, as in skipped steps."""
         self.steps += 1
         self.memory_mb = row.get("memory_mb", self.memory_mb)
-        self.tokens += int(row.get("tokens", 0))  # rows of data without tokens count samples
+        self.tokens += int(row.get("tokens", 0))  # absent for data without tokens
         self.trained_tokens += int(row.get("trained_tokens", 0))
         self.tflop += row.get("tflops", 0.0) * row["seconds"]
         self.mfu_seconds += row.get("mfu", 0.0) * row["seconds"]
@@ -64,14 +66,14 @@ class RunTotals:
         if math.isfinite(row["loss"]):
             self.losses.append(row["loss"])
         self.held_out_loss = row.get("held_out_loss", self.held_out_loss)
-        # A file of rows has null for a number that is not finite, as of a metric without a sample to count.
+        # `metrics.jsonl` has null for values that are not finite, such as a metric to which no sample contributes.
         self.evaluation |= {
             name: value for name, value in row.items() if name.startswith(_EVALUATION_PREFIX) and value is not None
         }
 
 
 def _count_epochs(run: Run, steps: int) -> float | None:
-    """Returns the number of epochs in `steps` steps; None for a stream."""
+    """Returns the number of epochs in `steps` steps; None if the number of samples is unknown, as for a stream."""
     num_samples = run.feed.num_samples if run.feed is not None else None
     return steps * run.plan.batch.global_size / num_samples if num_samples else None
 
@@ -79,10 +81,11 @@ def _count_epochs(run: Run, steps: int) -> float | None:
 def summarize_run(run: Run, outcome: str, totals: RunTotals, notes: Iterable[str] = ()) -> dict[str, Any]:
     """Returns the content of `summary.json`.
 
-    run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run. Losses
-    are null if there was no step, or no evaluation; `evaluation` has its other numbers. `best` is the state of `keep_best`.
-    `tokens_per_s`, null for data without tokens, `samples_per_s`, and `tflops` of one device and `mfu`, null if not known, are
-    means over all steps. `memory_mb` is the peak, as in the rows.
+    run: rank 0's run. outcome: `"finished"`, `"interrupted"` or `"failed"`. notes: problems that did not end the run.
+
+    A loss is None if no step or evaluation has produced it. `evaluation` has the other metrics of evaluations, and `best` is
+    the state of `keep_best`. `tokens_per_s`, `samples_per_s`, `tflops` (of one device) and `mfu` are means over all steps, and
+    None if they are unknown. `memory_mb` is the peak in MiB, as in the rows.
     """
     import torch
 
@@ -176,10 +179,10 @@ def describe_repetition(num_samples: int | None, plan: Plan) -> str:
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Prints each row of a run of `num_steps` steps; used as `run.readers.append(reporter)`. Ignores failed writes.
+    """Prints the progress of a run of `num_steps` steps: append it to `run.readers`. Ignores failed writes.
 
-    On a terminal, it redraws one line; otherwise it prints a line every `log_every`-th step and at the last. notes: the list to
-    which the run appends its notes; new ones are printed.
+    On a terminal, it redraws one line; otherwise it prints a line after every `log_every`-th step and after the last. notes:
+    the list to which the run appends its notes; new notes are printed. stream: None for stderr.
     """
 
     def __init__(self, num_steps: int, log_every: int, notes: Sequence[str] = (), stream: TextIO | None = None) -> None:
@@ -206,7 +209,7 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     @property
     def new_notes(self) -> list[str]:
-        """The notes of the run since the reporter was made."""
+        """The notes that the run has added since this reporter was created."""
         return list(self._notes[self._num_before :])
 
     def __exit__(self, *_: object) -> None:
@@ -234,7 +237,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         parts += [f"{name.split('/')[1]} {row[name]:.3f}" for name in losses]
         parts += [format_rate(row), format_bytes(row["memory_mb"] * _MIB)]
         time_s = time.monotonic()
-        if self._first_step is None:  # the first step, which warms everything up, does not count
+        if self._first_step is None:  # the first step does not count, since it includes all warm-up
             self._first_step = step, time_s
         elif step > self._first_step[0]:
             left_s = (time_s - self._first_step[1]) / (step - self._first_step[0]) * (self._num_steps - step)

@@ -1,9 +1,9 @@
-"""Reads run folders: the plan, checkpoints and newest weights of a run; and resumes a run.
+"""Reads the plan, checkpoints and newest weights of a run from its folder, and resumes a run.
 
     --resume PATH ──> starts from PATH, which `attempt.json` in the folder records ──> saves its own checkpoints
                            └── restarted, or --resume auto ───> resumes from the newest of these, or from PATH if there is none
 
-Listing checkpoints does not read their contents. Loading one checks whether it is intact. URLs are not listed.
+Listing checkpoints does not read their tensors. Loading one checks that its files are intact.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from sley_trainer.run import Run
 
 AUTO = "auto"
-"""The value of `--resume` for the newest checkpoint of the run itself, or for none if the run has taken no step."""
+"""The value of `--resume` that selects the run's own newest checkpoint, or none if the run has taken no step."""
 
 RESTART = "restart"
-"""Like `AUTO`, for a run that torchrun or SLURM has restarted and whose user has passed no `--resume`."""
+"""Like `AUTO`, but for a run that torchrun or SLURM has restarted without `--resume`."""
 
 
 def run_folder(plan: Plan) -> Path:
@@ -47,7 +47,7 @@ def run_folder(plan: Plan) -> Path:
 
 def copy_run_files(plan: Plan, folder: Path) -> None:
     """Copies files for `export` and `sample` into the run folder: the tokenizer with its chat template, and the configs next to
-    the weights from which the run started. Raises OSError.
+    the weights from which the run started. Raises OSError if a copy fails.
     """
     for (table, key), name in COPIES.items():
         source = getattr(getattr(plan, table).config, key, None)
@@ -67,15 +67,15 @@ def copy_run_files(plan: Plan, folder: Path) -> None:
 
 
 def load_run_plan(folder: Path) -> Plan:
-    """Returns the resolved plan of the run in `folder`, which may have been moved.
+    """Returns the resolved plan of the run in `folder`, even if the folder has been moved.
 
-    Raises UsageError "no-run", and the errors of loading a plan.
+    Raises UsageError "no-run" if `folder` has no plan, and the errors of loading a plan.
     """
     return resolve_plan(read_run_document(folder), Loader())
 
 
 def read_run_document(folder: Path, changes: Sequence[str] = ()) -> Document:
-    """Returns the unresolved plan of the run in `folder`, with changes. Raises the same errors as `load_run_plan`."""
+    """Returns the unresolved plan of the run in `folder`, with `changes` ("key=VALUE"). Raises UsageError "no-run"."""
     if not (folder / PLAN).is_file():
         raise UsageError("no-run", f"`{folder}` must be a run folder, but has no `{PLAN}`")
     return use_copied_files(read_file(folder / PLAN, changes), folder)
@@ -120,8 +120,8 @@ def _describe_checkpoint(reader: CheckpointFiles, path: str) -> SavedRun | None:
 
 
 def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
-    """Returns the attempt that wrote the weights in `folder`, and its step; "" and None if the files do not have them. Raises
-    RunError "weight-files".
+    """Returns the id of the attempt that wrote the weights in `folder`, and the step of the weights. If the files do not record
+    them, the id is "" and the step is None. Raises RunError "weight-files" if a file cannot be read.
     """
     from sley_core.weight_files.read import SINGLE, open_safetensors
 
@@ -135,9 +135,9 @@ def _read_weights_origin(folder: Path) -> tuple[str, int | None]:
 def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tuple[Path | str, int | None]:
     """Returns the path of the newest weights of the run in `folder`, and their step, or None if that is not known.
 
-    These are the final weights, or an intact checkpoint if it is of a later step. best: whether to return the newest checkpoint
-    that was the best when it was saved. Steps that the run has discarded, because it went back or was started over, do not
-    count. Raises UsageError "no-weights" if there are no weights.
+    These are the final weights, or an intact checkpoint of a later step. best: whether to return instead the newest checkpoint
+    that was the best when it was saved. Ignores weights of steps that the run discarded when it resumed from an earlier step or
+    started over. Raises UsageError "no-weights" if there are no weights.
     """
     attempt = read_attempt(folder)
     final: tuple[Path, int | None] | None = None
@@ -169,8 +169,8 @@ def find_newest_weights(folder: Path, plan: Plan, *, best: bool = False) -> tupl
 def open_weights(run: str, *, best: bool) -> tuple[Plan, TensorReader]:
     """Returns the plan and the weights of a run or checkpoint, and prints the origin of the weights.
 
-    run: a run folder, for its newest weights or with `best` those of its best checkpoint; or the path or URL of a checkpoint.
-    Raises UsageError "no-run" or "no-weights".
+    run: a run folder, for its newest weights or, with `best`, those of its best checkpoint; or the path or URL of a checkpoint.
+    Raises UsageError: "no-run" if `run` is neither, and "no-weights" if the run has no such weights.
     """
     from sley_core.saved_weights import load_plan_and_weights
     from sley_core.weight_files.read import WeightFiles
@@ -207,7 +207,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
 
 
 def check_checkpoint_path(plan: Plan, path: str) -> None:
-    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them. URLs are not checked."""
+    """Raises UsageError "no-checkpoint" if `path` is neither a checkpoint nor a folder of them. Does not check URLs."""
     if "://" in path or (reader := _find_reader(plan)) is None:
         return
     try:
@@ -226,10 +226,10 @@ def is_restarted() -> bool:
 
 
 def is_folder_continued(plan: Plan, resume: str | None) -> bool:
-    """Returns whether the run continues in its existing folder. A run that starts needs a new folder, even with a checkpoint of
-    another run. resume: the value of `--resume`.
+    """Returns whether the run continues in its existing folder. resume: the value of `--resume`.
 
-    A job that SLURM has restarted continues its own runs, but not those of other jobs.
+    A run that starts from a checkpoint of another run needs a new folder. A job that SLURM has restarted continues its own
+    runs, but not those of other jobs.
     """
     folder = run_folder(plan)
     if resume == AUTO:
@@ -239,11 +239,11 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
         return resume is not None or attempt is None or attempt.job == slurm_job_id()
     if resume is None:
         return False
-    # Also unresolved, since the checkpoint folder may be a link.
+    # With and without resolved links, since the checkpoint folder may be a link.
     paths = {Path(resume).resolve(), Path(os.path.abspath(resume))}  # noqa: PTH100  # does not follow links
     if any(path.is_relative_to(base) for path in paths for base in (folder.resolve(), folder.absolute())):
         return True
-    # The checkpoint may be of this run, but in another folder.
+    # A checkpoint in another folder may also be of this run.
     attempt = read_attempt(folder)
     if attempt is None or (reader := _find_reader(plan)) is None:
         return False
@@ -255,10 +255,10 @@ def is_folder_continued(plan: Plan, resume: str | None) -> bool:
 def is_finished(run: Run, folder: Path) -> bool:
     """Returns whether the run in `folder` has taken all steps and written its final weights. All ranks must call it.
 
-    Raises PlanError "resume-differs" if the folder belongs to a run whose results would differ.
+    Raises PlanError "resume-differs" if that run has finished, but with a plan that gives other results.
     """
     text = ""
-    if run.world.rank == 0:  # owns the folder and decides for all ranks
+    if run.world.rank == 0:  # rank 0 owns the folder, and decides for all ranks
         with suppress(OSError, ValueError, KeyError, TypeError):  # without a complete summary the run has not finished
             content = json.loads((folder / SUMMARY).read_text("utf-8"))
             has_weights = run.plan.run.final_weights == "none" or (folder / WEIGHTS).is_dir()
@@ -276,7 +276,8 @@ def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
     """Loads the checkpoint `resume` into `run`, unless it is None; returns notes for the user. All ranks must call it.
 
     A restarted run continues from its own newest checkpoint, not from the one from which it started. A run without a checkpoint
-    starts at step 1, unless the user has passed `AUTO` with a plan that saves no checkpoints.
+    starts at step 1. If it has already taken steps, it repeats them only if torchrun restarts it, and not if the user has
+    passed `AUTO` with a plan that saves no checkpoints; otherwise, this raises UsageError "never-anew".
     """
     if resume is None:
         return []
@@ -286,10 +287,10 @@ def resume_run(run: Run, folder: Path, resume: str | None) -> list[str]:
         resume = AUTO
     elif resume != AUTO and is_restarted():
         has_started = attempt is not None and attempt.given == resume
-        # All ranks of the world gather: they have the same command and environment, so all of them come here.
+        # All ranks join: they have the same command and environment, so all of them take this branch.
         if run.groups["control"].gather_objects(has_started, label="where the run has started")[0]:
             resume = AUTO
-    # The same torchrun has started the attempt in the folder, and restarts it, perhaps at step 1.
+    # The torchrun that started the attempt in the folder may restart it at step 1.
     allow_fresh_start = can_start_over and attempt is not None and attempt.torchrun == torchrun_id() != ""
     result = run.load_checkpoint(resume, allow_fresh_start=allow_fresh_start)
     if result is None:
