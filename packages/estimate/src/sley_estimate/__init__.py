@@ -1,1 +1,1 @@
-"""Bytes and seconds of a run before it starts, and the search for its fastest layout."""
+"""Estimates the memory and the step time of a run before it starts, and searches for its fastest layout."""

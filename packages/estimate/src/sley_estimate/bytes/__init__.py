@@ -1,1 +1,1 @@
-"""Estimates the bytes of a run from its own steps on tensors without values."""
+"""Estimates the memory of a run by running its own steps on tensors without values."""

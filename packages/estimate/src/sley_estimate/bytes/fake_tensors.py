@@ -1,8 +1,9 @@
-"""Counts the memory of torch's fake tensors and caches the results of operations, which the layers of a model repeat.
+"""Counts the memory of torch's fake tensors, and caches the results of operations, which the layers of a model repeat.
 
-torch's own cache of fake results needs more time for a key than for the operation. Here the key of a call is its operator,
-sizes, strides, offsets, dtypes and plain arguments. A cached result is new memory, a view of an argument, or an argument. Calls
-with values in their result, with arguments that are not fake tensors, or with in-place changes of a shape are not cached.
+torch has its own cache of fake results, but computing a key for it takes longer than the operation. Here the key of a call
+consists of its operator, its plain arguments, and the sizes, strides, offsets, dtypes and devices of its tensors. A cached
+result is new memory, a view of an argument, or an argument itself. A call is not cached if its result depends on values, if an
+argument is neither a fake tensor without values nor plain, or if it changes a shape in place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from sley_core.model.tensors import PLAIN
 from sley_estimate.bytes.ledger import Ledger, scratch_bytes
 
 MAX_CONSTANT_NUMEL = 1 << 20
-"""The largest tensor, in elements, whose values are kept if it is computed only from the batch: lengths, bounds, positions."""
+"""The number of elements of the largest tensor whose values are kept if it is computed only from the batch, such as positions.
+"""
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -32,12 +34,12 @@ _UNCACHED_OPS = {_aten._local_scalar_dense.default, _aten.resize_.default}
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes new tensors fake within the mode and counts their memory in `ledger`. Operations on these tensors also count
+    """Makes new tensors fake within the mode, and counts their memory in `ledger`. Operations on these tensors also count
     outside the mode.
 
     listener: a function called after each operation with the key of the call or None, the operator, its arguments, its keyword
-    arguments and its result. has_scratch: whether the memory inside CPU operators counts. An operation whose result depends on
-    values raises torch's DataDependentOutputException or a similar exception.
+    arguments and its result; None by default. has_scratch: whether to count the memory that CPU operators allocate internally.
+    An operation whose result depends on values raises torch's DataDependentOutputException or a similar exception.
     """
 
     _results: ClassVar[dict[Hashable, _CachedResult]] = {}
@@ -52,18 +54,18 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: torch would guard `__torch_dispatch__` from being compiled; `dispatch` is guarded instead."""
+        """Returns False, since `dispatch`, instead of `__torch_dispatch__`, is excluded from compilation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # more frequent than all other operators
+        if func is _DEVICE:  # called more often than all other operators
             return args[0].fake_device
-        with torch._C.DisableTorchFunction():  # function modes do not need each size query
+        with torch._C.DisableTorchFunction():  # keeps torch-function modes out of queries of sizes
             return self.dispatch(func, types, args, kwargs)
 
     def make_fake(self, elem: Tensor, device: torch.device) -> FakeTensor:
-        """Returns `FakeTensor(self, elem, device)` without counting its memory. Copying the attributes of an earlier fake
-        tensor takes a fifth of the time. elem: a tensor on meta.
+        """Returns the same as `FakeTensor(self, elem, device)`, without counting its memory. Copies the attributes of an
+        earlier fake tensor, which takes a fifth of the time. elem: a tensor on meta.
         """
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, elem, device)))
@@ -74,11 +76,12 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation without values, or replays it, and returns its result. Counts new memory and scratch in the ledger
-        and calls the listener. Operations that torch calls within another operation belong to the outer one.
+        """Runs one operation without values, or replays its cached result, and returns the result. Counts new memory and
+        scratch memory in the ledger, and calls the listener. Operations that torch calls within another operation are part of
+        it.
         """
         kwargs = kwargs or {}
-        if func in _SET_STORAGE_OPS:  # torch's cache of results would keep the storage in its key
+        if func in _SET_STORAGE_OPS:  # torch's own cache would keep the storage alive in its key
             with in_kernel_invocation_manager(self):
                 func(*args, **kwargs)
             self._track_results(args[0])
@@ -104,8 +107,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_in_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Lets torch run an operation and returns its result. Returns None for an operation without results that torch cannot
-        run without values, such as a fused optimizer step. Raises UnsupportedOperatorException for other such operations.
+        """Lets torch run an operation, and returns its result. If torch cannot run it without values, returns None for an
+        operation without results, such as a fused optimizer step, and raises UnsupportedOperatorException for any other.
         """
         self._depth += 1
         try:
@@ -117,7 +120,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
 
     def _store_result(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any], result: Any, scratch: int) -> None:
-        """Stores the result of a call unless it cannot be replayed."""
+        """Stores the result of a call if it can be replayed."""
         inputs = _fake_tensors(args, kwargs)
         container = type(result) if isinstance(result, tuple | list) else None
         items = result if container else [result]
@@ -155,7 +158,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._track_results(item)
 
     def allocate_uncounted(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new fake tensor, [numel], whose memory the ledger never counts."""
+        """Returns a new fake tensor of shape [numel], whose memory the ledger never counts."""
         with self:
             fake: Any = super().dispatch(_aten.empty.memory_format, (), ([numel],), {"dtype": dtype})
         self.ledger.ignore(fake)
@@ -164,7 +167,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def patch_torch(self) -> Iterator[None]:
-        """Patches torch in the block: the ledger sees resizes and weak references of storages, and `data_ptr` works."""
+        """Patches torch within the block, so that the ledger notices resized storages and weak references to storages, and
+        `data_ptr` returns an address for fake tensors.
+        """
         storage_type, ledger = torch.UntypedStorage, self.ledger
         resize, address, weak_ref = storage_type.resize_, storage_type.data_ptr, storage_type._weak_ref
 
@@ -199,8 +204,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             yield
 
     def keep_values(self, value: Tensor, *, counts: bool = False) -> Tensor:
-        """Returns a fake tensor that keeps the values of `value`. Results computed on the CPU only from such tensors keep
-        theirs, up to `MAX_CONSTANT_NUMEL` elements. counts: whether the ledger counts its memory.
+        """Returns a fake tensor that keeps the values of `value`. Results that are computed on the CPU from such tensors alone
+        keep their values too, up to `MAX_CONSTANT_NUMEL` elements. counts: whether the ledger counts the memory of `value`.
         """
         fake = self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
         if counts:
@@ -210,7 +215,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """Returns whether a result keeps its values. torch's own limit is one element."""
+        """Returns whether a result `t` keeps its values. torch itself keeps those of single elements only."""
         return t.numel() <= MAX_CONSTANT_NUMEL and not self.is_our_fake(t) and t.device.type == "cpu" and not t.is_sparse
 
 
@@ -219,7 +224,9 @@ class _UncacheableError(Exception):
 
 
 class _CachedResult(NamedTuple):
-    """The result of a call: a tuple, a list or one value (None), how to make each value, and the operator's scratch bytes."""
+    """The cached result of a call. container: tuple or list; None for a single value. recipes: how to make each value, as
+    `_make_recipe` returns it. scratch: the bytes that the operator allocates internally.
+    """
 
     container: type | None
     recipes: Sequence[Any]
@@ -245,7 +252,9 @@ def _operator_name(func: Any) -> str | None:
 
 
 def _argument_key(value: Any) -> Hashable:
-    """Returns the key of one argument. Raises _UncacheableError for a tensor with values or an object of another type."""
+    """Returns the key of one argument. Raises _UncacheableError for a tensor that is not fake or has values, and for an object
+    that is not plain.
+    """
     value_type = type(value)
     if value_type is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided:
@@ -260,7 +269,7 @@ def _argument_key(value: Any) -> Hashable:
 
 
 def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTensor]:
-    """Returns the fake tensors of a call in order, including those in lists."""
+    """Returns the fake tensors among the arguments of a call in order, including those in lists and tuples."""
     tensors: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, FakeTensor):
@@ -271,8 +280,9 @@ def _fake_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[FakeTenso
 
 
 def _make_recipe(result: Any, inputs: Sequence[FakeTensor]) -> Any:
-    """Returns (type, source, sizes, strides, dtype, device) of a result. The type is "same" for an argument, "view" for a view
-    of an argument, or "new". Raises _UncacheableError for a result that memory and a shape do not describe.
+    """Returns how to make `result` again, as (type, source, sizes, strides, dtype, device), or None if it is None. The type is
+    "same" for an argument itself, "view" for a view of an argument, and "new" for new memory. Raises _UncacheableError for any
+    other result, such as one with values.
     """
     if result is None:
         return None

@@ -1,8 +1,9 @@
 """Replaces the device, the peers and the host of a rank that runs steps without values.
 
-Tensors on the device have shapes, dtypes and storages. Exchanges and copies are complete when they start and do not change
-their results. The real transport's functions allocate the scratch memory of an exchange. The announcements of other stages
-follow from their layers, which run on meta. A `Recording` receives all exchanges and copies.
+Tensors on the device have shapes, dtypes and storages, but no values. Exchanges and copies are complete as soon as they start,
+and change no tensor. Scratch memory for an exchange is allocated by the functions that the real transport uses. What other
+stages would announce about their outputs is found by running their layers on meta. A `Recording` receives all exchanges and
+copies.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _COLLECTIVES: Mapping[Exchange, Collective] = {
 
 
 class FakeStream(CopyStream):
-    """A copy stream. pending: the numbers of copies without a wait so far."""
+    """A copy stream. pending: the numbers of the copies that nothing has waited for."""
 
     def __init__(self, device: FakeDevice, number: int) -> None:
         self.pending: deque[int] = deque()
@@ -74,13 +75,13 @@ class FakeStream(CopyStream):
         return FakeEvent(self, self.pending[-1] if self.pending else None)
 
     def wait_until(self, number: int) -> None:
-        """Waits for copy `number` and all earlier copies on this stream."""
+        """Records a wait for copy `number` and for all earlier copies on this stream."""
         while self.pending and self.pending[0] <= number:
             self._device.recording.on_wait(self.pending.popleft())
 
 
 class FakeEvent(CopyEvent):
-    """A point of a stream. last_copy: the number of the last copy before it, or None if all copies were complete."""
+    """A point in a stream. last_copy: the number of the last pending copy before it, or None if no copy was pending."""
 
     def __init__(self, stream: FakeStream, last_copy: int | None) -> None:
         self.last_copy = last_copy
@@ -98,7 +99,7 @@ class FakeEvent(CopyEvent):
 
 
 class FakeHostMemory(HostMemory):
-    """Host memory that is not allocated by torch."""
+    """Host memory without values, which does not count as memory of the device."""
 
     def __init__(self, data: Tensor) -> None:
         self.num_bytes = data.numel()
@@ -108,8 +109,8 @@ class FakeHostMemory(HostMemory):
 
 @dataclass(frozen=True)
 class FakeDevice(Device):
-    """Replaces `torch_device` by a device without values. tensors: the mode that makes its tensors. recording: receives its
-    copies. runs_ahead: whether copies overlap with other work, as on CUDA. Otherwise a copy is complete when `copy` returns.
+    """A device whose tensors have no values. tensors: the mode that makes its tensors. recording: receives its copies.
+    runs_ahead: whether copies overlap with other work, as on CUDA; if not, each copy is complete when `copy` returns.
     """
 
     tensors: FakeTensors = field(kw_only=True)
@@ -125,8 +126,8 @@ class FakeDevice(Device):
         return usual
 
     def move(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor` as a fake tensor of the device. It has new memory where copies run ahead (CUDA) or the devices
-        differ. On a CPU it shares the memory of `tensor`, which does not count here.
+        """Returns `tensor` as a fake tensor of the device. Its memory counts as new memory, except on a CPU, where the real
+        tensor would share the memory of `tensor`.
         """
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -147,7 +148,7 @@ class FakeDevice(Device):
         return FakeStream(self, next(self._stream_numbers))
 
     def host_memory(self, num_bytes: int) -> FakeHostMemory:
-        """Returns host memory, which never counts as device memory."""
+        """Returns host memory of `num_bytes` bytes, which never counts as memory of the device."""
         memory = FakeHostMemory(self.tensors.allocate_uncounted(num_bytes, torch.uint8))
         storage = memory.data.untyped_storage()
         key = storage._cdata
@@ -159,10 +160,11 @@ class FakeDevice(Device):
 
 
 class FakeWork(Work):
-    """A complete exchange that counts as pending until the rank waits for it, since ranks wait at once for complete exchanges.
+    """An exchange that is complete at once, but reports itself as pending until the rank waits for it. Otherwise the run, which
+    ends complete exchanges early, would wait for it too soon.
 
-    on_wait: a function called at the wait. allocate_scratch: allocates the memory for summing the peers' parts. It is called at
-    the wait or in the next entry of the list, when the parts have usually arrived.
+    on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers. It is called
+    once: at the first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.
     """
 
     def __init__(self, on_wait: Callable[[], None], allocate_scratch: Callable[[], None], progress: ActionProgress) -> None:
@@ -192,9 +194,11 @@ class FakeWork(Work):
 
 @dataclass(eq=False)
 class FakeTransport(Transport):
-    """Replaces the transport of `channel` by one without peers. on_start: called with collective, axis, channel and bytes of
-    an exchange; returns a function to call at the wait. scratch_rows: returns the rows of scratch memory that a caller needs
-    for a shard of n rows. scratch: allocates the memory needed to sum a tensor.
+    """A transport without peers, for the group `members` and one channel.
+
+    on_start: a function called with the collective, axis, channel and bytes of an exchange; it returns a function to call at
+    the wait. scratch_rows: a function that returns how many rows of scratch memory the caller must provide for a shard of n
+    rows. scratch: a function that allocates the memory needed to sum a tensor.
     """
 
     members: Members
@@ -220,7 +224,7 @@ class FakeTransport(Transport):
         return self._begin("sum", [tensor], [flat[: -(-flat.numel() // self.members.size)]])
 
     def _begin(self, collective: Collective, tensors: Sequence[Tensor], reduced: Sequence[Tensor] = ()) -> Work:
-        """Reports the exchange. reduced: the tensors that this rank sums one after the other."""
+        """Reports the start of an exchange. reduced: the tensors that this rank sums, one after another."""
         on_wait = self.on_start(collective, self.members.axis, self.channel, sum(tensor.nbytes for tensor in tensors))
 
         def allocate_scratch() -> None:
@@ -232,8 +236,9 @@ class FakeTransport(Transport):
 
 @dataclass(frozen=True)
 class StepSimulation(Simulation):
-    """Simulates the communication of a rank that runs steps on fake tensors. recording: receives the exchanges. device_type:
-    "cpu" or "cuda". gloo allocates memory in addition to the exchanged tensors; NCCL does not.
+    """Simulates the communication of a rank that runs steps on fake tensors. tensors: the mode that makes them. recording:
+    receives the exchanges. device_type: "cpu" or "cuda". On a CPU, exchanges need memory in addition to the exchanged tensors;
+    on CUDA, they do not.
     """
 
     tensors: FakeTensors
@@ -243,8 +248,9 @@ class StepSimulation(Simulation):
     def transports(
         self, members: Members, channels: Mapping[str, dist.ProcessGroup], *, cross_memory: bool
     ) -> dict[str, Transport]:
-        """Returns transports that allocate the same memory as those of this device type. CPU ranks that attach memory use the
-        first installed transport.
+        """Returns a transport for each of `channels`, which allocates the same memory as the real one on this type of device.
+        cross_memory: whether the ranks may attach each other's memory. If so, and on a CPU, the first installed transport
+        is imitated.
         """
         records = installed_transports() if cross_memory and self.device_type == "cpu" else ()
         path = records[0].scratch if records else None
@@ -259,7 +265,9 @@ class StepSimulation(Simulation):
     def simulate_exchange(
         self, members: Members, kind: Exchange, result: Tensor, given: Tensor, channel: str, label: str
     ) -> Callable[[], None]:
-        """Reports collectives. Messages are already in the action lists."""
+        """Records a collective, and returns a function to call at the wait. Does not record messages, which are already in the
+        action lists.
+        """
         if kind not in _COLLECTIVES:
             return do_nothing
         return self.recording.on_exchange(_COLLECTIVES[kind], members.axis, channel, result.nbytes)
@@ -267,7 +275,9 @@ class StepSimulation(Simulation):
     def announced(
         self, plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype
     ) -> Callable[[int, int], Description] | None:
-        """Returns a function from stage and chunk to the description of the chunk's output, or None without stages."""
+        """Returns a function that takes a stage and a chunk and returns the description of the chunk's output. Returns None for
+        a plan with one stage.
+        """
         if plan.parallel.pp == 1:
             return None
         placement, outputs = stage.action_lists.placement, meta_outputs(plan, stage, dataset, dtype)
@@ -279,10 +289,11 @@ class StepSimulation(Simulation):
 
 
 def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dtype) -> list[Description]:
-    """Returns the descriptions of the outputs of all chunks except the last. Layers run on meta, and each distinct layer runs
+    """Returns the description of the output at each position except the last. Layers run on meta, and each distinct layer runs
     once.
 
-    stage: has all layers of the model. dtype: the dtype of the parameters. Raises RunError `estimate-layer` if a layer fails.
+    stage: any stage of the run, since each knows all layers of the model. dtype: the dtype of the parameters. Raises RunError
+    `estimate-layer` if a layer fails.
     """
     fields = meta_micro_batch(plan, dataset)
     output_by_signature: dict[str, Any] = {}
@@ -313,7 +324,9 @@ def meta_outputs(plan: Plan, stage: Stage, dataset: AnyDataset, dtype: torch.dty
 
 
 def allocate_tensors(layers: Iterable[Layer], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Replaces the meta parameters and buffers of `layers` as `replace_tensors` does, and their other meta tensors in place."""
+    """Replaces the meta parameters and buffers of `layers` by new tensors on `device`, as `replace_tensors` does. Also swaps
+    each other meta tensor that the layers refer to with a new tensor on `device`.
+    """
     layers = list(layers)
     registered = {id(module) for layer in layers for module in layer.module.modules()}
     parameter_ids = {id(parameter) for layer in layers for parameter in layer.module.parameters()}

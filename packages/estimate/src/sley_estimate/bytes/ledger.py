@@ -1,4 +1,4 @@
-"""Counts memory: every storage once, from its first use until it is freed, with the position in the step at both times."""
+"""Counts memory. Each storage counts once, from its first use until it is freed. The position in the step is kept for both."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch._prims_common import elementwise_dtypes
 from sley_core.comm.device import storage_id
 
 ADDRESS_FACTOR = 1 << 44
-"""The distance of addresses per unit of a storage's identifier, larger than any storage."""
+"""The address of a storage is its identifier times this number, which is larger than any storage, so addresses never overlap.
+"""
 
 
 class StepPosition(NamedTuple):
-    """A position in a step. step: the step number from 1, or 0 before the first step. entry: the list entry, such as F0.1.
-    layer: the layer called last.
+    """A position in a run. step: the number of the step, from 1, or 0 before the first step. entry: the entry of the action
+    list, such as F0.1. layer: the name of the layer that was called last.
     """
 
     step: int
@@ -36,9 +37,11 @@ START = StepPosition(0, "the start of the run", "")
 
 @dataclass(eq=False)
 class Allocation:
-    """The memory of one storage, from event `allocated_at` to event `freed_at` (None while it is live). position,
-    free_position: the positions in the step at both events. owner: the part of the run that holds the memory between two
-    steps, or "". A resized storage has one allocation per size.
+    """The memory of one storage, from event number `allocated_at` to event number `freed_at` (None while it is live). A storage
+    that is resized has one allocation per size.
+
+    position, free_position: the positions at these two events. owner: the part of the run that holds the memory between steps,
+    or "".
     """
 
     num_bytes: int
@@ -50,8 +53,9 @@ class Allocation:
 
 
 class Ledger:
-    """Records storages. locate: returns the current position in the step. allocations: all allocations, by allocation event.
-    current_bytes: the bytes of live allocations. num_events: the number of allocations and frees.
+    """Records the memory of storages. locate: a function that returns the current position. allocations: all allocations, in
+    the order of their first events. current_bytes: the bytes of live allocations. num_events: the number of allocations and
+    frees so far.
     """
 
     def __init__(self, locate: Callable[[], StepPosition] = lambda: START) -> None:
@@ -67,7 +71,9 @@ class Ledger:
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def track(self, tensor: Tensor) -> None:
-        """Counts the storage of `tensor` until it is freed, or updates its size. Skips an ignored storage."""
+        """Counts the storage of `tensor` until it is freed. Updates the size of a storage that is already counted. Does nothing
+        for an ignored storage.
+        """
         for watched, reference in list(self._poll_references.items()):
             if torch.UntypedStorage._expired(reference):
                 del self._poll_references[watched]
@@ -85,13 +91,15 @@ class Ledger:
         self.update_size(storage)
 
     def ignore(self, tensor: Tensor) -> None:
-        """Makes `track` skip the storage of `tensor` from now on."""
+        """Makes `track` ignore the storage of `tensor` from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._ignored_references[key] = weakref.ref(storage, partial(self._remove_ignored, key))
 
     def poll(self, storage: torch.UntypedStorage) -> None:
-        """Checks at each `track` whether `storage` is freed. torch's weak references hide the free from Python's."""
+        """Makes each `track` check whether `storage` has been freed: Python's weak references do not notice this while torch
+        holds a weak reference of its own.
+        """
         key = storage._cdata
         if key not in self._references:
             self._keys_to_poll.add(key)
@@ -115,30 +123,32 @@ class Ledger:
             self.current_bytes += num_bytes
 
     def record_scratch(self, num_bytes: int) -> None:
-        """Records `num_bytes` that an operator allocates and frees at once."""
+        """Records `num_bytes` bytes that an operator allocates and frees again."""
         if num_bytes:
             self.num_events += 2
             position = self.locate()
             self.allocations.append(Allocation(num_bytes, self.num_events - 1, position, self.num_events, position))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address of `storage` that does not overlap with other live storages, or 0 if it is empty."""
+        """Returns an address for `storage`, or 0 if it is empty. Live storages do not overlap, except those of `share_address`."""
         key = storage._cdata
         return self._shared_addresses.get(key, key * ADDRESS_FACTOR) if storage.nbytes() else 0
 
     def share_address(self, tensor: Tensor, memory: Tensor) -> None:
-        """Sets the address of `tensor`, which must be ignored, to the address of `memory`: both are the same memory."""
+        """Gives the storage of `tensor`, which must be ignored, the address of `memory`, since both stand for the same memory."""
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored_references, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
         self._shared_addresses[storage._cdata] = start
 
     def live_allocation(self, tensor: Tensor) -> Allocation | None:
-        """Returns the live allocation of `tensor`, or None if it is empty or not counted."""
+        """Returns the live allocation that holds `tensor`, or None if it is empty or not counted."""
         return self._live_allocations.get(storage_id(tensor))
 
     def exclude(self, tensor: Tensor) -> None:
-        """Sets the allocation of `tensor`, which is on another device, to 0 bytes since its start, and ignores its storage."""
+        """Treats the memory of `tensor` as memory of another device: sets its allocation to 0 bytes from the beginning, and
+        ignores its storage from now on.
+        """
         key = storage_id(tensor)
         self._references.pop(key, None)
         if (allocation := self._live_allocations.pop(key, None)) is not None:
@@ -147,14 +157,16 @@ class Ledger:
         self.ignore(tensor)
 
     def backdate(self, owners: Collection[str], event: int, position: StepPosition) -> None:
-        """Moves the start of live allocations of `owners` back to `event` and `position`: a long run has them then."""
+        """Moves the start of live allocations of `owners` back to event number `event` and `position`, if they start later. In
+        a long run, this memory already exists then.
+        """
         for allocation in self._live_allocations.values():
             if allocation.owner in owners and allocation.allocated_at > event:
                 allocation.allocated_at, allocation.position = event, position
 
     def peak(self) -> tuple[int, StepPosition, list[Allocation]]:
-        """Returns the peak bytes, the position of the last event with that many bytes, and the live allocations at that event,
-        oldest first. The step is 0 if there was no memory.
+        """Returns the peak bytes, the position of the last event that reaches them, and the live allocations at that event,
+        oldest first. Returns 0, `START` and [] if no memory was allocated.
         """
         num_bytes, event = max(((total, time) for time, total, _ in self._totals()), default=(0, 0))
         position = next((allocation.position for allocation in self.allocations if allocation.allocated_at == event), START)
@@ -166,12 +178,12 @@ class Ledger:
         return num_bytes, position, alive
 
     def curve(self, step: int) -> list[tuple[str, int]]:
-        """Returns (entry, peak bytes during it) for each entry of a step that allocated or freed memory, in order."""
+        """Returns (entry, peak bytes) for each entry of step number `step` that allocated or freed memory, in order."""
         positions = ((total, position.entry) for _, total, position in self._totals() if position.step == step)
         return [(str(entry), max(total for total, _ in group)) for entry, group in groupby(positions, key=itemgetter(1))]
 
     def _totals(self) -> Iterator[tuple[int, int, StepPosition]]:
-        """Yields (event, bytes after it, position) in order."""
+        """Yields (number of the event, bytes after it, position) for each event in order."""
         events = [(allocation.allocated_at, allocation.num_bytes, allocation.position) for allocation in self.allocations]
         events += [
             (allocation.freed_at, -allocation.num_bytes, allocation.free_position)
@@ -200,15 +212,16 @@ class Ledger:
 
 
 _aten = torch.ops.aten
-_SELECT_OPS = {_aten.where, _aten.masked_fill}  # their bool condition is not converted
+_SELECT_OPS = {_aten.where, _aten.masked_fill}  # operators whose bool condition is not converted
 
 _REDUCTION_OPS = {_aten.sum, _aten.mean, _aten.prod, _aten.linalg_vector_norm}
-"""Operators that convert their input to the dtype of their result; a mean uses at least fp32."""
+"""Operators that convert their input to the dtype of their result; `mean` converts its input to at least fp32."""
 
 
 def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns the bytes of the copies in a common dtype that the CPU operator `func` makes internally, as `fp32.add_(fp16)`
-    does. TensorIterator kernels support one dtype only. Returns 0 unless `func` is an elementwise operator or a reduction.
+    """Returns the bytes of the copies that the CPU operator `func` makes internally to convert its tensors to a common dtype,
+    as `fp32.add_(fp16)` does: a TensorIterator kernel works on one dtype. Returns 0 if `func` is neither an elementwise
+    operator nor a reduction.
     """
     packet = func._overloadpacket
     if packet in _REDUCTION_OPS:
@@ -225,7 +238,7 @@ def scratch_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     numbers = (value for value in inputs if isinstance(value, Tensor | bool | int | float))
     common = elementwise_dtypes(*numbers, type_promotion_kind=PROMOTION.DEFAULT)[1]
     if result.dtype.is_floating_point and not common.is_floating_point:
-        common = result.dtype  # for integers, as in a division
+        common = result.dtype  # a floating-point result from integers, as in a division
     is_in_place = "out" in kwargs or any(result is tensor for tensor in tensors)
     outputs = [result] if is_in_place and result.dtype != torch.bool else []
     return _conversion_bytes([*tensors, *outputs], common)

@@ -1,11 +1,11 @@
-"""Estimates the memory and the work of ranks of a run, step by step, by running their own steps on tensors without values.
+"""Estimates the memory and the work of a run's ranks by running their own steps on tensors without values.
 
 plan ──draft──> stages ──fork──> the first rank of a stage
 
 fake world ──> assemble ──> first step ──> second ──> third: the curve, and the recording
-                            creates states, learns orders
+                            creates optimizer states, learns the order of exchanges
 
-All ranks of a stage need equal memory, and stages with equal work have one recorded step.
+All ranks of a stage need the same amount of memory. Stages with equal work share one recorded step.
 """
 
 from __future__ import annotations
@@ -55,27 +55,28 @@ from train_cli.main import disable_gc
 from train_cli.meta_model import meta_micro_batch, micro_batch
 
 STEPS = 3
-"""The first step creates the optimizer states. The first two have as few microbatches as the schedule allows. The first step is
-repeated with more if its peak is the highest: new states may exist twice while more microbatches fill the pools.
+"""The number of steps to run. The first step creates the optimizer states. All steps before the last have as few microbatches
+as the schedule allows. If the first step has the highest peak, all steps run again, and the first has as many microbatches as
+the last.
 """
 
-OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts of an optimizer that may step on the host
-BATCHES = 2  # the batch of the step, and the next batch of the feed
+OPTIMIZER_PARTS = frozenset(("masters", "optimizer_states"))  # parts that are on the host if the optimizer steps there
+BATCHES = 2  # the batch of the step, and the next batch, which the feed has loaded
 
 MIN_MICRO_BATCHES = 3
-"""The first microbatch, which allocates gradients, a middle one, and the last, which reduces them."""
+"""The first microbatch, which allocates the gradients, one in the middle, and the last, which reduces the gradients."""
 
 MIN_MICRO_BATCHES_BETWEEN_STAGES = 12
-"""A link may have eight pending messages without a wait, while one is written, one is used and one is expected."""
+"""Enough to fill a link between stages, which allows eight pending messages, while others are written, used and expected."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The memory of rank `rank` of stage `stage`, in bytes of its device.
+    """The memory of rank `rank`, which belongs to stage `stage`, in bytes of its device.
 
-    states: bytes by part between two steps. batch: the bytes of samples on the device. peak: the peak bytes, reached at
-    `position`. alive: the peak by owner. curve: (entry, peak bytes) of the step with the peak, which is the first or a later
-    one.
+    states: the bytes of each part of the run between two steps. batch: the bytes of samples that count in addition to tensors:
+    on a CPU those of two batches, on CUDA 0. peak: the peak bytes, reached at `position`. alive: the bytes at the peak by
+    owner, the largest first. curve: (entry, peak bytes) for each entry of the step with the peak.
     """
 
     rank: int
@@ -94,10 +95,10 @@ def rank_bytes(plan: Plan, rank: int, size: int) -> RankBytes:
 
 
 def run_rank(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> tuple[RankBytes, RankRecord]:
-    """Returns the bytes of rank `rank` of `size` from steps in a fake world, and the last step. Needs no devices and no peers.
+    """Runs steps of rank `rank` of `size` in a fake world, without devices or peers. Returns its bytes and its last step.
 
-    draft: the plan's model and stages, which the run consumes. Raises PlanError for each failed check of the plan, and RunError
-    `estimate-layer` for a layer that needs values.
+    draft: the plan's model and stages, which the run consumes; None means to build them. Raises PlanError for each failed check
+    of the plan, and RunError `estimate-layer` for a layer that needs values.
     """
     memory, record, is_exact = _run_steps(plan, rank, size, draft, is_first_full=False)
     if memory.position.step == 1 and not is_exact:
@@ -110,20 +111,20 @@ def _run_steps(
 ) -> tuple[RankBytes, RankRecord, bool]:
     """Runs `STEPS` steps. Returns the bytes, the last step, and whether the first step had as many microbatches as the last.
 
-    is_first_full: runs the first step with as many microbatches. Otherwise it has few, and pools count from its start, so that
-    the peak is not underestimated.
+    is_first_full: whether the first step has as many microbatches as the last. If it has fewer, the memory of pools counts from
+    its start, so that its peak is not underestimated.
     """
     with fake_run(plan, rank, size, draft) as (run, ledger, recording):
         num_plan_micro_batches = plan.num_micros(run.topology)
         lists, num_last = run.stepper.lists, num_plan_micro_batches
-        if not run.store.reduction.fixed_order:  # in a fixed order, the tree of sums grows with the number of microbatches
+        if not run.store.reduction.fixed_order:  # in a fixed order, memory for sums grows with the number of microbatches
             num_last = min_equivalent_micro_batches(lists, num_plan_micro_batches)
         schedulable = (count for count in range(1, num_plan_micro_batches) if _peaks(lists, count) is not None)
         num_min = next(schedulable, num_plan_micro_batches)
         num_first = num_last if is_first_full else num_min
         batch = micro_batch(plan, run.dataset)
         is_cuda = plan.run.device == "cuda"
-        # Master weights and states of a host optimizer are on the host, except on a CPU, which is its own host.
+        # An optimizer on the host keeps its master weights and states there. On a CPU, the host's memory is the device's.
         on_host = OPTIMIZER_PARTS if is_cuda and run.stepper.update.masters.device is not None else frozenset[str]()
         kernels = imitate_cuda(recording.record_kernel) if is_cuda else nullcontext()
         starts = []
@@ -132,12 +133,12 @@ def _run_steps(
                 starts.append(ledger.num_events)
                 if len(starts) == STEPS:
                     recording.begin(run)
-                # New tensors over the same memory, since layers cache results by tensor.
+                # Each microbatch has its own tensors over the same memory, since layers cache results by tensor.
                 take_step(run, [{name: value.detach() for name, value in batch.items()} for _ in range(num_micro_batches)])
                 _set_owners(run, ledger, on_host)
-                gc.collect(0)  # reference cycles count until the end of the step
+                gc.collect(0)  # tensors in reference cycles count until the end of the step
             record = recording.end(run)
-            # A long run has full pools at the start of a step; first steps with few microbatches do not fill them.
+            # In a long run, pools are full at the start of a step, but first steps with few microbatches do not fill them.
             ledger.backdate(["pools"], starts[0] if num_first < num_last else starts[-1], StepPosition(STEPS, BEGINNING, ""))
         batch_bytes = 0 if is_cuda else BATCHES * num_plan_micro_batches * sum(value.nbytes for value in batch.values())
         peak, position, allocations = ledger.peak()
@@ -159,9 +160,8 @@ def _run_steps(
 
 @contextmanager
 def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> Iterator[tuple[Run, Ledger, Recording]]:
-    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the recording of its steps.
-
-    Raises PlanError for each failed check of the plan.
+    """Yields the run of rank `rank` of `size` in a fake world, the ledger of its memory, and the recording for a step. The run
+    saves no checkpoints. draft: as in `run_rank`. Raises PlanError for each failed check of the plan.
     """
     evaluation = None if plan.evaluation is None else plan.evaluation.model_copy(update={"keep_best": None})
     plan = replace(plan, checkpoint=None, evaluation=evaluation)  # steps without values save nothing
@@ -179,7 +179,9 @@ def fake_run(plan: Plan, rank: int, size: int, draft: Draft | None = None) -> It
 
 
 def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
-    """Runs a step of a fake run on `batch`. Raises RunError `estimate-layer` if the step needs the values of a tensor."""
+    """Runs a step of a fake run on the microbatches in `batch`. Raises RunError `estimate-layer` if the step needs the values
+    of a tensor.
+    """
     try:
         run.step(batch)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -192,8 +194,8 @@ def take_step(run: Run, batch: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
-    """Sets the owner of each allocation that exists between two steps, and excludes the memory of the parts `on_host`. Keeps no
-    reference to a tensor, unlike a loop in the caller.
+    """Sets the owner of each allocation that exists between two steps, and excludes the memory of the parts `on_host`. It is a
+    function of its own so that no variable keeps a tensor alive.
     """
     for part in PARTS:
         for _, tensor in run.memory.inventory.all_tensors(part):
@@ -204,15 +206,14 @@ def _set_owners(run: Run, ledger: Ledger, on_host: Collection[str]) -> None:
 
 
 def classify_allocation(allocation: Allocation) -> str:
-    """Returns "temporary buffers" for memory that the entry of its allocation frees, else "activations"."""
+    """Returns "temporary buffers" for memory that is freed in the same entry in which it was allocated, else "activations"."""
     is_temporary = allocation.free_position is not None and allocation.free_position[:2] == allocation.position[:2]
     return "temporary buffers" if is_temporary else "activations"
 
 
 def min_equivalent_micro_batches(lists: ActionLists, num_micro_batches: int) -> int:
-    """Returns the smallest number of microbatches with the same peaks of this stage's list as `num_micro_batches`: of pending
-    pairs, graphs and receives, and in total. Returns at least 3, or 12 between stages, and `num_micro_batches` if no
-    smaller number has the same peaks.
+    """Returns the smallest number of microbatches for which this stage's action list has the same memory peaks as for
+    `num_micro_batches`. The result is at least 3, or 12 with several positions, but never more than `num_micro_batches`.
     """
     peaks = _peaks(lists, num_micro_batches)
     min_count = MIN_MICRO_BATCHES if lists.placement.num_positions == 1 else MIN_MICRO_BATCHES_BETWEEN_STAGES
@@ -220,13 +221,13 @@ def min_equivalent_micro_batches(lists: ActionLists, num_micro_batches: int) -> 
 
 
 def _peaks(lists: ActionLists, num_micro_batches: int) -> Peaks | None:
-    """Returns the peaks of this stage's list, or None if the schedule has no list for `num_micro_batches`."""
+    """Returns the peaks of this stage's action list, or None if the schedule has no list for `num_micro_batches`."""
     try:
         steps = lists.training(num_micro_batches)
     except SleyError:
         return None
     positions = lists.placement.num_positions
-    # Sizes of a graph, a deferred weight gradient and a message with distinct sums.
+    # Sizes of a graph, a deferred weight gradient and a message, such that different counts have different sums.
     costs = replace(
         Costs.even(positions),
         graph_bytes=(1009,) * positions,
@@ -238,15 +239,17 @@ def _peaks(lists: ActionLists, num_micro_batches: int) -> Peaks | None:
 
 T = TypeVar("T")
 
-MAX_UNFORKED_STAGES = 2  # up to this number, stages run in this process, since a fork does not pay off
+MAX_UNFORKED_STAGES = 2  # up to this number of stages run in this process, since forking takes longer
 
 
 class StageTooLargeError(Exception):
-    """Raised for a stage that needs more bytes than allowed. The argument is the number of bytes at its peak."""
+    """Raised for a stage that needs more bytes than allowed. Its argument is the peak of that stage in bytes."""
 
 
 def build_first_draft(plan: Plan, size: int) -> Draft:
-    """Returns the draft of the first of `size` ranks. Raises PlanError for failed checks, and the errors of `build_draft`."""
+    """Returns the draft of the first of `size` ranks. Raises PlanError for each failed check of the plan, and the errors of
+    `build_draft`.
+    """
     if problems := check_plan(plan, size):
         raise PlanError.from_diagnostics(problems)
     with World.fake(0, size) as world:
@@ -254,7 +257,9 @@ def build_first_draft(plan: Plan, size: int) -> Draft:
 
 
 def stage_bytes(plan: Plan, size: int, cores: int = 1) -> list[RankBytes]:
-    """Returns the bytes of the first rank of each stage. Raises the errors of `build_first_draft` and `run_rank`."""
+    """Returns the bytes of the first rank of each stage. cores: the number of parallel processes. Raises the errors of
+    `build_first_draft` and `run_stages`.
+    """
     draft, stages = build_first_draft(plan, size), range(plan.topology(size).pp)
     return [memory for memory, _ in run_stages(plan, size, stages, draft, cores)]
 
@@ -265,7 +270,7 @@ def run_stages(
     """Runs the steps of the first rank of each of `stages`. Returns their bytes and their recorded steps, in order.
 
     draft: is not consumed. cores: the number of parallel processes; up to `MAX_UNFORKED_STAGES` stages run in this process.
-    Raises the errors of `run_rank` and `run_calls`, and StageTooLargeError for a stage with more than `max_bytes`.
+    Raises the errors of `run_rank` and `run_calls`, and StageTooLargeError for a stage whose peak exceeds `max_bytes`.
     """
     ranks_per_stage = plan.topology(size).ranks_per_stage
 
@@ -284,9 +289,9 @@ def run_stages(
 
 
 def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashable]:
-    """Returns one key per stage; stages with equal keys do equal work in an action. They have equal layers that no name or
-    pattern in the plan distinguishes, equal messages, and no tie. Raises RunError `estimate-layer` for a layer that cannot run
-    on meta.
+    """Returns one key per stage. Stages with equal keys do equal work in an action: they have equal layers, which no name or
+    pattern in the plan distinguishes, equal messages, and no tied weights. Raises RunError `estimate-layer` for a layer that
+    cannot run on meta.
     """
     if topology.pp == 1:
         return [0]
@@ -310,8 +315,8 @@ def stage_work_keys(plan: Plan, topology: Topology, draft: Draft) -> list[Hashab
 
 
 def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[int]:
-    """Returns, for every stage, the stage whose recorded step gives its seconds: of the stages with equal work, the one with
-    the most pending forwards and so the most bytes. Raises the errors of `stage_work_keys`.
+    """Returns, for each stage, the stage that represents it: among the stages with equal work, the one with the most pending
+    forwards, which needs the most bytes. Raises the errors of `stage_work_keys`.
     """
     lists, keys = draft.stage.action_lists, stage_work_keys(plan, topology, draft)
     num_micro_batches = min_equivalent_micro_batches(lists, plan.num_micros(topology))
@@ -323,13 +328,17 @@ def representative_stages(plan: Plan, topology: Topology, draft: Draft) -> list[
 
 
 def max_pending_forwards(steps: Sequence[Step]) -> int:
-    """Returns the largest number of forwards that wait for their (whole) backward at once, in a list that may be lowered."""
+    """Returns the largest number of forwards in an action list that are waiting for their backward at the same time. A split
+    backward ends with its second half. steps: the list, lowered or not.
+    """
     changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
     return max(accumulate((changes.get(step.kind, 0) for step in steps if isinstance(step, Action)), initial=0))
 
 
 def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashable]:
-    """Returns, for each layer, the texts in the plan that match names of its modules or parameters, with the relative names."""
+    """Returns, by layer name, the texts in the plan that match the name of a module or parameter of the layer as patterns, each
+    with that name relative to the layer.
+    """
     values = (value if isinstance(value, list) else [value] for _, value in iterate_values(plan.tables))
     patterns = {text for texts in values for text in texts if isinstance(text, str)}
     return {
@@ -345,7 +354,7 @@ def _matching_patterns(plan: Plan, layers: Sequence[Layer]) -> dict[str, Hashabl
 
 
 def can_fork() -> bool:
-    """Returns whether a forked process can run a backward. torch refuses this if this process has run a backward."""
+    """Returns whether a forked process can run a backward. torch refuses it if this process has already run one."""
     try:
         list(_run_forked([lambda: torch.ones(1, requires_grad=True).sum().backward()], 1))  # type: ignore[no-untyped-call]
     except (RuntimeError, RunError):
@@ -354,8 +363,8 @@ def can_fork() -> bool:
 
 
 def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
-    """Yields the index of each call and its pickled result on completion. Calls run in `num_processes` forked processes, or in
-    this process if `num_processes` is 1 or forked processes could not run a backward.
+    """Yields (index, result) of each call when it completes. Calls run in `num_processes` forked processes, so results must be
+    picklable; they run in this process if `num_processes` is 1 or if forked processes could not run a backward.
 
     Raises the errors of the calls, and RunError `estimate-ended` if a process exits before its call is done.
     """
@@ -366,7 +375,7 @@ def run_calls(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[
 
 def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterator[tuple[int, T]]:
     with FakeTensors(Ledger()):
-        torch.empty(2).add_(1)  # imports much of torch, which every forked process would repeat
+        torch.empty(2).add_(1)  # imports parts of torch once, instead of in every forked process
     pool = ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _start_worker, (calls,))
     try:
         indices = {pool.submit(_run_call, index): index for index in range(len(calls))}
@@ -381,14 +390,14 @@ def _run_forked(calls: Sequence[Callable[[], T]], num_processes: int) -> Iterato
 
 
 _calls: Sequence[Callable[[], Any]] = ()
-"""The calls of a forked process, which cannot be pickled."""
+"""The calls that a forked process may run. They are inherited, since they cannot be pickled."""
 
 
 def _start_worker(calls: Sequence[Callable[[], Any]]) -> None:
     global _calls
     _calls = calls
-    gc.freeze()  # otherwise the collector would copy inherited pages
-    torch.set_num_threads(1)  # OpenMP's threads are not inherited
+    gc.freeze()  # otherwise the garbage collector would write to inherited pages, and so copy them
+    torch.set_num_threads(1)  # forked processes do not inherit OpenMP's threads
 
 
 def _run_call(index: int) -> Any:
