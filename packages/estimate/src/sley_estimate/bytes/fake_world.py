@@ -160,8 +160,8 @@ class FakeDevice(Device):
 
 
 class FakeWork(Work):
-    """An exchange that is complete at once, but reports itself as pending until the rank waits for it. Otherwise the run, which
-    ends complete exchanges early, would wait for it too soon.
+    """An exchange that is complete at once, but reports itself as pending until the rank waits for it. A run ends complete
+    exchanges early, so it would otherwise wait at the wrong place.
 
     on_wait: a function called at each wait. allocate_scratch: allocates the memory to sum the parts of the peers. It is called
     once: at the first wait, or at the first query in a later entry of the action list, when the parts have usually arrived.

@@ -130,12 +130,12 @@ class Ledger:
             self.allocations.append(Allocation(num_bytes, self.num_events - 1, position, self.num_events, position))
 
     def address(self, storage: torch.UntypedStorage) -> int:
-        """Returns an address for `storage`, or 0 if it is empty. Live storages do not overlap, except those of `share_address`."""
+        """Returns an address for `storage`, or 0 if it is empty. Live storages overlap only after `share_address`."""
         key = storage._cdata
         return self._shared_addresses.get(key, key * ADDRESS_FACTOR) if storage.nbytes() else 0
 
     def share_address(self, tensor: Tensor, memory: Tensor) -> None:
-        """Gives the storage of `tensor`, which must be ignored, the address of `memory`, since both stand for the same memory."""
+        """Gives `tensor`, whose storage must be ignored, the address of `memory`. Both stand for the same memory."""
         storage = tensor.untyped_storage()
         assert storage._cdata in self._ignored_references, "memory of two storages would count twice"
         start = self.address(memory.untyped_storage()) + int(memory.storage_offset()) * memory.element_size()
