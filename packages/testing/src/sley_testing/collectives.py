@@ -1,6 +1,6 @@
 """Records collectives and checks that ranks issue them in the same order.
 
-Ranks that issue the collectives of a group in different orders hang, or reduce wrong tensors without an error.
+If ranks issue the collectives of a group in different orders, they hang, or reduce the wrong tensors without an error.
 `late_exchanges` delays collectives until the program waits for them.
 """
 
@@ -48,12 +48,13 @@ _ROOT_PREPOSITIONS = {"send": "to", "recv": "from"}
 class Collective:
     """Describes one collective call of one rank.
 
-    op: the name in `torch.distributed` (2.13); all sends and receives are `send`, `recv` or `recv_any`.
-    group: the label of the caller's group, else the description or the name of torch's group.
-    ranks: the global ranks of the members. communicator: torch's group, which groups of the same members share.
-    numel, dtype: the size and dtype of this rank's input, or output for a scatter; 0 for a barrier.
-    is_async: False only for calls with `async_op=False`. Sends and receives count as asynchronous.
-    peer: the global rank of the root, destination or source, if any.
+    op: the name in `torch.distributed` (2.13). Every send or receive is `send`, `recv` or `recv_any`.
+    group: the label of the group of Sley that issued the call, else `communicator`.
+    ranks: the global ranks of the members.
+    communicator: the description or name of torch's process group, which groups of the same members share.
+    numel, dtype: the number of elements and the dtype of this rank's input (of its output for a scatter). A barrier has 0, "".
+    is_async: False for calls with `async_op=False` and for `monitored_barrier`. Sends and receives count as asynchronous.
+    peer: the global rank of the root, destination or source; None if the operation has none.
     site: the innermost frames outside torch and the kit, as `file:line function`.
     """
 
@@ -75,7 +76,7 @@ class Collective:
 
     @property
     def agreed_properties(self) -> tuple[object, ...]:
-        """The properties that must be equal on all members, or on both ends of a send."""
+        """The properties that must be equal on all members, or at both ends of a send."""
         if self.op in _POINT_TO_POINT_OPS:
             return self.group, self.numel, self.dtype
         return self.group, self.op, None if self.op in _UNEVEN_OPS else self.numel, self.dtype, self.peer
@@ -84,8 +85,8 @@ class Collective:
 def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
     """Asserts that all members of each group issued the same collectives in the same order, and that sends match receives.
 
-    sequences: the recorded calls of each rank, from rank 0. Later ranks are not compared. Raises AssertionError for the first
-    call that differs, with the calls of the ranks and their lines of code.
+    sequences: the recorded calls of ranks 0, 1 and so on. Ranks without a sequence are not compared. Raises AssertionError for
+    the first call that differs, with the calls of the ranks and their lines of code, and for a receive from any source.
     """
     for (group, _), members in _calls_by_communicator(sequences).items():
         for call in (call for calls in members.values() for call in calls):
@@ -93,7 +94,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
             assert is_ordered, f"a receive from any source has no order to prove: {group}{_format_site(call)}"
         group_calls = {rank: [c for c in calls if c.op not in _POINT_TO_POINT_OPS] for rank, calls in members.items()}
         _assert_equal_calls(f"the order on {group} is not the same on all ranks", group_calls)
-        # The sends and receives of each pair of source and target, if both ranks were recorded.
+        # The sends and receives of each pair (source, target) of recorded ranks.
         pairs: dict[tuple[int, int], dict[int, list[Collective]]] = {}
         for rank, calls in members.items():
             for call in calls:
@@ -107,7 +108,7 @@ def assert_same_sequence(sequences: Sequence[Sequence[Collective]]) -> None:
 def _calls_by_communicator(
     sequences: Sequence[Sequence[Collective]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]]:
-    """Returns the calls of each recorded member by communicator, in order of first use."""
+    """Returns for each communicator, in order of first use, the calls of each recorded member."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = {}
     for rank, calls in enumerate(sequences):
         for call in calls:
@@ -152,7 +153,7 @@ _TORCH_NAMES = {
     "isend": "send",
     "irecv": "recv",
 }
-"""The names in `torch.distributed` of torch's dispatched operations, if they differ."""
+"""The names in `torch.distributed` of operations that torch dispatches under other names."""
 
 
 _HIDDEN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -161,10 +162,10 @@ _NUM_SITES = 3
 
 @contextmanager
 def collectives() -> Iterator[list[Collective]]:
-    """Yields a list that receives this rank's collectives of the block in order."""
+    """Yields a list that receives the collectives that this rank issues in the block, in order."""
     recorder = _Recorder()
     with recorder, ExitStack() as stack:
-        # Cross-memory operations, which torch does not dispatch, and the position of this rank's input.
+        # torch does not dispatch cross-memory operations. `input_index` is the position of this rank's input.
         if find_spec("sley_cma") is not None:
             transport = import_module("sley_cma.transport").CmaTransport
             published_offer = import_module("sley_cma.rows").PublishedOffer
@@ -181,7 +182,7 @@ def collectives() -> Iterator[list[Collective]]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends each collective that torch dispatches in the block to `calls`."""
+    """Appends each collective that torch dispatches while the mode is active to `calls`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +203,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wrap_method(self, operation: str, input_index: int, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method of a cross-memory transport that also records its calls. input_index: the position of its input."""
+        """Returns a replacement for the method of a cross-memory transport that also records calls.
+
+        input_index: the position of this rank's input among the arguments.
+        """
 
         def record_and_call(transport: Any, *args: Any, **kwargs: Any) -> Any:
             members: Members = (transport.offers.connection if hasattr(transport, "offers") else transport).members
@@ -220,7 +224,7 @@ def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, 
     op = _TORCH_NAMES.get(base_name, base_name)
     ranks = tuple(dist.get_process_group_ranks(group))
     peers = [arguments[key] for key in ("root_rank", "src", "dst") if key in arguments]
-    # The tensor that has the same size on all ranks: the input, or the output of a scatter.
+    # Measure the tensor that has the same size on all ranks: the input, or the output of a scatter.
     prefix = "output" if op == "scatter" else "input"
     default = next(iter(arguments.values()))
     measured = next((value for key, value in arguments.items() if key.startswith(prefix)), default)
@@ -241,7 +245,7 @@ def _describe_call(name: str, group: dist.ProcessGroup, arguments: Mapping[str, 
 
 
 def _caller_label(communicator: str) -> str:
-    """Returns the label of the caller's group, or `communicator` if the call has no group.
+    """Returns the label of the group of Sley that issued the call, or `communicator` if there is none.
 
     Groups of the same members share a communicator, which has the label of the first group. Only `run_guarded`, which starts
     every exchange, knows the labels of the other groups.
@@ -256,7 +260,7 @@ def _caller_label(communicator: str) -> str:
 
 
 def _user_frames() -> tuple[str, ...]:
-    """Returns the innermost lines of code outside torch and the recorder."""
+    """Returns the innermost lines of code outside torch and the test kit."""
     codes = ((frame.f_code, line) for frame, line in walk_stack(None))
     user_codes = ((code, line) for code, line in codes if not code.co_filename.startswith(_HIDDEN_FOLDERS))
     return tuple(f"{code.co_filename}:{line} {code.co_name}" for code, line in islice(user_codes, _NUM_SITES))
@@ -266,10 +270,10 @@ Traces = dict[str, dict[str, Any]]
 
 
 def traces(layers: Iterable[Layer]) -> Traces:
-    """Returns the class and attributes of each module of `layers` by name, as comparable plain data.
+    """Returns by module name the class and the attributes of each module of `layers`, as plain data that can be compared.
 
-    A parameter is described by class, attributes, hooks, `requires_grad` and whether it has a gradient. Values, dtype and
-    device are omitted, since a run sets them. The stand-in of a sharded or remote weight is described as that weight.
+    The data of a parameter are its class, attributes, `requires_grad`, numbers of hooks, and whether it has a gradient. Values,
+    dtype and device are omitted, since a run sets them. A stand-in for a sharded or remote weight is described as that weight.
     """
     return {
         name: {"class": type(module).__qualname__} | {key: _describe_attribute(value) for key, value in vars(module).items()}
@@ -280,7 +284,7 @@ def traces(layers: Iterable[Layer]) -> Traces:
 
 @contextmanager
 def record_built_models() -> Iterator[list[tuple[Model, Traces]]]:
-    """Yields a list that receives the model of each `assemble` in the block, with its initial traces."""
+    """Yields a list that receives each model that `assemble` builds in the block, with its initial traces."""
     built_models: list[tuple[Model, Traces]] = []
 
     def build_and_record(*args: Any) -> Model:
@@ -321,7 +325,7 @@ def _describe_attribute(value: Any) -> Any:
 
 
 def assert_untouched(expected: Traces, layers: Iterable[Layer]) -> None:
-    """Asserts that the traces of `layers` equal `expected`. The message names the differing attributes of a module."""
+    """Asserts that the traces of `layers` equal `expected`. The message names the attributes that differ in a module."""
     actual = traces(layers)
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     for name, old in expected.items():
@@ -335,7 +339,7 @@ YAMA_FILE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def can_read_peers() -> bool:
-    """Returns whether sley-cma can read the memory of peers: on x86-64 Linux as root or without Yama restrictions."""
+    """Returns whether sley-cma is installed and can read the memory of peers: on x86-64 Linux, as root or if Yama allows."""
     if find_spec("sley_cma") is None or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     return os.geteuid() == 0 or not YAMA_FILE.exists() or YAMA_FILE.read_text("ascii").strip() == "0"
@@ -343,12 +347,12 @@ def can_read_peers() -> bool:
 
 @contextmanager
 def late_exchanges() -> Iterator[None]:
-    """Delays the exchanges of all transports within the block until the program waits for them, like a device whose
-    communication stream is far behind. Use it on all ranks.
+    """Delays each exchange in the block until the program waits for it, like a device whose communication stream is far
+    behind. All ranks must use it.
 
     A result contains NaN until `wait`, so a program that reads it too early computes NaN. Inputs are sent at the time of
     `wait`, so a program that writes to them, frees them or returns them to a pool too early sends wrong values. Exchanges then
-    happen in the order of their waits, which must be the same on all ranks. Messages between two ranks are not delayed.
+    happen in the order of their waits, which must be the same on all ranks. Sends and receives are not delayed.
     """
     choose = Group.transport
 
@@ -361,7 +365,7 @@ def late_exchanges() -> Iterator[None]:
 
 
 class _LateWork(Work):
-    """Starts an exchange at `wait`."""
+    """Represents an exchange that starts at its first `wait`."""
 
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start
@@ -371,7 +375,7 @@ class _LateWork(Work):
         return self._start()
 
     def is_completed(self) -> bool:
-        """Returns whether the exchange is complete, which is never the case before `wait`."""
+        """Returns whether the exchange is complete; False until `wait` is called."""
         return "_work" in vars(self) and self._work.is_completed()
 
     def wait(self) -> None:

@@ -1,4 +1,7 @@
-"""Defines the data and model of the contracts for weights and sequences: odd sizes, ties and documents."""
+"""Defines the dataset and the model of the contracts for weight communicators and sequence attentions.
+
+The model has tied weights and odd sizes. Each row consists of two documents.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from sley_core.model.attention import Attention
 from sley_testing.contract import SQUARES, Samples, UnevenBlock, contract_plan
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 8
-"""VOCABULARY is not divisible by 2, nor WIDTH by 4, so that weight shards are padded."""
+"""The sizes of the model. VOCABULARY is not divisible by 2 and WIDTH not by 4, so that weight shards are padded."""
 
 HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 3
 
 
 class Data(Samples):
-    """Serves rows of two documents, whose bound moves from row to row, with a target for each token."""
+    """Provides rows of two documents, whose boundary depends on the index. The targets `y` are [LENGTH, VOCABULARY]."""
 
     info = DataInfo(
         {
@@ -43,7 +46,7 @@ class Data(Samples):
 
 
 class Embed(nn.Module):
-    """Sums the embeddings of tokens and positions, both int64 [b, s]."""
+    """Sums the embeddings of tokens and positions, both int64 [b, s]. Returns [b, s, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class Embed(nn.Module):
 
 
 class Block(UnevenBlock):
-    """Combines attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
+    """Combines a norm, attention with two query heads per key head, dropout, `UnevenBlock`, and two linears."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(WIDTH)
@@ -79,7 +82,7 @@ class Block(UnevenBlock):
 
 
 class Head(nn.Module):
-    """Computes logits [b, s, VOCABULARY] by a norm and a linear."""
+    """Applies a norm and a linear. Returns logits [b, s, VOCABULARY]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +94,13 @@ class Head(nn.Module):
 
 
 def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
-    """Returns the named layers; the first and the last share their weight."""
+    """Returns the layers by name. The embedding of the tokens and the head share their weight."""
     embed, head = Embed(), Head()
     head.out.weight = embed.table.weight
     return [("embed", embed), ("first", Block(dropout)), ("second", Block(dropout)), ("head", head)]
 
 
 def model_plan(dropout: float = 0.0, **tables: Any) -> dict[str, Any]:
-    """Returns a one-process plan that trains this model, with the given tables."""
+    """Returns a one-process plan that trains this model. `tables` are added or replaced."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)

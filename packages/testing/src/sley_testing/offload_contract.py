@@ -1,10 +1,10 @@
-"""Defines the tests that every offload manager must pass; a plugin's tests inherit them.
+"""Defines the tests that every offload manager must pass, for a plugin's tests to inherit.
 
     class TestMine(OffloadManagerContract):
         offload = {"use": "mine.manager"}
 
-A small bf16 decoder with master weights is trained in one process on a device that chooses at random when copies happen
-(`drawn_copies`). Memory that has not been copied yet is NaN, and a missing wait is always an error.
+A small bf16 decoder with master weights is trained in one process, on a device that copies at random times (`drawn_copies`).
+The target of a copy contains NaN until the copy happens, and a missing wait always raises an error.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PLAN = small_plan(model__num_layers=1, batch__micro_size=4, precision__compute="
 
 
 class OffloadManagerContract:
-    """Tests an offload manager: inherit, and set `offload` to a table of `[[offload]]`. orders: the
-    number of random copy orders.
+    """Tests an offload manager. Subclass it, and set `offload` to a table of `[[offload]]`. orders: the number of random copy
+    orders to test.
     """
 
     offload: ClassVar[dict[str, Any]]
     orders: ClassVar[int] = 2
 
     def test_round_trip_preserves_all_bits(self, texts: Path) -> None:
-        """Offloads and reloads between all steps, one of which fails, in random copy orders. Host copies and training must be
-        bit-identical.
+        """Offloads and reloads all movable parts after each step, one of which fails, in random copy orders. Parts on the host
+        must be bit-identical to those on the device, and the run to one without the manager.
         """
         with assemble(plan_from_dict(PLAN, texts), World.alone("cpu")) as run:
             rows = _train(run, lambda: None)
@@ -59,7 +59,7 @@ class OffloadManagerContract:
                 assert_same_bits(expected, _copy_tensors(run, COPIED))
 
     def test_use_of_offloaded_part_is_refused(self, texts: Path) -> None:
-        """Expects an error that names the offloaded part, and a successful step after its reload."""
+        """Expects a step to raise StateError `memory-away`, which names the offloaded part, and to succeed after a reload."""
         with self._run(texts) as run:
             run.step()
             for part in self._movable_parts(run):
@@ -71,7 +71,7 @@ class OffloadManagerContract:
             run.step()
 
     def test_manager_reports_its_moves(self, texts: Path) -> None:
-        """Checks the reported location, copied bytes and freed device bytes of each part. A second call must copy nothing."""
+        """Checks the reported location, copied bytes and freed device bytes of each part. A repeated move must copy nothing."""
         with self._run(texts) as run:
             run.step()
             (manager,) = run.memory.managers
@@ -92,7 +92,7 @@ class OffloadManagerContract:
                 assert_same_bits(bits_before, _copy_tensors(run, [part]) if part in COPIED else {})
 
     def test_run_closes_while_memory_is_offloaded(self, texts: Path) -> None:
-        """Expects ordinary modules with their weights after the run."""
+        """Expects modules to have their weights in memory again after `close`, with the same bits."""
         with self._run(texts) as run:
             run.step()
             expected = weights(run)
@@ -106,13 +106,13 @@ class OffloadManagerContract:
 
     @contextmanager
     def _run(self, texts: Path, order: int = 0) -> Iterator[Run]:
-        """Yields a run with the manager in this process. order: the seed of the copies."""
+        """Yields a run with the manager in this process. order: the random seed of the device's copies."""
         device, plan = DrawnDevice(order=order), plan_from_dict(changed(PLAN, offload=[self.offload]), texts)
         with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
             yield run
 
     def _movable_parts(self, run: Run) -> list[Part]:
-        """Returns the parts with device memory that the manager moves on call; pools are only trimmed."""
+        """Returns the parts on the device that the manager can move. Omits empty parts, and pools, which are only trimmed."""
         (manager,) = run.memory.managers
         return [
             part
@@ -121,7 +121,7 @@ class OffloadManagerContract:
         ]
 
     def _round_trip(self, run: Run) -> None:
-        """Offloads the parts that move on call, checks the host copies, and reloads the parts."""
+        """Offloads all movable parts, compares their bits on the host, reloads them, and compares again."""
         parts = self._movable_parts(run)
         if not parts:
             return
@@ -138,7 +138,7 @@ class OffloadManagerContract:
 
 
 def _train(run: Run, between_steps: Callable[[], None]) -> list[Row]:
-    """Takes the contract's steps and a failing one before the last, and returns their rows."""
+    """Takes NUM_STEPS steps, and a failing one before the last. Returns the rows of those that do not fail."""
     rows = []
     for number in range(NUM_STEPS):
         if number == NUM_STEPS - 1:
@@ -156,5 +156,5 @@ def _num_copied(manager: OffloadManager, part: Part) -> int:
 
 
 def _copy_tensors(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Returns copies of all tensors of `parts` by part and name, from the device or the host."""
+    """Returns clones of all tensors of `parts` on the host, by part and name."""
     return {f"{part} {name}": value.clone() for part in parts for name, value in run.memory.host(part)}

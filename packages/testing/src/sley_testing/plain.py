@@ -1,4 +1,4 @@
-"""Trains with a plain PyTorch loop as the reference of runs: torch's autograd and optimizer, no engine.
+"""Provides a plain PyTorch training loop as the reference of runs: torch's autograd and optimizer without an engine.
 
 loop = PlainLoop(layers, CrossEntropy(config), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
 loop.load(initial_weights)                       # the run's initial weights, by name
@@ -29,16 +29,16 @@ NamedParameters: TypeAlias = "list[tuple[str, nn.Parameter]]"
 MakeOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 
 GRADIENT_NOISE_SHARE = 1e-6
-"""A gradient below this share of the model's largest is rounding noise; its error is relative to that share."""
+"""Errors of gradients are relative to at least this share of the largest gradient norm, since smaller ones are noise."""
 
 MIN_WEIGHT_NORM = 1e-3
-"""A weight norm below this counts as this: weights that start at zero contain only AdamW's steps on rounding errors."""
+"""Errors of weights are relative to at least this norm, since weights near zero may consist of AdamW's steps on noise."""
 
 
 @dataclass(frozen=True)
 class PlainStep:
-    """Holds the results of one step. loss: the mean loss. grad_norm: the norm before clipping. gradients: the gradients that
-    the optimizer gets, by name. weights: the updated weights, by name.
+    """Holds the results of one step. loss: the mean loss. grad_norm: the norm before clipping. gradients: the gradients by
+    name, after clipping. weights: the updated weights by name.
     """
 
     loss: float
@@ -48,7 +48,7 @@ class PlainStep:
 
 
 class NamedParameter(NamedTuple):
-    """Holds a parameter in the form that the plan's parameter groups need."""
+    """Describes a parameter for `sley_core.optim.build.parameter_groups`. decays: whether weight decay applies to it."""
 
     name: str
     parameter: nn.Parameter
@@ -58,12 +58,13 @@ class NamedParameter(NamedTuple):
 class PlainLoop:
     """Trains `layers`. Each layer is called with the output of the previous layer and the batch fields that its forward names.
 
-    layers: the result of a model factory, with real parameters. Each module of a tied parameter registers the parameter. loss:
-    an object with `weight(batch)` and the sum `loss(output, batch)`, as in a plan. optimizer: a function that returns a torch
-    optimizer for the list of all (name, parameter); see `decay_groups`. clip_norm, clip_kind: the arguments of
-    torch.nn.utils.clip_grad_norm_. A trained parameter that no microbatch uses gets a zero gradient, as in a run: momentum
-    and decay continue. For a trained parameter of a narrow dtype (bf16), the optimizer updates an fp32 copy, in which its
-    gradients are also summed.
+    layers: the result of a model factory, not on meta. All modules that share a tied parameter must register it. loss: a loss
+    as in a plan, with the sum `loss(output, batch)` and its `weight(batch)`. optimizer: a function that takes the list of all
+    (name, parameter) and returns a torch optimizer; see `decay_groups`. clip_norm, clip_kind: the maximum norm (None does not
+    clip) and the norm type of torch.nn.utils.clip_grad_norm_.
+
+    A trained parameter that no microbatch uses gets a zero gradient, as in a run, so that momentum and decay continue. For a
+    trained parameter in bf16 or fp16, the optimizer updates an fp32 copy, whose gradient is the fp32 sum over microbatches.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PlainLoop:
         self.clip_kind = clip_kind
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Loads every parameter by name; raises KeyError if one is missing."""
+        """Copies `values` into the parameters by name. Raises KeyError if one is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(values[name])
@@ -92,7 +93,7 @@ class PlainLoop:
 
     @property
     def weights(self) -> Tensors:
-        """Returns copies of all parameters by name; a tied parameter has its first name."""
+        """Copies of all parameters by name. A tied parameter occurs once, under its first name."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, micro_batches: Sequence[Batch]) -> PlainStep:
@@ -119,20 +120,20 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
-        """Returns the mean loss of these microbatches."""
+        """Returns the mean loss of these microbatches; 0 if their weight is 0."""
         total = sum(self.loss.weight(micro_batch) for micro_batch in micro_batches)
         loss = sum(self.loss.loss(self.forward(micro_batch), micro_batch).item() for micro_batch in micro_batches)
         return loss / total if total > 0 else 0.0
 
     def forward(self, batch: Batch) -> Any:
-        """Returns the last layer's output."""
+        """Returns the output of the last layer for a microbatch."""
         args: tuple[Any, ...] = ()
         for _, module in self.layers:
             args = (module(*args, **_select_fields(module, batch, len(args))),)
         return args[0]
 
     def _accumulate(self, loss: Tensor) -> None:
-        """Accumulates the gradients of one microbatch."""
+        """Runs the backward of one microbatch, and adds gradients of narrow parameters to those of their fp32 copies."""
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
             master = self.stepped[name]
@@ -160,7 +161,7 @@ def named_parameters(layers: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[
 
 
 def decay_groups(named: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch.optim's groups by the rule of plans: matrices decay, vectors do not."""
+    """Returns parameter groups for torch.optim by the rule of plans: parameters with two or more dims decay, others do not."""
     matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
     vectors = [parameter for _, parameter in named if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -173,7 +174,7 @@ def assert_step(
     """Asserts that a run's step equals the loop's step: loss, gradient norm, gradients and weights.
 
     gradients, weights: the tensors of this rank, for example of its pipeline stage. Buffers among the weights are not compared.
-    The message names the largest difference.
+    relative: the relative tolerance. The message lists the largest differences.
     """
     for key, value in (("loss", expected.loss), ("grad_norm", expected.grad_norm)):
         assert math.isclose(row[key], value, rel_tol=relative, abs_tol=1e-12), f"{key} is {row[key]}, not {value}"
@@ -187,10 +188,10 @@ def assert_step(
 
 
 def _select_fields(module: nn.Module, batch: Batch, num_skipped: int) -> dict[str, Tensor]:
-    """Returns the batch fields that a layer's forward names. num_skipped: the number of leading parameters that are not
-    fields.
+    """Returns the batch fields that a layer's forward names. num_skipped: the number of its first parameters that get the
+    output of the previous layer.
     """
-    # a module wrapped by torch.compile accepts and passes on any argument
+    # the forward of a module that torch.compile wraps accepts any argument
     parameters = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         skipped_names = {parameter.name for parameter in parameters[:num_skipped]}

@@ -1,7 +1,7 @@
 """Imports the modules that ranks need once in the fork server, so that a rank starts in milliseconds.
 
-This includes late imports of torch: the first optimizer of a process imports torch._dynamo, which takes a second. If a module
-cannot be imported here, the rank that needs it raises the error, which then names the test.
+This includes modules that torch imports late: the first optimizer of a process imports torch._dynamo, which takes 1 s. A failed
+import is ignored here; the rank that needs the module then raises the error in its test.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import sley_core
 
 
 def module_names() -> Iterator[str]:
-    """Yields the names of modules that ranks probably need: pytest, torch, core, and all installed packages that require
-    core.
-    """
+    """Yields the names of modules that ranks may need: of pytest, torch, core and all installed plugins."""
     yield from ("pytest", "torch.distributed", "torch._dynamo", "torch.profiler._cupti_monitor", "packaging.requirements")
     yield from _submodule_names(sley_core)
     for dist in distributions():
@@ -36,17 +34,17 @@ def module_names() -> Iterator[str]:
 
 
 def _submodule_names(package: ModuleType) -> Iterator[str]:
-    # A package that does not import is not walked.
+    # `onerror` skips packages that cannot be imported.
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
         if not module.name.endswith("__main__"):
             yield module.name
 
 
 def assemble_once() -> None:
-    """Assembles a small run, so that lazily created state of torch and pydantic exists before the fork.
+    """Assembles a small run, so that ranks inherit state that torch and pydantic create lazily.
 
-    The run takes no step, since autograd does not work in a process that was forked after its first backward. The random state
-    of this process does not change.
+    The run takes no step, since autograd does not work in a process that was forked after a backward. The random state of this
+    process does not change.
     """
     from sley_core.comm.backends import installed_transports
     from sley_core.comm.world import World

@@ -34,10 +34,11 @@ import pytest
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the input of a rank, beside the working folder and `sys.path`, which multiprocessing passes on. call: the pickled
-    (function, args, kwargs). folder: a private folder for output and stacks of each rank. filters: the pickled
-    `warnings.filters` of the parent, so that the same warnings are errors. init_timeout_s: the time limit of the call if the
-    default group is initialized, else None.
+    """Holds the input of a rank, except the working folder and `sys.path`, which multiprocessing passes on.
+
+    call: the pickled (function, args, kwargs). folder: a private folder, into which each rank writes its output and stacks.
+    filters: the pickled `warnings.filters` of the parent, so that the same warnings are errors. init_timeout_s: the time limit
+    of the call if the rank must initialize the default group, else None.
     """
 
     rank: int
@@ -50,8 +51,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of a rank. failure: a summary of the error of a failed rank, else "". value: the pickled result. error:
-    the pickled exception. ended_s: the time on the monotonic clock, which all processes of a machine share.
+    """Holds the result of a rank. failure: a summary of the error, or "" if the call succeeded. value: the pickled result.
+    error: the pickled exception, or b"" if it cannot be pickled. trace: the traceback or the stacks. ended_s: the time of the
+    failure on the monotonic clock, which all processes of a machine share.
     """
 
     rank: int
@@ -63,8 +65,8 @@ class Outcome:
 
 
 def rank_main(connection: Connection, job: Job) -> None:
-    """Runs one job in this process, and sends its outcome."""
-    # In its own group, the parent can kill the rank with its children, and Ctrl-C reaches only the parent.
+    """Runs `job` and sends its outcome. If the job succeeds, then waits until the parent closes the connection."""
+    # A process group of its own lets the parent kill the rank with its children, and keeps Ctrl-C from the rank.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     with _apply_settings(job):
@@ -73,7 +75,7 @@ def rank_main(connection: Connection, job: Job) -> None:
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(outcome))
         if not outcome.failure:
-            with contextlib.suppress(EOFError):  # the parent closes it when all ranks are done
+            with contextlib.suppress(EOFError):  # the parent closes the connection when all ranks are done
                 connection.recv_bytes()
 
 
@@ -84,7 +86,7 @@ def _run_job(job: Job) -> Outcome:
         if job.init_timeout_s is not None:
             import torch.distributed as dist
 
-            # Longer than the time limit of the parent, which reports a hang with the stacks of all ranks.
+            # The limit is longer than that of the parent, which reports a hang with the stacks of all ranks.
             timeout, size = timedelta(seconds=job.init_timeout_s + 60), int(job.environ["WORLD_SIZE"])
             store = job.environ["SLEY_STORE"]
             dist.init_process_group("gloo", init_method=store, rank=job.rank, world_size=size, timeout=timeout)
@@ -98,7 +100,7 @@ def _run_job(job: Job) -> Outcome:
 
 @contextlib.contextmanager
 def _apply_settings(job: Job) -> Iterator[None]:
-    """Applies the folder, path, environment and warning filters of the parent, and redirects output and stacks to files."""
+    """Applies the environment and warning filters of the parent, and redirects output and stacks to files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.clear()
     os.environ.update(job.environ)
@@ -109,7 +111,7 @@ def _apply_settings(job: Job) -> Iterator[None]:
         stream.reconfigure(encoding="utf-8", line_buffering=True)  # so that the output of a killed rank is complete
     os.close(output)
     with Path(job.folder, f"rank{job.rank}.stacks").open("w") as stacks:
-        # SIGABRT dumps the stacks of all threads from C, even while the interpreter waits in a collective.
+        # On SIGABRT, C code dumps the stacks of all threads, even while Python waits in a collective.
         faulthandler.enable(file=stacks, all_threads=True)
         import torch
 
@@ -126,7 +128,7 @@ def _apply_settings(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _background_failures_are_warnings() -> Iterator[None]:
-    """Reports thread exceptions and unraisable exceptions as pytest warnings at the end of the block."""
+    """Issues a pytest warning at the end of the block for each unhandled thread exception and each unraisable exception."""
     failures: list[Warning] = []
 
     def add_failure(category: type[Warning], source: str, failure: Any) -> None:
@@ -145,8 +147,9 @@ def _background_failures_are_warnings() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Kills this rank and its child processes when pytest ends. PR_SET_PDEATHSIG does not work, since it watches the fork
-    server, which outlives pytest until its ranks end.
+    """Kills this rank and its child processes when pytest ends.
+
+    PR_SET_PDEATHSIG cannot do this: it watches the fork server, which outlives pytest until its ranks end.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by multiprocessing"
@@ -155,7 +158,7 @@ def _end_with_parent() -> None:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """Returns a pickle of `error` that loads to an equal exception, or b"" if there is none."""
+    """Returns a pickle of `error` that loads as an exception of the same type and text, or b"" if there is none."""
     try:
         data = pickle.dumps(error)
         loaded = pickle.loads(data)
@@ -169,7 +172,7 @@ _SHORT_REPR.maxother = _SHORT_REPR.maxstring = 400
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Returns the traceback without the kit's frames, with the locals of the last frame for assertion errors."""
+    """Returns the traceback without the kit's frames. For an AssertionError, adds the locals of the innermost frame."""
     kit_file = str(Path(__file__))
     step = error.__traceback__
     while step and step.tb_frame.f_code.co_filename == kit_file:

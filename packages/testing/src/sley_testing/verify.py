@@ -1,8 +1,9 @@
 """Compares a plan's layout with a single-process run of the same plan, for `train-cli verify`.
 
-The reference is one process. It saves the loss, norm, gradients and weights of each step as files. Each rank compares its own
-with them, one tensor at a time, and writes its findings. Differences are reported in causal order: first values, then for each
-step the loss, gradients, gradient norm, held-out loss and weights.
+One process takes the reference steps, and saves the loss, gradient norm, gradients and weights of each step to files. Each
+rank takes the same steps in the layout, compares its values with the files, one tensor at a time, and writes its findings.
+Differences are reported in causal order: first values, then for each step the loss, gradients, gradient norm, held-out loss and
+weights.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _LIKELY_CAUSES: dict[Quantity, str] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the allowed relative errors. first_step: the limit in the first step, where weights are still equal. later_steps:
-    the limit of later steps and of weights. handlers: the sum of the tolerances of the plan's gradient handlers.
+    """Holds the allowed relative errors. first_step: the limit in step 1, which starts from equal weights. later_steps: the
+    limit for later steps, and for weights in every step. handlers: the sum of the tolerances of the plan's gradient handlers.
     """
 
     first_step: float
@@ -55,11 +56,11 @@ class Limits:
     handlers: float = 0.0
 
     def limit_for(self, quantity: Quantity, step: int) -> float:
-        """Returns the limit for `quantity` at `step`. Initial values must be bit-identical."""
+        """Returns the limit for `quantity` in `step`, counted from 1. It is 0 for first values."""
         if quantity == "first value":
             return 0.0
         base = self.first_step if step == 1 and quantity != "weight" else self.later_steps
-        # The loss of the first step comes before any gradient.
+        # No gradient affects the loss of the first step.
         return base if step == 1 and quantity == "loss" else base + self.handlers
 
 
@@ -67,9 +68,10 @@ class Limits:
 class Comparison:
     """Holds the comparison of a number or tensor on one rank with one process.
 
-    error: ||actual - expected|| / ||expected||, without noise. expected, actual: the numbers or norms. factor: actual /
-    expected if all elements share this ratio, as with a wrong scale. num_noise: the number of elements that were not compared,
-    since their gradient is only rounding noise.
+    step: 0 before the first step. name: of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||,
+    without elements that are noise. expected, actual: the numbers, or the norms of the tensors. factor: the ratio actual /
+    expected if all elements share it, as with a wrong scale, else None. num_noise: the number of elements that were not
+    compared, since their gradient is only rounding noise.
     """
 
     quantity: Quantity
@@ -84,7 +86,7 @@ class Comparison:
 
 @dataclass
 class RankFindings:
-    """Holds the comparisons of one rank in order. skipped: the steps that were skipped because of non-finite gradients."""
+    """Holds the comparisons of one rank in order. skipped: the steps that it skipped because of non-finite gradients."""
 
     rank: int
     stage: int
@@ -98,8 +100,8 @@ def read_findings(folder: Path, num_ranks: int) -> list[RankFindings]:
 
 
 def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Comparison, int]]:
-    """Returns for each quantity the comparison whose error is largest relative to its limit, and the number of compared
-    tensors.
+    """Returns for each compared quantity the comparison with the largest error relative to its limit, and the number of
+    distinct names.
     """
 
     def share_of_limit(comparison: Comparison) -> tuple[float, float]:
@@ -116,7 +118,7 @@ def largest_errors(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[
 
 
 def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[RankFindings, Comparison]]:
-    """Returns all differences beyond the limits in causal order: by step, quantity, position in the model and rank."""
+    """Returns the comparisons whose error exceeds the limit, with their ranks, by step, quantity, model position and rank."""
     keyed = [
         ((comparison.step, QUANTITIES.index(comparison.quantity), rank.stage, position, rank.rank), rank, comparison)
         for rank in ranks
@@ -127,7 +129,7 @@ def differences(ranks: Sequence[RankFindings], limits: Limits) -> list[tuple[Ran
 
 
 def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> Iterator[str]:
-    """Yields the lines of the report: agreement or the first difference, then a line for each quantity."""
+    """Yields the lines of the report: the agreement or the first difference, then the largest error of each quantity."""
     all_differences = differences(ranks, limits)
     if all_differences:
         yield from _describe_first_difference(all_differences)
@@ -152,7 +154,7 @@ def report_lines(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) 
 
 
 def has_taken_no_step(ranks: Sequence[RankFindings], num_steps: int) -> bool:
-    """Returns whether all steps were skipped because of non-finite gradients."""
+    """Returns whether every step was skipped because of non-finite gradients."""
     return len(_skipped_steps(ranks)) == num_steps
 
 
@@ -170,7 +172,7 @@ def _skipped_steps(ranks: Sequence[RankFindings]) -> list[int]:
 
 
 def findings_to_json(ranks: Sequence[RankFindings], limits: Limits, num_steps: int) -> dict[str, Any]:
-    """Returns the report as JSON data with all differences in causal order. null stands for non-finite numbers."""
+    """Returns the report with all differences in causal order as JSON data. A non-finite number becomes None."""
     return {
         "agrees": not differences(ranks, limits) and not has_taken_no_step(ranks, num_steps),
         "ranks": len(ranks),
@@ -193,7 +195,7 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Comparison]]) -> Iterator[str]:
-    """Yields lines about the first difference from one process, and about similar differences."""
+    """Yields lines about the first difference, other names that differ in the same step and quantity, and the likely cause."""
     rank, first = all_differences[0]
     time = "before the first step" if first.step == 0 else f"since step {first.step}"
     article = {"gradient": "the gradient of", "weight": "the weight", "first value": "the first value of"}
@@ -216,16 +218,18 @@ def _describe_first_difference(all_differences: Sequence[tuple[RankFindings, Com
 
 
 NOISE = {"fp64": 1e-12, "fp32": 1e-6, "fp16": 2.0**-13, "bf16": 2.0**-10}
-"""The share of the model's largest gradient below which a gradient is rounding noise, such as that of a key bias, which softmax
-ignores. Adam takes full-size steps in random directions from noise, so that such a weight cannot be compared. In a fused
-weight, such as queries, keys and values in one, single elements can be noise although the whole gradient agrees."""
+"""By precision: a gradient is rounding noise if its norm is below this share of the model's largest gradient norm.
+
+An example is the bias of a key projection, which softmax cancels. Adam turns noise into full-size steps in random directions,
+so the weight of such a gradient cannot be compared. In a fused weight, for example of queries, keys and values, some elements
+of the gradient can be noise although the gradient as a whole agrees."""
 
 _ROW_QUANTITIES: dict[str, Quantity] = {"loss": "loss", "grad_norm": "gradient norm", "held_out_loss": "held-out loss"}
 
 
 def limits(plan: Plan, tolerance: float | None = None) -> Limits:
-    """Returns the allowed errors: `tolerance` if it is not None, 0 for canonical sums, else those of the precision and handler
-    records.
+    """Returns the allowed errors: `tolerance` if it is given, 0 for the canonical reduction, else the limits of the plan's
+    precision and the tolerances of its gradient handlers.
     """
     if tolerance is not None:
         return Limits(tolerance, tolerance)
@@ -241,7 +245,7 @@ def limits(plan: Plan, tolerance: float | None = None) -> Limits:
 
 
 def save_reference(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes steps of the one-process `run` and saves their results in `folder`. Ends early if the run is asked to stop."""
+    """Takes `num_steps` steps of the one-process `run` and saves their results in `folder`. Ends early if the run stops."""
     save_file(full_weights(run), tensor_file(folder, 0, "weights"))
     for step, row in _take_steps(run, num_steps):
         (folder / f"row-{step}.json").write_text(json.dumps(row), "utf-8")
@@ -251,13 +255,13 @@ def save_reference(run: Run, num_steps: int, folder: Path) -> None:
 
 
 def compare_steps(run: Run, num_steps: int, folder: Path) -> None:
-    """Takes the same steps on this rank, compares each with the reference in `folder`, and writes the findings there."""
+    """Takes `num_steps` steps on this rank, compares them with the reference in `folder`, and writes the findings there."""
     findings = StepComparer(run, folder).compare(num_steps)
     (folder / f"rank-{run.world.rank}").write_bytes(pickle.dumps(findings))
 
 
 class StepComparer:
-    """Compares the tensors of this rank of `run` step by step with those that one process saved in `folder`."""
+    """Compares the numbers and tensors of this rank with those that one process saved in `folder`, step by step."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         precision = run.plan.precision.compute
@@ -267,13 +271,13 @@ class StepComparer:
         self._weight_limit = WEIGHTS[precision] + self._limits.handlers
         self._noise_share = NOISE[precision]
         self._noise_floor = 0.0
-        # Parameters whose gradient norm was below the noise floor in this or an earlier step: their weights are random.
+        # Names of parameters whose gradient norm was below the noise floor in a step so far. Noise determines their weights.
         self._noise_parameters: set[str] = set()
-        # Elements of other parameters whose gradient differed in this or an earlier step.
+        # By name of the other parameters: the elements whose gradient differed in a step so far.
         self._noise_masks: dict[str, Tensor] = {}
 
     def compare(self, num_steps: int) -> RankFindings:
-        """Takes the steps and returns the findings. All ranks must call it, since sharded tensors are gathered."""
+        """Takes `num_steps` steps and returns the findings. All ranks must call it, since sharded tensors are gathered."""
         run = self._run
         findings = RankFindings(run.world.rank, run.groups["pp"].coord)
         if run.num_steps_done == 0:
@@ -282,7 +286,7 @@ class StepComparer:
             reference = json.loads((self._folder / f"row-{step}.json").read_text("utf-8"))
             findings.comparisons += _compare_numbers(step, row, reference)
             if row.get("skipped") and reference.get("skipped"):
-                findings.skipped.append(step)  # gradients that are not finite have nothing to compare
+                findings.skipped.append(step)  # gradients that are not finite cannot be compared
             else:
                 unclipped = _undo_clipping(gradients(run), row, run.plan.optimizer.config.clip_norm)
                 self._record_noise(step, unclipped)
@@ -293,7 +297,7 @@ class StepComparer:
     def _compare_tensors(
         self, quantity: Quantity, step: int, actual_tensors: Mapping[str, Tensor], file_name: str
     ) -> list[Comparison]:
-        """Compares the tensors of this rank in registry order."""
+        """Compares the tensors of this rank with those in a file of the reference."""
         with safe_open(tensor_file(self._folder, step, file_name), "pt") as expected_tensors:
             return [
                 self._compare_tensor(quantity, step, name, expected_tensors.get_tensor(name), tensor)
@@ -301,7 +305,7 @@ class StepComparer:
             ]
 
     def _compare_tensor(self, quantity: Quantity, step: int, name: str, expected: Tensor, actual: Tensor) -> Comparison:
-        """Compares one tensor. If the error exceeds the limit, elements whose gradient is noise are left out."""
+        """Compares one tensor. If its error exceeds the limit, compares it again without elements whose gradient is noise."""
         error = relative_errors({name: expected}, {name: actual})[name]
         norms, factor, num_noise = (_norm(expected), _norm(actual)), _common_factor(expected, actual, error), 0
         if step > 0 and error > self._limits.limit_for(quantity, step) and math.isfinite(norms[1]):
@@ -314,13 +318,13 @@ class StepComparer:
         return Comparison(quantity, step, name, error, *norms, factor, num_noise)
 
     def _record_noise(self, step: int, gradients: Mapping[str, Tensor]) -> None:
-        """Records the rounding noise of the gradients: parameters with a small norm, and elements that differ by more than the
-        weight limit.
+        """Records which gradients are rounding noise: those with a small norm, and elements whose relative error exceeds the
+        limit of weights.
         """
         with safe_open(tensor_file(self._folder, step, "gradients"), "pt") as tensors:
             norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
             self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
-            # An exact zero is not noise: only zero agrees with it.
+            # An exact zero is not noise, since only zero is equal to it.
             self._noise_parameters |= {name for name, norm in norms.items() if 0.0 < norm < self._noise_floor}
             for name, actual in gradients.items():
                 expected = tensors.get_tensor(name)
@@ -330,7 +334,7 @@ class StepComparer:
 
 
 def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
-    """Raises RunError "not-compared" if one process saved a first value, gradient or weight that no rank has compared."""
+    """Raises RunError `not-compared` if one process saved a first value, gradient or weight that no rank has compared."""
     saved: list[tuple[Quantity, int]] = [("first value", 0)]
     for step in range(1, 1 + sum(1 for _ in folder.glob("row-*.json"))):
         skipped = any(step in rank.skipped for rank in ranks)
@@ -347,14 +351,14 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
 
 
 def dropout_modules(run: Run) -> list[str]:
-    """Returns the names of modules with dropout: torch's dropout modules, and modules with an attribute `dropout` above 0."""
+    """Returns the names of modules with dropout: torch's with `p` above 0, and others with an attribute `dropout` above 0."""
     modules = [pair for layer in run.layers for pair in layer.module.named_modules(prefix=layer.name)]
     rates = {name: getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) for name, module in modules}
     return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
 
 
 def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float | int]]]:
-    """Yields the number and row of each step, and ends early if all ranks agree to stop."""
+    """Takes `num_steps` steps and yields the number and the row of each. Ends early if all ranks agree to stop."""
     for number in range(1, num_steps + 1):
         yield number, run.step()
         if run.was_stopped:
@@ -362,7 +366,7 @@ def _take_steps(run: Run, num_steps: int) -> Iterator[tuple[int, dict[str, float
 
 
 def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str, float]) -> Iterator[Comparison]:
-    """Yields the comparison of each number of a row with the reference."""
+    """Yields the comparison of each number in `row` with the same number in `reference`."""
     for key, quantity in _ROW_QUANTITIES.items():
         if key in reference:
             expected, actual = float(reference[key]), float(row[key])
@@ -372,8 +376,9 @@ def _compare_numbers(step: int, row: Mapping[str, float], reference: Mapping[str
 
 
 def _common_factor(expected: Tensor, actual: Tensor, error: float) -> float | None:
-    """Returns the ratio actual / expected if all elements share it within 0.1 %. Returns None otherwise, or if the error is
-    small.
+    """Returns the factor by which `actual` differs from `expected`, if it is the same for all elements within 0.1 %.
+
+    Returns None if there is no such factor, or if `error` is at most 1 % or not finite.
     """
     if not 0.01 < error < math.inf:
         return None
@@ -391,7 +396,7 @@ def full_weights(run: Run) -> dict[str, Tensor]:
 
 
 def _undo_clipping(gradients: Mapping[str, Tensor], row: Mapping[str, float], limit: float | None) -> dict[str, Tensor]:
-    """Returns the gradients before clipping, which would hide a wrong scale."""
+    """Returns the gradients as they were before clipping, which hides a wrong scale. limit: the clip norm; None for none."""
     factor = 1.0 if limit is None else min(1.0, limit / (row["grad_norm"] + CLIP_EPSILON))
     return _make_contiguous({name: gradient / factor for name, gradient in gradients.items()})
 
@@ -401,7 +406,7 @@ def _make_contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tensor_file(folder: Path, step: int, file_name: str) -> str:
-    """Returns the path of the `gradients` or `weights` file of a step. Step 0 is before the first step."""
+    """Returns the path of the file of a step. file_name: `gradients` or `weights`. Step 0 is before the first step."""
     return str(folder / f"{file_name}-{step}.safetensors")
 
 
