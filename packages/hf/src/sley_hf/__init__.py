@@ -1,1 +1,1 @@
-"""Decoders of Hugging Face transformers for Sley, and adapters of peft."""
+"""Causal language models of Hugging Face transformers as models of Sley, and LoRA adapters of peft."""

@@ -1,7 +1,8 @@
-"""The attention that `hf.decoder` registers with transformers: Sley's own, which knows packed documents and sequence slices.
+"""The attention that `hf.decoder` registers with transformers: Sley's own, which supports packed documents and sequence slices.
 
-transformers calls `attend` from the forward of each attention module. It calls the `SleyAttention` that `add_attention` placed
-there, and which `[sequence]` finds and makes work on slices. No class of transformers is changed.
+transformers calls `attend` in the forward of each attention module. `attend` calls the `SleyAttention` that `add_attention` has
+added to the module. The part of `[sequence]` finds the `SleyAttention`, and lets it attend across slices. No class of
+transformers is changed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ NAME = "sley"
 """The name of Sley's attention in transformers' `AttentionInterface`."""
 
 CORE = "sley_core"
-"""The attribute of an attention module of transformers that has its `SleyAttention`."""
+"""The name of the `SleyAttention` within an attention module of transformers."""
 
 FLASH_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""The modules of the packages flash-attn and flash-attn-3, by the names of their kernels in transformers."""
+"""The importable modules of flash-attn and flash-attn-3, keyed by the names of their kernels in transformers."""
 
 
 class SleyAttention(Attention):
-    """Core's attention, which also soft-caps scores, as in Gemma 2.
+    """Core's attention with more kernels, and with soft-capped scores as in Gemma 2.
 
-    kernel: `[model] attention`. cu_seqlens: the document bounds of the call in progress, set by the block:
-    not every family hands keyword arguments down to its attention. was_called: whether a forward has called it.
+    kernel: the name of the kernel in transformers. cu_seqlens: the document bounds of the current call of the block, or None.
+    The block sets them, since not every family passes keyword arguments on to its attention. was_called: whether `attend` has
+    called this module.
     """
 
     def __init__(self, kernel: str) -> None:
@@ -53,9 +55,10 @@ class SleyAttention(Attention):
         dropout: float = 0.0,
         softcap: float | None = None,
     ) -> Tensor:
-        """Returns the context [b, s, h, d]. Arguments as in `Attention`; scores become softcap x tanh(scores / softcap).
+        """Returns the context [b, s, h, d]. The arguments are those of `Attention`, and `softcap`.
 
-        Raises RunError "hf-attention" if the kernel cannot compute this.
+        softcap: replaces the scores by softcap x tanh(scores / softcap), unless it is None. Raises RunError "hf-attention" if
+        the kernel is not installed, or does not support the dropout, the dtype or the device.
         """
         if self.kernel not in ("sdpa", "eager") and not q.is_meta:
             _check_call(self.kernel, q, dropout)
@@ -77,7 +80,7 @@ class SleyAttention(Attention):
 
 
 def _check_call(kernel: str, q: Tensor, dropout: float) -> None:
-    """Raises RunError "hf-attention" if a kernel other than `sdpa` and `eager` cannot compute this."""
+    """Raises RunError "hf-attention" if `kernel`, which is not "sdpa" or "eager", does not support the call."""
     device, problem = q.device.type, ""
     if dropout and kernel != "flash_attention_2":
         problem = "has no dropout"
@@ -103,7 +106,10 @@ def call_flash(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the context [b, s, h, d] of `module.flash_attn_varlen_func`, which gets the rows one after another."""
+    """Returns the context [b, s, h, d], which `module.flash_attn_varlen_func` computes for the concatenated rows.
+
+    module: a value of `FLASH_MODULES`, imported. The other arguments are those of `SleyAttention.forward`.
+    """
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -132,7 +138,10 @@ def call_flash(
 def call_flex(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float | None, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Returns the context [b, s, h, d] of torch's `flex_attention`, which is compiled on CUDA."""
+    """Returns the context [b, s, h, d], which torch's `flex_attention` computes, compiled on CUDA.
+
+    The arguments are those of `SleyAttention.forward`.
+    """
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         mask = _build_causal_block_mask(batch, length, window, q.device)
@@ -155,12 +164,12 @@ def call_flex(
 @lru_cache(maxsize=2)
 @torch.no_grad()
 def _build_causal_block_mask(batch: int, length: int, window: int | None, device: torch.device) -> Any:
-    """Returns the block mask of rows that are one document each."""
+    """Returns the block mask of rows that contain one document each."""
     return _build_block_mask(torch.tensor([[0, length]], device=device).expand(batch, 2), length, window)
 
 
 def _build_block_mask(bounds: Tensor, length: int, window: int | None) -> Any:
-    """Returns flex_attention's mask of causal attention within documents. bounds: [b, n + 1]."""
+    """Returns flex_attention's mask of causal attention within documents. bounds: `cu_seqlens` [b, n + 1]."""
     positions = torch.arange(length, device=bounds.device, dtype=bounds.dtype).repeat(len(bounds), 1)
     document = torch.searchsorted(bounds[:, 1:].contiguous(), positions, right=True)  # [b, s]
 
@@ -190,9 +199,10 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the context [b, s, h, d], and no weights. query: [b, h, s, d]; key, value: [b, h_kv, s, d].
+    """Returns the context [b, s, h, d], and None in place of the attention weights. transformers calls this function.
 
-    transformers calls it with the scale of the scores, the width of the sliding window, and the cap of the scores.
+    query: [b, h, s, d]. key, value: [b, h_kv, s, d]. scaling, sliding_window, softcap: as `scale`, `window` and `softcap` in
+    `SleyAttention.forward`. Raises RunError "hf-attention" for a mask or for attention sinks (`s_aux`).
     """
     if attention_mask is not None or s_aux is not None:
         argument = "attention sinks" if attention_mask is None else "a mask of its own"
@@ -215,7 +225,7 @@ AttentionInterface.register(NAME, attend)
 
 
 def uses_interface(model_class: type) -> bool:
-    """Returns whether the attentions of a class of transformers look their kernel up by its registered name."""
+    """Returns whether the attention modules of a model class of transformers look up their kernel by its registered name."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model_class.__module__])
 
 

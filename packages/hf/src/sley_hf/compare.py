@@ -1,6 +1,7 @@
 """Compares the layers of `hf.decoder` with transformers' own forward, for `train-cli check --model`.
 
-The comparison takes a copy of the model with fewer layers and token ids and with random weights, so it works for any family.
+The comparison uses a copy of the model with fewer layers, fewer token ids and random weights, so a model of any size is cheap
+to compare.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ if TYPE_CHECKING:
     from sley_hf.plugin import DecoderConfig
 
 MAX_IDS = 128
-"""The maximum number of token ids of the copy."""
+"""The maximum vocabulary size of the copy."""
 
 BOUNDS = [[0, 16, 16], [0, 5, 16]]
-"""The documents of two rows of 16 tokens; the second row has two."""
+"""The document bounds (`cu_seqlens`) of two rows of 16 tokens. The second row contains two documents."""
 
 TOLERANCE = 1e-4
-"""The maximum difference of logits, relative to the largest logit."""
+"""The maximum difference of logits relative to the largest logit, and the maximum relative difference of losses."""
 
 
 @torch.no_grad()
 def compare_with_transformers(config: DecoderConfig) -> str:
-    """Returns a note with the largest relative difference between the logits of both forwards.
+    """Returns a note with the largest relative difference between the results of Sley and of transformers.
 
-    Raises PlanError "hf-differs" if it exceeds 1e-4, for one document per row, for packed documents, or for the load-balancing
-    loss if the plan has one, and the errors of `sley_hf.decoder.build_layers`.
+    Compares the logits of one document per row, the logits of packed documents and, if the plan trains with it, the
+    load-balancing loss. Raises PlanError "hf-differs" if a difference exceeds `TOLERANCE`, and "hf-structure" or "hf-kernel" if
+    the model is not supported.
     """
     hf_config = read_hf_config(config)
     small = shrink_config(hf_config, *build_from_config(hf_config, kernel="sdpa", experts="eager"))
     causal, structure = build_from_config(small, kernel="eager" if config.attention == "eager" else "sdpa", experts="eager")
-    # transformers' other kernels ignore soft caps
+    # In transformers, only the eager kernel applies soft caps.
     is_eager = config.attention == "eager" or getattr(small, "attn_logit_softcapping", None) or not causal._supports_sdpa
     kernel = "eager" if is_eager else "sdpa"
     reference = type(causal)._from_config(copy.deepcopy(small), attn_implementation=kernel).eval()
@@ -69,9 +71,10 @@ def compare_with_transformers(config: DecoderConfig) -> str:
 
 
 def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
-    """Returns a copy of a config with few token ids, and only as many layers as it takes to have each kind of layer.
+    """Returns a copy of a config with at most `MAX_IDS` token ids, and with the fewest layers that include each kind of layer.
 
-    causal: the model of `hf_config`. Layers are of one kind if they have one type, and the same names and shapes of parameters.
+    causal: the model of `hf_config`. Two layers are of the same kind if they have the same type, and their parameters have the
+    same names and shapes. The copy has at least two layers, if the model has.
     """
     small = copy.deepcopy(hf_config)
     blocks = structure.list_blocks(causal)
@@ -91,7 +94,10 @@ def shrink_config(hf_config: Any, causal: Any, structure: ModuleNames) -> Any:
 
 
 def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
-    """Makes the layers use the parameters of `reference`, a transformers model; returns `model`, in evaluation mode."""
+    """Builds the layers, replaces their parameters by those of the transformers model `reference`, and returns `model`.
+
+    The layers are in evaluation mode.
+    """
     values = {to_layer_name(name, structure): p for name, p in reference.named_parameters(remove_duplicate=False)}
     for layer in model.build().layers:
         layer.module.eval()
@@ -103,7 +109,7 @@ def share_parameters(model: Model, reference: Any, structure: Any) -> Model:
 
 
 def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Returns the logits [b, s, v] of token ids [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
+    """Returns the logits [b, s, v] of `tokens` [b, s]. positions: [b, s]. cu_seqlens: [b, n + 1], as in `Attention`."""
     embed, *blocks, head = (layer.module for layer in model.layers)
     hidden = embed(tokens, positions)
     for block in blocks:
@@ -115,13 +121,13 @@ def compute_logits(model: Model, tokens: Tensor, positions: Tensor | None = None
 def _compute_load_balancing_loss(model: Model, tokens: Tensor) -> float:
     """Returns the load-balancing loss, without its coefficient, for token ids [b, s]."""
     for layer in model.layers:
-        layer.module.training = True  # not its submodules, which may apply dropout
+        layer.module.training = True  # but not for its submodules, which may apply dropout
     output: Any = compute_logits(model, tokens)
     return float(output.balance.routers.compute_loss(*output.routed[1:]))
 
 
 def _compute_document_logits(reference: Any, row: Tensor, bounds: list[int]) -> Tensor:
-    """Returns the logits [s, v] of a row whose documents are computed one by one."""
+    """Returns the logits [s, v] of a row, computed separately for each document. bounds: the row's `cu_seqlens`."""
     return torch.cat(
         [reference(input_ids=row[None, start:end], use_cache=False).logits[0] for start, end in pairwise(bounds) if end > start]
     )

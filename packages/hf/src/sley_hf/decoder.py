@@ -1,10 +1,10 @@
-"""`hf.decoder`: a causal language model of transformers as layers `embed`, `blocks.0` ... and `head`.
+"""`hf.decoder`: a causal language model of transformers, split into the layers `embed`, `blocks.0` ... and `head`.
 
-    embed    the base model's forward up to its first decoder layer: tables, learned positions, scaling
-    block    one decoder layer, unchanged, with the arguments that the base model's forward computes for it
-    head     the norm, and the forward of the causal model after its base: projection, soft cap, scaling
+    embed    the forward of the base model up to its first decoder layer: embedding tables, learned positions, scaling
+    block    one unchanged decoder layer, called with the arguments that the base model's forward computes for it
+    head     the last norm, and the forward of the causal model after its base model: projection, soft cap, scaling
 
-The classes are transformers' own. `structure.py` finds the parts, `attention.py` replaces the attention kernel.
+The layers consist of transformers' own modules. `structure.py` finds them, and `attention.py` replaces the attention kernel.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ if TYPE_CHECKING:
 
 
 def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
-    """Returns the model; each rank builds only its layers, and reads only their tensors.
+    """Returns the model. Each rank builds only its own layers, and reads only the tensors of these layers.
 
-    The first layer reads the field `tokens` [b, s]. Layers read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has
-    them. Raises PlanError "hf-structure" for a model that is not a plain decoder, "model-vocabulary" if the data has more
-    token ids than the model, and "model-weights" if the files cannot be read or belong to another model.
+    The first layer reads the field `tokens` [b, s]. If the data has them, the first layer and the blocks read `positions`
+    [b, s], and the blocks read `cu_seqlens` [b, n + 1]. Raises PlanError "hf-structure" for a model that is not a plain decoder
+    or whose load-balancing loss is not supported, "hf-kernel" for an attention kernel that the model does not support,
+    "model-vocabulary" if the data has more token ids than the model, and "model-weights" if the files cannot be read or belong
+    to another model.
     """
     hf_config = read_hf_config(config)
     causal, structure = build_from_config(hf_config, kernel=config.kernel, experts=config.experts)
@@ -60,7 +62,10 @@ def build_layers(config: DecoderConfig, data: DataInfo) -> Model:
 
 
 def build_routers(config: DecoderConfig, causal: Any, structure: ModuleNames) -> Routers | None:
-    """Returns the routers, if the model is trained with their load-balancing loss. Raises PlanError "hf-structure"."""
+    """Returns the routers of the model, or None if it is trained without their load-balancing loss.
+
+    Raises PlanError "hf-structure" if that loss is not supported.
+    """
     if not has_router_loss(config):
         return None
     try:
@@ -76,7 +81,10 @@ def cut_into_layers(
     initialize: Callable[[nn.Module, str], None] | None = None,
     routers: Routers | None = None,
 ) -> Model:
-    """Returns the layers of a transformers model, whose parameters are on meta. routers: adds their loss in training."""
+    """Returns a transformers model, whose parameters are on meta, as a `Model` of layers.
+
+    initialize: sets the values of a module's parameters (see `Model`). routers: the routers whose loss is added in training.
+    """
     arguments = LayerArguments(causal, structure)
     builders: Any = [
         ("embed", partial(Embed, causal, structure)),
@@ -90,7 +98,7 @@ def cut_into_layers(
 
 
 def read_hf_config(config: DecoderConfig) -> Any:
-    """Returns the transformers config that the plan names. Raises PlanError "hf-structure"."""
+    """Returns the transformers config that the plan names. Raises PlanError "hf-structure" if transformers refuses it."""
     try:
         return AutoConfig.from_pretrained(config.config_file)
     except ValueError as error:
@@ -98,12 +106,14 @@ def read_hf_config(config: DecoderConfig) -> Any:
 
 
 def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any, ModuleNames]:
-    """Returns the transformers model with its parameters on meta and its buffers on the host, and its structure.
+    """Returns the transformers model, with its parameters on meta and its buffers on the host, and the names of its parts.
 
-    Raises PlanError "hf-structure", and "hf-kernel" for a kernel that the attention of a family, which has its own code, lacks.
+    kernel, experts: the attention kernel and the kernel of experts, by their names in transformers. Raises PlanError
+    "hf-structure" for a model that is not a plain decoder, and "hf-kernel" if the model's family computes attention with its
+    own code, which does not support `kernel`.
     """
     hf_config = copy.deepcopy(hf_config)
-    hf_config.output_router_logits = False  # the blocks record them
+    hf_config.output_router_logits = False  # the blocks record the logits themselves
     hf_config.dtype = torch.float32  # the files' dtype would round constants, such as the scale of Gemma's embeddings
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     if model_class is None:
@@ -121,7 +131,7 @@ def build_from_config(hf_config: Any, *, kernel: str, experts: str) -> tuple[Any
     except (UnsupportedModelError, ValueError) as error:
         raise _build_structure_error(str(error)) from None
     for parameter in causal.parameters():
-        parameter.__dict__.pop("_is_hf_initialized", None)  # set on meta, and it would keep values from being drawn
+        parameter.__dict__.pop("_is_hf_initialized", None)  # `_init_weights` would skip the parameter
     _compute_buffers(causal)
     if has_interface:
         add_attention(causal, kernel)
@@ -139,7 +149,7 @@ def _build_structure_error(message: str) -> PlanError:
 
 @torch.no_grad()
 def _compute_buffers(causal: Any) -> None:
-    """Moves the buffers from meta to the host, with the values that transformers gives them."""
+    """Replaces the buffers on meta with buffers on the host, and sets them to the values that transformers gives them."""
     for module in causal.modules():
         on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in on_meta:
@@ -154,7 +164,7 @@ def _draw_values(causal: Any, module: nn.Module, name: str) -> None:
 
 
 def list_ties(causal: Any, structure: ModuleNames) -> list[tuple[str, str]]:
-    """Returns the ties of the model under the names of its layers: embedding first, head second."""
+    """Returns the pairs of names of tied parameters in Sley's model: the embedding first, the head second."""
     if not causal.config.tie_word_embeddings:
         return []
     tied = dict(causal._tied_weights_keys or {})
@@ -170,7 +180,7 @@ class Embed(nn.Module):
         self.base, self._recorders = copy_with_recorders(causal, structure, 1)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles nothing: a lookup gains nothing, and the recorders end the forward by an exception."""
+        """Does nothing, since compiling does not make a lookup faster, and an exception ends the forward."""
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns the hidden states [b, s, hidden] of token ids [b, s]. positions: [b, s], or None to count from 0."""
@@ -185,14 +195,14 @@ class Block(nn.Module):
     def __init__(
         self, causal: Any, structure: ModuleNames, arguments: LayerArguments, index: int, routers: Routers | None
     ) -> None:
-        """Copies the decoder layer `index` of `causal`, a transformers model. routers: adds the layer's terms of their loss in
-        training.
+        """Copies decoder layer `index` of `causal`, a transformers model. arguments: computes the other arguments of the layer.
+        routers: the routers of the model if training adds the layer's terms of their loss, or None.
         """
         super().__init__()
         self.layer = copy.deepcopy(structure.list_blocks(causal)[index])
         self._arguments = arguments
         self._index = index
-        self._needs_mask = causal.config._attn_implementation != NAME  # an attention that is not registered takes a mask
+        self._needs_mask = causal.config._attn_implementation != NAME  # the family's own attention takes a mask
         self._attentions = tuple(module for module in self.layer.modules() if isinstance(module, SleyAttention))
         self._routers = routers
         self._router_logits: list[Tensor] = []
@@ -200,7 +210,7 @@ class Block(nn.Module):
             router.register_forward_hook(self._record_router)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the decoder layer; its arguments are computed once per microbatch, outside of any graph."""
+        """Compiles the decoder layer. Its arguments are computed once per microbatch, outside of the compiled graph."""
         self.layer.compile(*args, **kwargs)
 
     def _record_router(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -210,13 +220,13 @@ class Block(nn.Module):
     def forward(
         self, inputs: Tensor | Routed, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor | Routed:
-        """Returns [b, s, hidden], in training with routers as `Routed`.
+        """Returns the hidden states [b, s, hidden], or in training with routers a `Routed`.
 
-        inputs: the output of the layer before. positions: [b, s]. cu_seqlens: the document bounds [b, n + 1], as in
-        `Attention`.
+        inputs: the output of the previous layer. positions: [b, s], or None to count from 0. cu_seqlens: the document bounds
+        [b, n + 1], as in `Attention`. Raises RunError "hf-attention" if the layer does not call Sley's attention.
         """
         hidden = inputs.hidden if isinstance(inputs, Routed) else inputs
-        self._router_logits.clear()  # a forward that failed may have left some
+        self._router_logits.clear()  # an earlier forward that failed may have left logits
         mask = None
         if self._needs_mask and cu_seqlens is not None:
             mask = attention_mask(cu_seqlens, None, hidden).expand(hidden.shape[0], -1, -1, -1)
@@ -238,7 +248,7 @@ class Block(nn.Module):
 
 
 class _BaseModelOutput:
-    """The output of a base model: hidden states, and None for everything else that a causal model may read."""
+    """The output of a base model: the hidden states, and None for everything else that a causal model may read."""
 
     def __init__(self, last_hidden_state: Tensor | None) -> None:
         self.last_hidden_state = last_hidden_state
@@ -251,7 +261,7 @@ class _BaseModelOutput:
 
 
 class _HiddenStates(nn.Module):
-    """Stands in for the module that owns the decoder layers: returns the hidden states that `Head` sets."""
+    """Replaces the module that owns the decoder layers: returns the hidden states that `Head` sets."""
 
     hidden: Tensor | None = None
 
@@ -260,25 +270,25 @@ class _HiddenStates(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the forward of the causal model after its base, [b, s, hidden] -> [b, s, v]."""
+    """The last norm, and the forward of the causal model after its base model, [b, s, hidden] -> [b, s, v]."""
 
     def __init__(self, causal: Any, structure: ModuleNames, routers: Routers | None) -> None:
-        """Copies the parts of `causal`, a transformers model. routers: the load-balancing loss to compute, if any."""
+        """Copies the parts of `causal`, a transformers model. routers: those whose loss is added, or None."""
         super().__init__()
         stack = structure.find_stack(getattr(causal, structure.base))
         source = _HiddenStates()
         self.norm = copy.deepcopy(stack.get_submodule(structure.norm))
         self.causal = copy.deepcopy(causal, {id(stack): source})
-        self._source = (source,)  # a tuple, since `causal` owns the module
+        self._source = (source,)  # in a tuple, so that it is not registered again: `causal` owns the module
         self._balance = None if routers is None else LoadBalance(routers)
 
     def attach_to_run(self, parts: Parts) -> None:
-        """Lets the load-balancing loss add numbers to each metrics row."""
+        """Adds the metrics of the load-balancing loss to the rows, if that loss is computed."""
         if self._balance is not None:
             self._balance.attach(parts)
 
     def forward(self, inputs: Tensor | Routed) -> Tensor | BalancedLogits:
-        """Returns the logits [b, s, v], in training with routers as `BalancedLogits`. inputs: the last block's output."""
+        """Returns the logits [b, s, v], or in training with routers `BalancedLogits`. inputs: the output of the last block."""
         source = self._source[0]
         source.hidden = self.norm(inputs.hidden if isinstance(inputs, Routed) else inputs)
         try:

@@ -1,6 +1,6 @@
 """Describes a run of `hf.decoder` as a transformers model, and checks an export against the run.
 
-The check runs the run's own layers, one after the other, and the exported model on the same prompt.
+The check computes the logits of the same prompt with the run's own layers and with the exported model.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 PROMPT_LENGTH = 16
-"""The maximum number of tokens of the prompt."""
+"""The maximum number of tokens of the prompt of the check."""
 
 TOLERANCE = 1e-5
-"""The maximum difference of logits in fp32, relative to the largest logit."""
+"""The maximum difference of hidden states or logits in fp32, relative to the largest value."""
 
 
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the transformers model with the weights in `source`: `ModelRecord.hugging_face`.
+    """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
 
-    Raises RunError "weights-mismatch" if the weights do not fit the plan.
+    Raises RunError "weights-mismatch" if the weights do not fit the model of the plan.
     """
     config = plan.model.config
     assert isinstance(config, DecoderConfig), config
@@ -64,10 +64,11 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 
 def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, folder: Path) -> None:
-    """Raises RunError "export-differs" unless transformers computes the run's logits from the files in `folder`.
+    """Raises RunError "export-differs" unless the exported model in `folder` computes the same logits as the run's layers.
 
-    plan: the plan of the run, whose layers have the weights in `source`. The prompt has the first ids of the vocabulary. The
-    message names the first tensor whose values differ, or else the last layer with the same output.
+    plan: the plan of the run. model: the exported model, of which only the `names` are used. source: the weights of the run.
+    The prompt consists of the first ids of the vocabulary. The message names the first tensor whose values differ, or else the
+    last layer whose output is the same.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -83,7 +84,7 @@ def check_export(plan: Plan, model: HuggingFaceModel, source: TensorReader, fold
         *actual, (_, logits) = _compute_layer_outputs(plan, source, tokens, vocab_size)
     if not _is_close(logits, output.logits):
         last = "none"
-        for (name, hidden), expected in zip(actual, output.hidden_states[:-1], strict=False):  # the norm precedes the last
+        for (name, hidden), expected in zip(actual, output.hidden_states[:-1], strict=False):  # the last follows the norm
             if not _is_close(hidden, expected):
                 break
             last = name
@@ -97,19 +98,19 @@ def _build_difference_error(folder: Path, message: str) -> RunError:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether the largest difference is at most `TOLERANCE` of the largest expected value."""
+    """Returns whether the largest difference is at most `TOLERANCE` times the largest absolute expected value."""
     return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
 def _to_loaded_dtype(value: Tensor) -> Tensor:
-    """Returns the value in the dtype in which `check_export` loads it: floats in fp32."""
+    """Returns the value in the dtype in which `check_export` loads it: fp32 for floating-point values."""
     return value.float() if value.is_floating_point() else value
 
 
 def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the output of each layer for token ids [1, s], in fp32. One layer is in memory at a time."""
     plan_config: Any = plan.model.config
-    config = plan_config.without_weights().model_copy(update={"attention": "auto"})  # other kernels need CUDA
+    config = plan_config.without_weights().model_copy(update={"attention": "auto"})  # other kernels may need CUDA
     record: Any = plan.model.record
     model: Model = record.load(record.build)(config, DataInfo(TOKEN_FIELDS, vocab_size))
     ties = {second: first for first, second in model.ties}
@@ -123,7 +124,9 @@ def _compute_layer_outputs(plan: Plan, source: TensorReader, tokens: Tensor, voc
 
 
 def _load_values(layer: nn.Module, layer_name: str, source: TensorReader, ties: Mapping[str, str]) -> None:
-    """Replaces the parameters and persistent buffers of a layer by the tensors in `source`."""
+    """Replaces the parameters and persistent buffers of a layer by the tensors in `source`. ties: the name under which `source`
+    has a tied parameter, by the parameter's other name.
+    """
     for prefix, module in layer.named_modules(prefix=layer_name):
         for attribute in module._parameters:
             name = f"{prefix}.{attribute}"

@@ -1,4 +1,4 @@
-"""Generates text with transformers' `generate` and its KV cache, token by token; evaluates a model on tasks of lm-eval."""
+"""Generates text token by token with transformers' `generate` and its KV cache, and evaluates a model on tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from sley_core.errors import PluginError, UsageError
 
 
 class Generator:
-    """A transformers model, which continues prompts.
+    """A transformers model that continues prompts, on CUDA if it is available.
 
-    folder: has `config.json` and a tokenizer, as `train-cli export` writes them. state: the weights by transformers' names; if
-    None, they are read from the folder. stop: additional ids that end a text.
+    folder: contains `config.json`, and optionally a tokenizer and weights, as `train-cli export` writes them. state: the
+    weights, keyed by transformers' names, or None to read them from the folder. stop: ids that end a text, in addition to those
+    of the folder.
+
+    tokenizer: the tokenizer in the folder, or None. max_length: the maximum number of positions, or None if it is unknown.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None, stop: Sequence[int] = ()) -> None:
@@ -39,9 +42,9 @@ class Generator:
         ends: Any = config.eos_token_id
         if (folder / "generation_config.json").is_file():
             ends = GenerationConfig.from_pretrained(folder).eos_token_id
-        self.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # no sampling options of the files
+        self.model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # without the folder's options
         self.tokenizer: Any = None
-        # AutoTokenizer may choose a class by the model, which splits text in its own way.
+        # For some models, AutoTokenizer would choose a class that splits text differently.
         if (folder / "tokenizer.json").is_file():
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         elif (folder / "tokenizer_config.json").is_file():
@@ -51,9 +54,9 @@ class Generator:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the ids of a conversation and the beginning of the next answer, by the tokenizer's chat template.
+        """Returns the ids of a conversation and of the generation prompt after it, rendered by the tokenizer's chat template.
 
-        Raises UsageError "chat-template" if there is no template, or if it refuses the messages.
+        Raises UsageError "chat-template" if there is no template, or if the template refuses the messages.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             hint = "use a run that was trained with `data.chat`, or a model whose tokenizer has a template"
@@ -68,10 +71,10 @@ class Generator:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float, top_k: int | None, seed: int
     ) -> Iterator[list[int | None]]:
-        """Yields the next id of each prompt, or None after an end token, until all have ended or have `tokens` new ids.
+        """Yields the next id of each prompt, until all texts have ended or have `tokens` new ids.
 
-        temperature: 0 takes the most likely id. top_k: samples from this number of most likely ids. Closing the iterator stops
-        the generation.
+        Yields None for a text from the id that ends it. prompts: lists of token ids. temperature: 0 selects the most likely id.
+        top_k: the number of most likely ids to sample from, or None for all. Closing the iterator stops the generation.
         """
         length = max(map(len, prompts))
         ids = torch.tensor([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts])
@@ -113,7 +116,7 @@ class Generator:
 
 
 class _Streamer(BaseStreamer):
-    """Puts the ids of each step into a queue, except the first ids, which are the prompts. The event ends the generation."""
+    """Puts the ids of each step into a queue, except the first ids, which are the prompts. `cancelled` ends the generation."""
 
     def __init__(self, queue: SimpleQueue[Any], cancelled: Event) -> None:
         self._queue = queue
@@ -132,11 +135,11 @@ class _Streamer(BaseStreamer):
 
 
 def evaluate_tasks(generator: Generator, names: Sequence[str], include: Path | None) -> dict[str, dict[str, float]]:
-    """Returns the numbers of each task, such as `{"mine": {"acc,none": 0.5}}`, as lm-eval computes them with its `HFLM`.
+    """Returns the metrics of each task, such as `{"mine": {"acc,none": 0.5}}`, as lm-eval computes them with its class `HFLM`.
 
-    names: tasks, groups, or patterns of these. include: a folder with tasks in lm-eval's format, in place of its own, whose
-    list takes long to read. Raises PluginError "plugin-import" without lm-eval, and UsageError "harness-task" or
-    "no-vocabulary".
+    names: names of tasks or groups, or patterns for these. include: a folder with tasks in lm-eval's format, which replace
+    lm-eval's own tasks, or None. Raises PluginError "plugin-import" if lm-eval cannot be imported, UsageError "no-vocabulary"
+    if the model has no tokenizer, and UsageError "harness-task" for a name without a task.
     """
     try:
         from lm_eval import simple_evaluate  # type: ignore[import-not-found, unused-ignore]

@@ -1,8 +1,9 @@
 """`hf.lora`: low-rank adapters of peft (Hu et al. 2021) in the layers of any model, and their export.
 
-A linear keeps its weight, now `q_proj.base_layer.weight`, which is frozen, and gets `q_proj.lora_A.default.weight` [r, in] and
-`q_proj.lora_B.default.weight` [out, r]; its output becomes base(x) + alpha / r B A x. A run is exported as a folder of peft
-with the adapters, or as the model's weights with the adapters merged in.
+The weight of an adapted linear module is frozen, and its name becomes, for example, `q_proj.base_layer.weight`. The module gets
+the matrices A, `q_proj.lora_A.default.weight` [r, in], and B, `q_proj.lora_B.default.weight` [out, r]. Its output becomes
+base(x) + (alpha / r) B A x. A run is exported as a folder of peft with only the adapters, or as the weights of the model with
+the adapters merged into them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ ADAPTER = "default"
 """The name of the adapter in peft's modules."""
 
 LORA = ".lora_"
-"""The part of a name that only parameters of adapters have."""
+"""A part of the name that only the parameters of adapters have."""
 
 BASE = ".base_layer."
-"""The part of a name that only parameters of modules with an adapter have."""
+"""A part of the name that only the frozen parameters of adapted modules have."""
 
 
 def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[nn.Module, str], None]:
-    """Returns a function that adds adapters to the module of a layer. Raises PluginError "plugin-import" without peft."""
+    """Returns a function that takes the module and the name of a layer, and adds adapters to the module.
+
+    layer_names: the names of all layers of the model, of which the last is the head. Raises PluginError "plugin-import" if peft
+    cannot be imported. The function raises the PlanError of `find_target_modules`.
+    """
     try:
         import peft
     except ImportError as error:
@@ -52,7 +57,7 @@ def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[n
 
     def adapt(layer: nn.Module, name: str) -> None:
         trained = [parameter for path, parameter in layer.named_parameters(name) if matches_pattern(path, config.train)]
-        trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # by a tied layer
+        trained += [parameter for parameter in layer.parameters() if parameter.requires_grad]  # set by a tied layer
         targets = find_target_modules(config, layer, name, is_head=name == layer_names[-1])
         if targets:
             peft.inject_adapter_in_model(build_peft_config(config, targets, layer.modules()), layer, ADAPTER)
@@ -65,8 +70,8 @@ def build_adapter(config: LoraConfig, layer_names: Sequence[str]) -> Callable[[n
 def find_target_modules(config: LoraConfig, layer: nn.Module, name: str, *, is_head: bool) -> list[str]:
     """Returns the paths, within the layer `name`, of the modules that get adapters.
 
-    Raises PlanError "model-adapters" for a named module that peft cannot adapt, and for a named parameter of stacked experts:
-    peft's adapter of it replaces the parameter during each forward.
+    Raises PlanError "model-adapters" if the plan names a module that peft cannot adapt, or a stacked parameter of experts,
+    since peft would replace that parameter during each forward.
     """
     if config.targets == "all-linear":
         linears = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -89,7 +94,7 @@ def _build_target_error(message: str) -> PlanError:
 
 
 def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Iterable[nn.Module]) -> PeftConfig:
-    """Returns the config of peft with these `target_modules`, which are among `modules`."""
+    """Returns the config of peft for the modules at the paths `targets`. modules: modules that include these."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -104,14 +109,15 @@ def build_peft_config(config: LoraConfig, targets: Sequence[str], modules: Itera
 
 
 def matches_pattern(path: str, patterns: Sequence[str]) -> bool:
-    """Returns whether `path` matches one of `patterns`: the last names of the path, or a pattern for the whole path."""
+    """Returns whether `path` matches one of `patterns`, each the last names of a path, or a pattern for the whole path."""
     return any(path == pattern or path.endswith(f".{pattern}") or fnmatchcase(path, pattern) for pattern in patterns)
 
 
 class MergedWeights:
-    """The weights in `source` of a run with adapters, under the names and with the values of the model without them.
+    """The weights of a run with its adapters merged into them, under the names of the model without adapters.
 
-    Raises UsageError "export-format" for an adapter of a tied weight, whose other use it does not change.
+    source: the weights and adapters of the run. Raises UsageError "export-format" for an adapter of a tied weight, since the
+    adapter changes only one of the two uses of that weight.
     """
 
     def __init__(self, plan: Plan, source: TensorReader) -> None:
@@ -131,7 +137,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor in its own dtype; adapters are added in at least fp32."""
+        """Returns a tensor in its stored dtype. Adapters are merged in at least fp32."""
         stored = self._source.tensor(self._names[name])
         if name not in self.adapted:
             return stored
@@ -147,16 +153,16 @@ class MergedWeights:
 
 
 def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
-    """Returns the modules with adapters, on meta, by the name that their weight has without them.
+    """Returns the modules with adapters, on meta, keyed by the name of their weight in the model without adapters.
 
-    Raises UsageError "export-format" for an embedding that is tied to the head.
+    Raises UsageError "export-format" if the weight of such a module is tied to another one.
     """
     from peft.tuners.lora import LoraLayer
 
     assert plan.adapters is not None, plan
     try:
         info = open_dataset(plan.data, DataContext(plan.run.seed)).info
-    except SleyError:  # the data may be gone; a model that started from weights knows its vocabulary
+    except SleyError:  # the data may no longer exist; a model that starts from weights does not need it
         info = DataInfo(TOKEN_FIELDS)
     model: Model = cast(Any, plan.model.record).load()(cast(Any, plan.model.config).without_weights(), info)
     adapt = build_adapter(plan.adapters.config, [layer.name for layer in model.layers])
@@ -177,9 +183,10 @@ def _build_adapted_modules(plan: Plan) -> dict[str, Any]:
 def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], base: Path | None, out: Path) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of peft into the new folder `out`.
 
-    The adapters are then loaded with the transformers model in `base`, if it is one, and compared with the run's weights.
-    names: transformers' name of each weight of the model without adapters. Raises UsageError "export-format" for adapters and
-    trained weights that peft cannot have, and RunError "export-differs".
+    names: transformers' name of each weight, keyed by its name in the model without adapters. base: the folder or run from
+    which the run started, or None. If it is a folder of transformers, the export is checked: the model in `base` with the
+    adapters must have the run's weights. Raises UsageError "export-format" for adapters and trained weights that peft cannot
+    represent, and RunError "export-differs" if the check fails.
     """
     from safetensors.torch import save_file
 
@@ -227,12 +234,12 @@ def export_adapter(plan: Plan, source: TensorReader, names: Mapping[str, str], b
 
 
 def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: TensorReader) -> None:
-    """Raises RunError "export-differs" unless peft makes the weights `merged` from the model in `base` and the adapters."""
+    """Raises RunError "export-differs" unless the model in `base`, with the adapters in `folder`, has the weights `merged`."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft asks for it
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(folder))
     state = cast(Any, model).merge_and_unload().state_dict()
     for name, hf_name in names.items():
@@ -244,7 +251,7 @@ def _check_adapter(base: Path, folder: Path, names: Mapping[str, str], merged: T
 
 
 def _shorten_names(targets: Sequence[str], weights: Any) -> list[str]:
-    """Returns the last part of the targets' names where every module that ends with it is a target, else whole names."""
+    """Returns the last part of a target's name if all modules whose names end with it are targets, or else the whole name."""
     modules = {name.rpartition(".")[0] for name in weights}
     excluded = {name.rpartition(".")[2] for name in modules - set(targets)}
     ends = ((target.rpartition(".")[2], target) for target in targets)

@@ -1,4 +1,4 @@
-"""The plan tables and records of `hf.decoder` and `hf.lora`. Imports neither torch, nor transformers, nor peft."""
+"""The plan tables and records of `hf.decoder` and `hf.lora`. Imports none of torch, transformers and peft."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ Kernel = Literal[
 
 
 class DecoderConfig(ModelConfig):
-    """A causal language model of transformers, cut into its embedding, decoder layers, and head.
+    """A causal language model of transformers, split into its embedding, decoder layers and head.
 
     Exactly one of `weights` and `config` is required.
     """
 
     weights: PlanPath | None = None
-    """The folder that `save_pretrained` wrote, with `config.json` and safetensors files; or a run of this model, such as
-    `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`. Training starts from these weights.
+    """A folder written by `save_pretrained`, with `config.json` and safetensors files; or the folder of a run of this model,
+    such as `runs/x`, or of one of its checkpoints, such as `runs/x/checkpoints/step-00000100`. Training starts from these
+    weights.
     """
 
     config: PlanPath | None = None
-    """A `config.json` of transformers, or its folder. Training starts from random weights."""
+    """A `config.json` of transformers, or the folder that contains it. Training starts from random weights."""
 
     attention: Kernel = "auto"  # type: ignore[assignment]  # has more values than in the base class
-    """The attention kernel. The first five values are those of every model, for torch's `scaled_dot_product_attention`. The
-    others are names in transformers: plain matrix products, torch's `flex_attention`, and the kernels of the packages
-    flash-attn and flash-attn-3. The last three train on CUDA only.
+    """The attention kernel. As in every model, the first five values select a kernel of torch's
+    `scaled_dot_product_attention`. The others are names in transformers: "eager" computes plain matrix products,
+    "flex_attention" is torch's, and the last two are the kernels of the packages flash-attn and flash-attn-3. The last three
+    values train only on CUDA.
 
-    Attentions with soft-capped scores use matrix products instead of `scaled_dot_product_attention`.
+    Attention with soft-capped scores uses matrix products instead of `scaled_dot_product_attention`.
     """
 
     experts: Literal["grouped_mm", "batched_mm", "eager"] = "grouped_mm"
-    """The kernel of a mixture of experts, by its name in transformers; `grouped_mm` does not compute in fp64."""
+    """The kernel of a mixture of experts, by its name in transformers. "grouped_mm" does not support fp64."""
 
     router_loss: NonNegativeFloat | None = None
-    """The factor with which the load-balancing loss of a mixture of experts is added to the loss; 0 only counts the tokens of
-    experts. By default the model's `router_aux_loss_coef` if its `config.json` sets `output_router_logits`, and no loss
-    otherwise.
+    """The factor of the load-balancing loss of a mixture of experts, which is added to the training loss. With 0, it is only
+    reported in the metrics. Default: the model's `router_aux_loss_coef` if its `config.json` sets `output_router_logits`;
+    otherwise the load-balancing loss is not computed.
     """
 
     @model_validator(mode="after")
@@ -65,7 +67,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def kernel(self) -> str:
-        """The name of the attention kernel in transformers."""
+        """The name of the attention kernel in transformers; "sdpa" for all kernels of `scaled_dot_product_attention`."""
         return "sdpa" if self.attention in ("auto", "cudnn", "flash", "efficient", "math") else self.attention
 
     @property
@@ -76,12 +78,12 @@ class DecoderConfig(ModelConfig):
         return config_folder(path) / CONFIG if path.is_dir() or self.weights else path
 
     def without_weights(self) -> DecoderConfig:
-        """Returns the table of the same model that starts from random weights."""
+        """Returns a table for the same model, but with random initial weights."""
         return self.model_copy(update={"weights": None, "config": self.config_file})
 
 
 def read_config(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the content of the model's `config.json`. Raises ValueError if it is not readable or names no type of model."""
+    """Returns the content of the model's `config.json`. Raises ValueError if it is not readable or has no `model_type`."""
     file = config.config_file
     try:
         content = json.loads(file.read_text("utf-8"))
@@ -93,22 +95,23 @@ def read_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def has_router_loss(config: DecoderConfig) -> bool:
-    """Returns whether the load-balancing loss of the model's routers is computed."""
+    """Returns whether training computes the load-balancing loss of the model's routers."""
     return config.router_loss is not None or bool(read_config(config).get("output_router_logits"))
 
 
 def check_router_loss(config: DecoderConfig, loss: Component) -> Iterator[Problem]:
-    """Yields a problem for a load-balancing loss beside a loss that does not take it from the logits."""
+    """Yields a problem if training needs the load-balancing loss, but the plan's loss does not accept `SplitLogits`."""
     if has_router_loss(config) and not (isinstance(loss.record, LossRecord) and loss.record.split_logits):
         message = f"`{loss.name}` does not add the load-balancing loss of the routers"
         yield Problem(("loss",), message, "use `core.cross_entropy`, or remove `router_loss` and `output_router_logits`")
 
 
 def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Problem]:
-    """Yields a problem for rotary frequencies that would depend on the longest position in a microbatch.
+    """Yields a problem if the rotary frequencies would depend on the longest position in a microbatch.
 
-    transformers computes them anew for positions beyond the original context, if their type is "dynamic" or "longrope". Packed
-    documents and slices of sequences would then be computed differently from whole documents. sequence: positions per sample.
+    For the types "dynamic" and "longrope", transformers recomputes the frequencies if a position exceeds the original context.
+    Packed documents and slices of sequences would then give other results than whole documents. sequence: the number of
+    positions per sample, or None if it is unknown, which is no problem.
     """
     content = read_config(config)
     scaling = content.get("rope_parameters") or content.get("rope_scaling") or {}
@@ -124,31 +127,31 @@ def check_positions(config: DecoderConfig, sequence: int | None) -> Iterator[Pro
 
 
 class LoraConfig(Table):
-    """Low-rank adapters (LoRA) of peft on the linears of any model; everything else is frozen."""
+    """Low-rank adapters (LoRA) of peft on the linear layers of any model. All other parameters are frozen, except `train`."""
 
     rank: PositiveInt = 8
     """The rank r of the product B A that is added to a weight."""
 
     alpha: PositiveFloat = 8.0
-    """The product is scaled by alpha / rank."""
+    """The numerator of the factor alpha / rank, by which the product is multiplied."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), ValueDescription("a number of at least 0 and below 1")] = 0.0
-    """The probability with which an input of the adapters is zeroed."""
+    """The probability with which each input element of an adapter is set to zero."""
 
     targets: Literal["all-linear"] | Array[str] = "all-linear"
-    """The modules that get adapters: every linear of all layers but the last one, the head; or a list of names, which match at
-    the end (`"q_proj"`), and patterns of whole names (`"blocks.[67].*_proj"`), as `train-cli show` lists them. Stacked experts
-    get none.
+    """The modules that get adapters. "all-linear" selects every linear module outside of the model's last layer, the head. A
+    list selects modules by the end of the name (`"q_proj"`), or by a pattern for the whole name (`"blocks.[67].*_proj"`);
+    `train-cli show` lists the names. Stacked experts cannot have adapters.
     """
 
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    """Whether the factor is alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
 
     dora: bool = False
-    """Train the magnitude of each output's weights too (Liu et al. 2024)."""
+    """Whether to train the magnitude of each output's weight vector too (DoRA, Liu et al. 2024)."""
 
     train: Array[str] = ()
-    """Parameters of the base that are trained, in full: names and patterns as in `targets` (`"head.*"`, `"*norm.weight"`)."""
+    """The parameters of the base model that are trained in full: names and patterns as in `targets` (`"head.*"`)."""
 
 
 @hookimpl

@@ -1,10 +1,11 @@
-"""The load-balancing loss of a mixture of experts, as transformers computes it, in sums that cross pipeline stages.
+"""The load-balancing loss of a mixture of experts, as transformers computes it, from sums that cross pipeline stages.
 
     E sum_e (c_e / n) (p_e / n)          Switch Transformer (Fedus et al. 2021), equations 4 to 6
 
-n counts the tokens of a microbatch once per layer with experts, c_e those with expert e among their k most likely ones, and p_e
-sums the probabilities of e over them. Each block adds its terms of p and c to those of the blocks before it, and the head
-computes the loss. It is linear in p, so with slices of sequences ranks sum only the counts:
+E is the number of experts. n is the number of tokens of a microbatch, counted once for each layer with experts. Of these, c_e
+is the number of tokens that have expert e among their k most likely experts, and p_e is the sum of the router's probabilities
+of expert e. Each block adds its p to that of the earlier blocks and appends its c, and the head computes the loss. The loss is
+linear in p. If ranks hold slices of sequences, each rank therefore uses its own p, and only the counts c are summed over ranks.
 
     block ──Routed──> block ──Routed──> head ──BalancedLogits──> cross-entropy + coefficient x number of labels x loss
 """
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class Routed(NamedTuple):
-    """The output of a block. probabilities: p, fp32 or wider [E]. counts: int64 [layers with experts x E], layer by layer."""
+    """The output of a block. hidden: [b, s, hidden]. probabilities: p of all layers up to this block, [E], at least fp32.
+    counts: c of each of these layers that has experts, int64 [layers x E].
+    """
 
     hidden: Tensor
     probabilities: Tensor
@@ -44,8 +47,8 @@ class Routed(NamedTuple):
 class Routers:
     """The routers of a model, and its load-balancing loss.
 
-    top_k: the number of experts of a token. coefficient: the factor of the loss. recorder: says which modules are the routers,
-    and which of their outputs are logits [tokens, E].
+    top_k: the number of experts of a token. coefficient: the factor of the loss. recorder: transformers' description of the
+    routers: their class, and the index of the logits [tokens, E] in their output.
     """
 
     num_experts: int
@@ -54,7 +57,7 @@ class Routers:
     recorder: OutputRecorder
 
     def find_modules(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """Yields the routers of a decoder layer, in the order of their calls."""
+        """Yields the routers of a decoder layer, in the order of `named_modules`."""
         part = f".{self.recorder.layer_name}." if self.recorder.layer_name else ""
         for path, module in layer.named_modules():
             if isinstance(module, self.recorder.target_class) and part in f".{path}.":
@@ -66,7 +69,9 @@ class Routers:
         return logits
 
     def add_terms(self, hidden: Tensor, before: Any, logits: list[Tensor]) -> Routed:
-        """Returns the output of a block. before: the previous layer's output. logits: the logits of the block's routers."""
+        """Returns the output of a block. hidden: the block's hidden states. before: the output of the previous layer. logits:
+        the logits [tokens, E] of each router of the block.
+        """
         probabilities, counts = [], []
         if isinstance(before, Routed):
             probabilities, counts = [before.probabilities], [before.counts]
@@ -79,16 +84,18 @@ class Routers:
         return Routed(hidden, torch.stack(probabilities).sum(0), torch.cat(counts))
 
     def compute_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Returns the load-balancing loss; of a part of the tokens, its share. counts: of all tokens, [layers x E]."""
+        """Returns the load-balancing loss without its coefficient. If `probabilities` [E] cover only some of the tokens,
+        returns the share of these tokens. counts: the counts of all tokens, [layers x E].
+        """
         per_expert = counts.view(-1, self.num_experts).sum(0).to(probabilities.dtype)
         num_tokens = per_expert.sum() / self.top_k
         return (per_expert / num_tokens * (probabilities / num_tokens)).sum() * self.num_experts
 
 
 def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None) -> Routers:
-    """Returns the routers of a transformers model. coefficient: None takes that of its config.
+    """Returns the routers of a transformers model. coefficient: the factor of the loss, or None for that of the model's config.
 
-    Raises UnsupportedModelError if the model has no routers, or if transformers computes another loss.
+    Raises UnsupportedModelError if no layer has experts, or if transformers computes no load-balancing loss or a different one.
     """
     family = causal.config.model_type
     base = getattr(causal, structure.base)
@@ -107,19 +114,22 @@ def find_routers(causal: Any, structure: ModuleNames, coefficient: float | None)
 
 
 def _has_equal_loss(routers: Routers, function: Any) -> bool:
-    """Returns whether transformers' `function` gives the same loss for random logits of two layers."""
+    """Returns whether transformers' `function` and `routers` compute the same loss from random logits of two layers."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(7, routers.num_experts, generator=generator) for _ in range(2)]
     try:
         expected = function(tuple(logits), routers.num_experts, routers.top_k)
         _, *sums = routers.add_terms(logits[0], None, logits)
-    except Exception:  # the function has other arguments
+    except Exception:  # the function takes different arguments
         return False
     return torch.allclose(routers.compute_loss(*sums), expected, rtol=1e-4)
 
 
 class LoadBalance:
-    """Computes the loss of a microbatch, and collects numbers of a step. sp: the ranks with slices of the same sequences."""
+    """Computes the load-balancing loss of each microbatch, and collects metrics of the step.
+
+    sp: the group of ranks that hold slices of the same sequences, or None before `attach`.
+    """
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -128,10 +138,10 @@ class LoadBalance:
         self._num_micros = 0
 
     def attach(self, parts: Parts) -> None:
-        """Adds the means over the microbatches to each metrics row.
+        """Adds three metrics to each row, which are means over the step's microbatches.
 
-        `experts/loss`: the load-balancing loss without its coefficient. `experts/max_load`, `experts/min_load`: the tokens of
-        the most and of the least used expert of any layer, relative to an equal share.
+        `experts/loss`: the load-balancing loss without its coefficient. `experts/max_load`, `experts/min_load`: the number of
+        tokens of the most used and of the least used expert in any layer, divided by the mean over the layer's experts.
         """
         self.sp = parts.groups["sp"]
         parts.events.began.append(self._reset)
@@ -139,8 +149,9 @@ class LoadBalance:
             parts.numbers.add(f"experts/{name}", partial(self._mean_share, index, parts.topology.dp))
 
     def compute_loss(self, routed: Routed, num_labels: Tensor) -> Tensor:
-        """Returns coefficient x loss x number of labels, of this rank's slices; over the ranks of `sp`, these terms sum to the
-        whole. num_labels: a scalar, the labels of this rank that count.
+        """Returns this rank's term of coefficient x loss x number of labels. The terms of the ranks of `sp` add up to it.
+
+        routed: the output of the last block. num_labels: the number of this rank's labels that are not ignored, a scalar.
         """
         *_, probabilities, counts = routed
         totals = torch.cat([counts, num_labels.view(1)])
@@ -148,7 +159,7 @@ class LoadBalance:
             self.sp.all_reduce(totals, label="the tokens of experts").wait()
         counts, num_labels = totals[:-1], totals[-1]
         loss = self.routers.compute_loss(probabilities, counts)
-        if torch.is_grad_enabled():  # not when losses are summed by source
+        if torch.is_grad_enabled():  # the loss of each source of a mixture is computed again without gradients
             per_layer = counts.view(-1, self.routers.num_experts).double()
             loads = per_layer / per_layer.mean(-1, keepdim=True) / (1 if self.sp is None else self.sp.size)
             self._sums = self._sums + torch.stack([loss.detach().double(), loads.amax(), loads.amin()])
@@ -159,7 +170,7 @@ class LoadBalance:
         self._sums, self._num_micros = 0.0, 0
 
     def _mean_share(self, sum_index: int, num_replicas: int) -> Tensor | float:
-        """Returns this rank's share of the mean of a number over the microbatches of all replicas."""
+        """Returns this rank's term of the mean of a number over the microbatches of all replicas. The terms add up to it."""
         if not isinstance(self._sums, Tensor):
             return 0.0
         return self._sums[sum_index] / (self._num_micros * num_replicas)
@@ -169,7 +180,7 @@ class BalancedLogits(SplitLogits):
     """Logits whose cross-entropy includes the load-balancing loss of the microbatch."""
 
     def __init__(self, output: Tensor | SplitLogits, routed: Routed, balance: LoadBalance) -> None:
-        """output: logits [b, s, v]. balance: computes the loss of `routed`."""
+        """output: the logits [b, s, v]. routed: the output of the last block. balance: computes the load-balancing loss."""
         self.output = output
         self.routed = routed
         self.balance = balance
@@ -183,7 +194,10 @@ class BalancedLogits(SplitLogits):
         return self.output.dtype
 
     def cross_entropy(self, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropy over `labels` [b, s], plus their number times the load-balancing loss."""
+        """Returns the sum of the cross-entropy over `labels` [b, s], plus the result of `LoadBalance.compute_loss`.
+
+        Labels equal to `ignore_index` do not count.
+        """
         if isinstance(self.output, Tensor):
             total = cross_entropy_of_logits(self.output, labels, ignore_index, smoothing)
         else:

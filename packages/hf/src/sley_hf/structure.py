@@ -1,6 +1,6 @@
-"""Finds the parts of a causal language model of transformers, and runs its own forward around single parts.
+"""Finds the parts of a causal language model of transformers, and computes the arguments of its decoder layers.
 
-A decoder of transformers has this structure, under names that differ by family:
+A decoder of transformers has this structure, with names that differ by family:
 
     causal                     LlamaForCausalLM            GPT2LMHeadModel
       <base>                   model                       transformer
@@ -10,9 +10,9 @@ A decoder of transformers has this structure, under names that differ by family:
         others                 rotary_emb
       head                     lm_head                     lm_head
 
-The forward of the base computes everything that a decoder layer needs except the hidden states: rotary tables, masks and
-positions. `LayerArguments` runs that forward without parameters and with recorders in place of the layers, so no family needs
-code of its own.
+The forward of the base model computes everything that a decoder layer needs except the hidden states: rotary tables, masks and
+positions. `LayerArguments` runs that forward without parameters, and with recorders in place of the decoder layers. No family
+therefore needs code of its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from sley_core.errors import PlanError
 
 
 class UnsupportedModelError(ValueError):
-    """The model does not have the structure of a decoder."""
+    """Raised for a model that cannot be split into layers, or whose load-balancing loss is not supported."""
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The names of a model's parts.
+    """The names of the parts of a transformers model.
 
-    base: the attribute of the base model. stack: the path of the module that owns the decoder layers, within the base; "" for
-    the base itself. blocks, norm: attributes of the stack.
+    base: the attribute of the causal model that is the base model. stack: the path, within the base model, of the module that
+    owns the decoder layers; "" if the base model itself owns them. blocks, norm: the attributes of that module that are the
+    list of decoder layers and the last norm.
     """
 
     base: str
@@ -97,7 +98,7 @@ def find_structure(causal: Any) -> ModuleNames:
 
 
 def to_layer_name(name: str, structure: ModuleNames) -> str:
-    """Returns the registry's name of the parameter that transformers calls `name`."""
+    """Returns Sley's name of the parameter that transformers calls `name`."""
     blocks, norm = structure.full_name(structure.blocks), structure.full_name(structure.norm)
     if name.startswith(f"{blocks}."):
         index, _, path = name.removeprefix(f"{blocks}.").partition(".")
@@ -109,22 +110,24 @@ def to_layer_name(name: str, structure: ModuleNames) -> str:
     return f"head.causal.{name}"
 
 
-class _LastLayerReached(Exception):  # noqa: N818  # no error
-    """Ends a forward of the base model after its last recorder."""
+class _LastLayerReached(Exception):  # noqa: N818  # not an error
+    """Ends a forward of the base model at its last recorder."""
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer, and records the arguments with which the base model calls it."""
+    """Replaces a decoder layer, and records the arguments with which the base model calls it."""
 
     def __init__(self, layer: nn.Module, *, is_last: bool) -> None:
-        """layer: the layer whose plain attributes, such as the type of its attention, the base model may read."""
+        """layer: the replaced layer. The recorder copies its plain attributes, such as the type of its attention, since the
+        base model may read them. is_last: whether the call of this recorder ends the forward.
+        """
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "forward"}
         self.is_last = is_last
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Records the call; returns the hidden states as they are."""
+        """Records the call and returns the hidden states unchanged. The last recorder raises `_LastLayerReached` instead."""
         hidden = args[0] if args else kwargs.pop("hidden_states")
         self.calls.append((hidden, args[1:], kwargs))
         if self.is_last:
@@ -135,12 +138,14 @@ class _Recorder(nn.Module):
 def record_calls(
     base: nn.Module, recorders: list[_Recorder], **inputs: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Runs the base model up to its last recorder; returns hidden states and the remaining arguments of each recorder's call.
+    """Runs the base model up to its last recorder.
+
+    Returns, for the call of each recorder: the hidden states, the other positional arguments, and the keyword arguments.
 
     Raises PlanError "hf-structure" if the forward does not run with recorders.
     """
     for recorder in recorders:
-        recorder.calls.clear()  # a forward that failed may have left some
+        recorder.calls.clear()  # an earlier forward that failed may have left calls
     try:
         base(**inputs, use_cache=False)
     except _LastLayerReached:
@@ -152,7 +157,7 @@ def record_calls(
 
 
 class _ZeroEmbedding(nn.Module):
-    """Stands in for an embedding table: returns zeros [..., hidden], which take no memory."""
+    """Replaces an embedding table: returns zeros [..., hidden] that share the memory of one element."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class _ZeroEmbedding(nn.Module):
 
 
 class _FirstArgument(nn.Module):
-    """Stands in for any other module with parameters: returns its first argument."""
+    """Replaces any other module with parameters: returns its first argument."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
@@ -172,7 +177,10 @@ class _FirstArgument(nn.Module):
 def copy_with_recorders(
     causal: Any, structure: ModuleNames, num_recorders: int | None = None
 ) -> tuple[nn.Module, list[_Recorder]]:
-    """Returns a copy of the base model whose decoder layers are recorders, and these. num_recorders: all layers if None."""
+    """Returns a copy of the base model, and the recorders that replace its decoder layers. The copy has no last norm.
+
+    num_recorders: the number of decoder layers that the copy has, or None for all.
+    """
     original = getattr(causal, structure.base)
     blocks = structure.find_stack(original).get_submodule(structure.blocks)
     layers = list(blocks.children())[:num_recorders]
@@ -184,10 +192,10 @@ def copy_with_recorders(
 
 
 class LayerArguments:
-    """Computes the arguments of every decoder layer, except the hidden states, once per microbatch.
+    """Computes the arguments of all decoder layers, except the hidden states, once per microbatch.
 
-    All blocks of a model share this object. It is not a module, since its small buffers (rotary frequencies) keep their dtypes
-    and belong to no layer.
+    All blocks of a model share one object. It is not an `nn.Module`, so its small buffers, such as rotary frequencies, keep
+    their dtypes and belong to no layer.
     """
 
     def __init__(self, causal: Any, structure: ModuleNames) -> None:
@@ -209,16 +217,17 @@ class LayerArguments:
         self._last: tuple[Any, Any] = (None, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerArguments:
-        """Returns this object: copies of a block share it."""
+        """Returns this object, since copies of a block share it."""
         return self
 
     def __call__(
         self, index: int, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, field: Tensor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns positional and keyword arguments of the decoder layer `index`.
+        """Returns the positional and keyword arguments of decoder layer `index`, without the hidden states.
 
-        hidden: [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s] for attentions that
-        need one. field: the field of the microbatch with which the arguments are cached; None if they depend on the shape only.
+        hidden: the hidden states [b, s, h]. positions: [b, s], or None to count from 0. mask: the additive mask [b, 1, s, s],
+        or None. field: the field of the microbatch with which the arguments are cached, or None if they depend only on the
+        shape, dtype and device of `hidden`.
         """
         key = (id(self), tuple(hidden.shape), hidden.dtype, hidden.device)
 
@@ -227,7 +236,7 @@ class LayerArguments:
 
         if field is not None:
             calls = once_per_field(field, key, compute)
-        elif hidden.is_meta or mask is not None:  # no tensor on meta may stay with the layers
+        elif hidden.is_meta or mask is not None:  # not cached, since no meta tensor may remain in the layers
             calls = compute()
         else:
             if self._last[0] != key:
@@ -241,7 +250,7 @@ class LayerArguments:
         if hidden.device != self._device:
             self._move_buffers(hidden.device)
         zeros = hidden.new_zeros(()).expand(*hidden.shape)
-        # a copy of the positions, since a cached value must not refer to the field that owns the cache
+        # copies the positions, since a cached value must not refer to the field that owns the cache
         inputs = {} if positions is None else {"position_ids": positions.clone()}
         calls = record_calls(self._base, self._recorders, inputs_embeds=zeros, attention_mask=mask, **inputs)
         if hidden.is_meta:

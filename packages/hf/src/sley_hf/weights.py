@@ -1,7 +1,8 @@
-"""Initial values of `hf.decoder` from safetensors files, and the tensors of exported files.
+"""Reads the initial values of `hf.decoder` from safetensors files, and provides the tensors of exported files.
 
-Names and layouts of stored tensors may differ from those of the model: an older version had other names, or each expert is a
-tensor of its own. transformers has a table of renamings and conversions for each family, which is applied here.
+The names and layouts of stored tensors may differ from those of the model. For example, an older version of transformers used
+other names, or each expert is a separate tensor. For each family, transformers has a table of renamings and conversions, which
+this module applies.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from sley_core.errors import PlanError, RunError
 from sley_hf.structure import ModuleNames, to_layer_name
 
 PATH = ("model", "weights")
-"""The plan key of errors about the files."""
+"""The plan key that errors about the files refer to."""
 
 
 class FileInitializer:
-    """Sets the parameters of a module to the values in the files of `folder`, in the layouts and dtypes of the parameters.
+    """Sets the parameters of modules to the values in the files of `folder`, in the layouts and dtypes of the parameters.
 
-    folder: as in `open_weights`; the names in a run are those of the layers. causal: the transformers model, whose parameters
-    may be on meta. Raises PlanError "model-weights" if the files cannot be read or belong to another model.
+    folder: as in `open_weights`. A run's files have Sley's names, and other files transformers' names. causal: the transformers
+    model, whose parameters may be on meta. Raises PlanError "model-weights" if the files cannot be read or belong to another
+    model.
     """
 
     def __init__(self, folder: Path, causal: Any, structure: ModuleNames) -> None:
@@ -46,9 +48,9 @@ class FileInitializer:
             diagnostic = error.diagnostics[0]
             raise PlanError("model-weights", diagnostic.message, path=PATH, hint=diagnostic.hint) from None
         self._causal = causal
-        self._converters: dict[str, WeightConverter] = {}  # by source pattern
-        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns by target
-        self._targets: dict[str, str] = {}  # the target in `_sources` by each name that its conversion yields
+        self._converters: dict[str, WeightConverter] = {}  # keyed by source pattern
+        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)  # stored names and patterns, keyed by target
+        self._targets: dict[str, str] = {}  # the key in `_sources` of each name that its conversion yields
         self._find_sources({to_layer_name(name, structure): name for name in causal.state_dict()})
         tied = set(causal._tied_weights_keys or ()) if causal.config.tie_word_embeddings else set()
         parameters = {n: p for n, p in causal.named_parameters(remove_duplicate=False) if n not in tied}
@@ -59,7 +61,7 @@ class FileInitializer:
                 problems.append(f"{name!r} is missing")
                 continue
             stored, pattern = self._sources[self._targets[name]][0]
-            # The shape of a converted tensor is only known after the conversion.
+            # The shape of a converted tensor is known only after the conversion.
             if pattern is None and (shape := self._weights.kind(stored).shape) != tuple(parameter.shape):
                 problems.append(f"{name!r} is {list(shape)} and not {list(parameter.shape)}")
         if problems:
@@ -67,7 +69,7 @@ class FileInitializer:
             raise PlanError("model-weights", message, path=PATH, hint="use a folder that `save_pretrained` wrote")
 
     def _find_sources(self, names_in_runs: Mapping[str, str]) -> None:
-        """Finds the stored tensors of each name in transformers' model. names_in_runs: these names by their names in runs."""
+        """Finds the stored tensors of each tensor of the transformers model. names_in_runs: transformers' names by Sley's."""
         transforms = get_model_conversion_mapping(self._causal)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -84,7 +86,10 @@ class FileInitializer:
                 self._targets |= {target.replace(first, name): target for name in other_patterns}
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module` without its submodules. Raises RunError "weight-files" if the files have changed."""
+        """Reads the parameters of `module`, without those of its submodules.
+
+        Raises RunError "weight-files" if a file cannot be read or a tensor has a wrong shape.
+        """
         for attribute, parameter in module.named_parameters(recurse=False):
             if (hf_name := self._names.get(f"{name}.{attribute}")) is not None:
                 value = self._read(hf_name)
@@ -94,7 +99,10 @@ class FileInitializer:
                 parameter.copy_(value)
 
     def _read(self, name: str) -> Tensor:
-        """Returns the value of a parameter by transformers' name. Raises RunError "weight-files" if a file cannot be read."""
+        """Returns the value of the parameter that transformers calls `name`.
+
+        Raises RunError "weight-files" if a file cannot be read.
+        """
         target = self._targets[name]
         stored, pattern = self._sources[target][0]
         if pattern is None:
@@ -108,15 +116,15 @@ class FileInitializer:
 
 
 class HubWeights:
-    """The weights in `source` under the names and in the layouts of the files that transformers' `save_pretrained` writes.
+    """The weights in `source`, with the names and layouts of the files that transformers' `save_pretrained` writes.
 
-    causal: the model, whose parameters may be on meta. names: transformers' name of each weight, by its name in the run. One
-    layer is in memory at a time.
+    causal: the transformers model, whose parameters may be on meta. names: transformers' name of each weight, keyed by its name
+    in the run. Only one layer is in memory at a time.
     """
 
     def __init__(self, source: TensorReader, causal: Any, names: Mapping[str, str]) -> None:
         self._source, self._causal = source, causal
-        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # names in the run by transformers', by layer
+        self._weights: dict[str, dict[str, str]] = defaultdict(dict)  # by layer: the run's names by transformers'
         for name, hf_name in names.items():
             self._weights[".".join(name.split(".")[:2])][hf_name] = name
         self._kinds: dict[str, tuple[str, TensorKind]] = {}
