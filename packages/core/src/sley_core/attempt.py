@@ -1,5 +1,5 @@
-"""The attempts of a run, and the steps that each has run. The run's folder and each checkpoint record them, so that a run
-resumes only from its own checkpoints.
+"""The attempts of a run. An attempt is one start of the run's processes. The run's folder and each checkpoint record the
+attempts and their steps, so that a run resumes only from its own checkpoints.
 
     attempt A    steps 1 to 14, then killed; its newest checkpoint is from step 10
     attempt B    steps 11 to 20, by `--resume auto`                                       lineage of B: (A, 0), (B, 10)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def use_copied_files(document: Document, folder: Path) -> Document:
-    """Returns the plan's document with the copies of files in the run's `folder` in place of the originals."""
+    """Returns the plan's document in which copies of files in the run's `folder` replace the originals."""
     tables: dict[str, Any] = deepcopy(dict(document.tables))
     for (table, key), name in COPIES.items():
         content = tables.get(table, {})
@@ -44,7 +44,7 @@ ID_LENGTH = 12
 """The number of hexadecimal digits of an attempt's id."""
 
 NEVER_ANEW = "never-anew"
-"""The error code of a load that would repeat finished work."""
+"""The error code for a start that would repeat finished work."""
 
 _NO_LIMIT = 2**63
 
@@ -61,12 +61,12 @@ Lineage = tuple[AttemptStart, ...]
 
 
 def parse_lineage(pairs: Iterable[Sequence[Any]]) -> Lineage:
-    """Returns the lineage from the pairs of a JSON file. Raises ValueError or TypeError for invalid pairs."""
+    """Returns the lineage for the (id, step) pairs of a JSON file. Raises ValueError or TypeError for invalid pairs."""
     return tuple(AttemptStart(str(name), int(step)) for name, step in pairs)
 
 
 def count_common_steps(first: Lineage, second: Lineage) -> int:
-    """Returns the number of steps, from the first step on, that the same attempts ran in both lineages."""
+    """Returns the number of steps at the beginning that both lineages have in common; a huge number if they are equal."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -78,9 +78,10 @@ def count_common_steps(first: Lineage, second: Lineage) -> int:
 class Attempt:
     """Describes the present attempt of a run.
 
-    lineage: the attempts that ran its steps. left: the ids of earlier attempts of this run without a step in the lineage.
-    given: the checkpoint path that the user passed. origin: the path of the checkpoint that was loaded for it. saved: the step
-    of the newest checkpoint, or -1. job, torchrun: the SLURM job and the torchrun that started the attempt, or "".
+    lineage: the attempts that ran its steps. left: the ids of earlier attempts of this run that have no step in the lineage.
+    given: the checkpoint path that the user passed, or "". origin: the path of the checkpoint that was loaded for `given`, or
+    "". saved: the step of the newest checkpoint, or -1. job, torchrun: the ids of the SLURM job and of the torchrun that
+    started the attempt, or "".
     """
 
     lineage: Lineage
@@ -121,10 +122,10 @@ def new_attempt(step: int = 0) -> Attempt:
 
 
 def resume_attempt(previous: Attempt | None, lineage: Lineage, step: int, given: str, path: str) -> Attempt:
-    """Returns the attempt that resumes from the checkpoint at `path`, which has the first `step` steps of `lineage`.
+    """Returns a new attempt that resumes from the checkpoint at `path`, which contains the first `step` steps of `lineage`.
 
-    previous: the attempt in the run's folder. If none of its attempts wrote the checkpoint, a new lineage begins. given: the
-    path that the user passed, or "" if the run selected the checkpoint.
+    previous: the attempt in the run's folder, or None. If no attempt of the run wrote the checkpoint, a new lineage begins.
+    given: the path that the user passed, or "" if the run selected the checkpoint.
     """
     new = new_attempt(step)
     if previous is not None and previous.is_writer_of(lineage):
@@ -147,7 +148,9 @@ def torchrun_id() -> str:
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Returns the attempt in the run folder `folder`, or None. Raises RunError "attempt" for a damaged file."""
+    """Returns the attempt in the run folder `folder`, or None if there is no file. Raises RunError "attempt" for a damaged
+    file.
+    """
     path = folder / ATTEMPT
     try:
         fields: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -174,7 +177,7 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 class RunAttempt:
-    """Keeps the attempt file in a run's `folder`, which may be None. current: this process's attempt, only on rank 0."""
+    """Keeps the attempt file in the run's `folder`, if it is not None. current: the attempt of this process, on rank 0 only."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder = None if folder is None else folder.absolute()
@@ -184,11 +187,13 @@ class RunAttempt:
 
     @property
     def latest(self) -> Attempt | None:
-        """The attempt of this process, or else that of the folder. Raises RunError "attempt"."""
+        """The attempt of this process, or else the attempt in the folder. Raises RunError "attempt" if its file is damaged."""
         return self.current or (None if self.folder is None else read_attempt(self.folder))
 
     def begin(self, step: int) -> None:
-        """Writes the attempt file once, before the first step or save. Raises RunError "attempt"."""
+        """Writes the attempt file once, before the first step or save. Raises RunError "attempt" if the folder has rows of
+        another attempt or cannot be written.
+        """
         if self._has_begun or not self._is_first_rank:
             return
         if self.current is None and self.folder is not None and next(read_rows(self.folder), None) is not None:
@@ -210,8 +215,8 @@ class RunAttempt:
     def resume(self, lineage: Lineage, step: int, given: str, path: str) -> tuple[int, str]:
         """Starts the attempt that `resume_attempt` returns for the same arguments.
 
-        Returns the number of rows in the run's folder that belong to these steps, and a note for the user; 0 and "" on ranks
-        other than 0.
+        Returns the number of first steps whose rows in the run's folder belong to `lineage`, and a note for the user; (0, "")
+        on ranks other than 0.
         """
         if not self._is_first_rank:
             return 0, ""
@@ -227,8 +232,8 @@ class RunAttempt:
     def refuse_fresh_start(self, location: str, foreign_names: Sequence[str] = ()) -> None:
         """Raises UsageError "never-anew" if a fresh start would repeat work of the run.
 
-        location: the checkpoint folder, which has no checkpoint of this run. foreign_names: the names of checkpoints of other
-        attempts in it.
+        location: the checkpoint folder, in which no checkpoint of this run was found. foreign_names: the names of checkpoints
+        of other attempts in it.
         """
         assert self.folder is not None, "a run without a folder has no steps"
         attempt = self.latest

@@ -1,4 +1,4 @@
-"""The names of files in a run folder, files that appear completely or not at all, and JSON text. Imports no torch by itself."""
+"""The names of files in a run folder, atomic writes of files, and JSON text. Imports torch only to decode tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Any, BinaryIO
 PLAN = "plan.toml"
 WEIGHTS = "weights"
 CHECKPOINTS = "checkpoints"
-"""Names in a run's folder: its plan, its final weights, and its checkpoints unless the plan names another folder for them."""
+"""The names, in a run's folder, of its plan, of its final weights, and of its checkpoints (unless the plan names another
+folder).
+"""
 
 COPIES = {
     ("data", "tokenizer"): "tokenizer",
@@ -23,18 +25,20 @@ COPIES = {
     ("model", "weights"): "start",
     ("model", "config"): "start",
 }
-"""Keys of the plan that name files, and the folder or file within the run's own where a run keeps copies of the small ones."""
+"""The plan's keys that name files, each with the file or folder in the run's folder to which the run copies the small files."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file `path` by `text` in UTF-8. Raises OSError with the file name, and then keeps the old file."""
+    """Atomically replaces the content of the file `path` by `text` in UTF-8. If that fails, raises OSError with the file name
+    and keeps the old file.
+    """
     with replace_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file that replaces `path` when the block ends, after it has been synced to the disk.
+    """Opens a new file for the block. At the end of the block, syncs it to the disk and replaces `path` by it.
 
     If the block raises or the process is killed, the old file remains. Raises OSError with the file name.
     """
@@ -54,7 +58,7 @@ def replace_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_names(folder: Path) -> None:
-    """Syncs the directory entries of `folder` to the disk."""
+    """Syncs the directory `folder`, i.e. the names of its files, to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -63,7 +67,7 @@ def sync_names(folder: Path) -> None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for an unsupported type."""
+    """Returns `value` as JSON text, with null for infinities and NaN. Raises TypeError for a type that JSON lacks."""
     return json.dumps(_replace_nonfinite(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -87,9 +91,9 @@ _TAG = "sley:"
 
 
 def encode_value(value: Any) -> Any:
-    """Encodes `value` as JSON that `decode_value` decodes to an equal value.
+    """Returns `value` as JSON types, which `decode_value` converts back to an equal value.
 
-    Supports None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them. Raises TypeError for other types.
+    Supports None, numbers, strings, bytes, tensors, and lists, tuples and dicts of these. Raises TypeError for other types.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -114,7 +118,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Returns the value that `encode_value` has encoded as `value`. Raises ValueError for an unknown type of value."""
+    """Returns the object that `encode_value` converted to `value`. Raises ValueError for an unknown tag."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):

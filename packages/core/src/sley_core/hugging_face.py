@@ -1,4 +1,4 @@
-"""Describes the model of Hugging Face transformers with a run's weights, and opens weights of such models and of runs."""
+"""Describes the Hugging Face transformers model that has a run's weights, and opens the weights of such models and of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""The keys of both configs that name special tokens."""
+"""The keys of `config.json` and `generation_config.json` that name special tokens."""
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -28,8 +28,9 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 class HuggingFaceModel:
     """Describes the transformers model that has a run's weights.
 
-    config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run, without
-    tied heads. files: reads the tensors of the weight files, if these have other names or layouts.
+    config: the content of `config.json`. names: the name of each weight in transformers' model, by its name in the run; tied
+    heads are left out. files: reads the tensors to write into the weight files, if they differ from the run's in names or
+    layout; else None.
     """
 
     config: Mapping[str, Any]
@@ -38,7 +39,9 @@ class HuggingFaceModel:
 
 
 def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Plan, source: TensorReader) -> HuggingFaceModel:
-    """Returns the description with `config` and `names`; the config gets the weights' dtype and, if missing, the end token."""
+    """Returns the description with `names` and with `config`, to which it adds the dtype of the weights and, if missing, the
+    end token.
+    """
     dtype = _DTYPES[source.kind(next(iter(names))).dtype]
     content = {**config, "torch_dtype": dtype, "dtype": dtype}  # transformers 4 reads `torch_dtype`, transformers 5 `dtype`
     if content.get("eos_token_id") is None:
@@ -47,7 +50,7 @@ def describe_model(config: Mapping[str, Any], names: Mapping[str, str], plan: Pl
 
 
 def start_folder(plan: Plan) -> Path | None:
-    """Returns the folder with the small files of the model from which the run started; None if it has no such folder."""
+    """Returns the folder with the small files of the model from which the run started, or None if there is none."""
     config = plan.model.config
     for key in ("weights", "config"):
         path = getattr(config, key, None)
@@ -57,24 +60,26 @@ def start_folder(plan: Plan) -> Path | None:
 
 
 def run_of(path: Path) -> Path | None:
-    """Returns the folder of the run if `path` is this folder, or a checkpoint such as `runs/x/checkpoints/step-00000100`; None
-    for any other folder.
+    """Returns the folder of the run if `path` is a run's folder, or a checkpoint in one, such as
+    `runs/x/checkpoints/step-00000100`; None for any other folder.
     """
     run = path.absolute().parent.parent if path.parent.name == CHECKPOINTS else path
     return run if (run / PLAN).is_file() else None
 
 
 def config_folder(path: Path) -> Path:
-    """Returns the folder with the `config.json` of the model in `path`, as in `open_weights`."""
+    """Returns the folder with the `config.json` of the model in `path`, which may be any path that `open_weights` accepts."""
     run = run_of(path)
     return path if run is None else run / COPIES["model", "weights"]
 
 
 def open_weights(path: Path) -> TensorReader:
-    """Returns the weights in `path`: a folder of `save_pretrained`, a run's folder with its final weights, or a checkpoint in
-    such a folder. Adapters of the run are merged into them. Imports torch for checkpoints and adapters.
+    """Returns a reader of the weights in `path`: a folder of `save_pretrained`, a run's folder with its final weights, or a
+    checkpoint in a run's folder. The run's adapters, if any, are merged into the weights. Imports torch for checkpoints and
+    adapters.
 
-    Raises RunError "weight-files" if the files cannot be read, and the errors of checkpoints, plans and merges.
+    Raises RunError "weight-files" if the files cannot be read, and the errors of reading checkpoints, loading plans and merging
+    adapters.
     """
     run = run_of(path)
     if run is None:
@@ -86,7 +91,10 @@ def open_weights(path: Path) -> TensorReader:
 
 
 def merge_adapters(plan: Plan, source: TensorReader) -> TensorReader:
-    """Returns the weights in `source` with the run's adapters merged in. Raises UsageError "export-adapters" if it has none."""
+    """Returns a reader of the weights in `source` with the run's adapters merged in.
+
+    Raises UsageError "export-adapters" if the plan has no adapters that can be merged.
+    """
     record = None if plan.adapters is None else plan.adapters.record
     if not isinstance(record, AdaptersRecord) or record.merge is None:
         hint = "use `--format safetensors`"
@@ -96,7 +104,7 @@ def merge_adapters(plan: Plan, source: TensorReader) -> TensorReader:
 
 
 def end_token(plan: Plan) -> int | None:
-    """Returns the id of the token with which a text of the plan's data ends; None if it is not known."""
+    """Returns the id of the token that ends each text in the plan's data; None if it is not known."""
     record, end = plan.data.record, getattr(plan.data.config, "end_of_document", None)
     if isinstance(record, DatasetRecord) and record.text_ids is not None:
         try:

@@ -18,13 +18,13 @@ METRICS = "metrics.jsonl"
 
 
 class JsonlWriter(MetricsWriter):
-    """The writer `core.jsonl`. Every row is in the file when `write` returns, so a killed run keeps its rows.
+    """The metrics writer `core.jsonl`. When `write` returns, the row is in the file, so a killed run keeps its rows.
 
-    Appends to an existing file, after it has completed a partial last line. Numbers that are not finite are null.
+    Appends to an existing file, whose partial last line, if any, it ends first. Infinities and NaN become null.
     """
 
     def __init__(self, config: JsonlConfig, folder: Path) -> None:
-        """Opens the file for appending. Raises RunError "metrics-file"."""
+        """Opens the file for appending. Raises RunError "metrics-file" if this fails."""
         self.path = folder / METRICS
         try:
             self._file = self.path.open("a+b", buffering=0)
@@ -47,7 +47,7 @@ class JsonlWriter(MetricsWriter):
             raise RunError("metrics-file", f"cannot write to `{self.path}`: {written} of {len(line)} bytes were written")
 
     def rewind(self, step: int) -> None:
-        """Truncates the file before the first row of a step after `step`. Raises RunError "metrics-file"."""
+        """Truncates the file before the first row of a step after `step`. Raises RunError "metrics-file" if this fails."""
         try:
             end = 0
             with self.path.open("rb") as file:

@@ -1,14 +1,15 @@
-"""The parts of a run's memory: their locations and transfer costs, the interface of offload managers, the storages of each
-part, and the device pool.
+"""The parts of a run's memory: where each part is, what its transfers cost, and its storages; the interface of offload
+managers; and the device pool.
 
-In the pool a buffer is lent for a `with` block, and buffers of almost equal sizes share memory:
+The pool lends a buffer for a `with` block. It rounds sizes up, so that buffers of almost equal sizes can reuse the same memory:
 
     requested bytes         1 .. 256   .. 512 ..        4096    4608    5120  ..  8192    9216 ..
     bytes of the block         256        512           4096    4608    5120      8192    9216
                             multiples of 256 below 2048, then 8 sizes from each power of two to the next
 
-A block is at most an eighth larger than the request, a sixteenth on average, and sequences of any lengths use a few dozen
-sizes. With one size per doubling, as torch's pinned memory has, up to half of a block is wasted.
+Above 2048 bytes, a block is at most an eighth larger than the request, and about a sixteenth on average; batches of many
+different lengths use only a few dozen sizes. With one size per doubling, as in torch's pinned memory, up to half of a block
+would be wasted.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ if TYPE_CHECKING:
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
 """A part of the memory that a run keeps between steps.
 
-weights: parameters, or their shards with `wp`. buffers: the buffers of modules. masters: master weights. handlers: the tensors
-of gradient handlers, such as PowerSGD's errors. pools: the buffers of the device pool, most of which are free
-between steps.
+weights: parameters, or their shards with `wp`. buffers: the buffers of modules. masters: master weights. optimizer_states: the
+optimizer's states of parameters. gradients: the buffers of the gradient store. handlers: the tensors of gradient handlers, such
+as PowerSGD's errors. pools: the buffers of the device pool, most of which are free between steps.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
 COPIED: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "handlers")
-"""The parts that an offload copies to the host; it frees the others."""
+"""The parts that an offload copies to the host; the other parts are freed without a copy."""
 
 
 class Where(Enum):
-    """A part's location. HERE ── offload ──> LEAVING ── copies done ──> AWAY ── onload ──> COMING ── copies done ──> HERE"""
+    """The location of a part: HERE ─ offload ─> LEAVING ─ copies done ─> AWAY ─ onload ─> COMING ─ copies done ─> HERE."""
 
     HERE = "here"
     LEAVING = "leaving"
@@ -60,9 +61,9 @@ class Where(Enum):
 class Moved:
     """The cost of all transfers of a part since the start of the run.
 
-    copied_out, copied_in: the copied bytes. given_back: the bytes of device memory that the last offload freed. seconds_out,
-    seconds_in: the duration of the copies whose end the host has seen. timed_out, timed_in: the bytes of these copies.
-    host_bytes: the host memory of the part.
+    copied_out, copied_in: the bytes copied off and onto the device. given_back: the bytes of device memory that the last
+    offload freed. seconds_out, seconds_in: the total duration of those copies that the host knows to be complete. timed_out,
+    timed_in: the bytes of these copies. host_bytes: the bytes of host memory that the part uses.
     """
 
     copied_out: int = 0
@@ -78,8 +79,8 @@ class Moved:
 class OffloadManager(Protocol):
     """Moves parts of a run's memory off the device and back. The plan's list `[[offload]]` names it.
 
-    Memory is freed and allocated by storage (`StorageEntry.free`, `grow`), so tensors stay the same objects. Only `offload`,
-    `onload` and `detach` may communicate, and only if the manager's table allows it.
+    A manager frees and allocates whole storages (`StorageEntry.free`, `grow`), so tensors stay the same objects. Only
+    `offload`, `onload` and `detach` may communicate, and only if the manager's table allows it.
     """
 
     @property
@@ -88,18 +89,20 @@ class OffloadManager(Protocol):
         ...
 
     def attach(self, parts: Parts, inventory: MemoryInventory) -> None:
-        """Called once, when the run is complete. Not called if tensors have no memory, as in an estimate."""
+        """Called once, after all parts of the run are built. Not called if tensors have no memory, as in an estimate."""
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` off the device unless it is offloaded. Returns a function that waits for the end."""
+        """Starts to move `part` off the device, unless it is already off. Returns a function that waits until it is off."""
         ...
 
     def onload(self, part: Part) -> Callable[[], None]:
-        """Starts to move `part` back unless it is on the device. Returns a function that waits for the end."""
+        """Starts to move `part` back to the device, unless it is there. Returns a function that waits until it is there."""
         ...
 
     def require(self, part: Part, caller: str) -> None:
-        """Makes the device wait for a transfer of `part`. Raises StateError if the part stays offloaded."""
+        """Makes the device wait for the onload of `part`, if one is in progress. Raises StateError "memory-away" if the part is
+        offloaded. caller: the operation that needs the part, for the error.
+        """
         ...
 
     def where(self, part: Part) -> Where:
@@ -111,29 +114,31 @@ class OffloadManager(Protocol):
         ...
 
     def host(self, part: Part) -> Mapping[int, Tensor]:
-        """Returns the host's complete copies of the storages of `part` that are not on the device, by `storage_id`, uint8
-        [bytes]. They are valid until the next offload.
+        """Returns the host copies, uint8 [bytes], of those storages of `part` that are not on the device, by `storage_id`. The
+        copies are complete, and valid until the next offload.
         """
         return {}
 
     def detach(self) -> None:
-        """Called when the run closes. Moves weights and buffers back, so that layers are ordinary modules again."""
+        """Called when the run closes. Moves weights and buffers back to the device, so that the layers are ordinary modules
+        again.
+        """
 
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StorageEntry(NamedTuple):
-    """One storage with memory on the device. memory: a tensor over the full storage, uint8 [bytes]. tensors: the tensors in the
-    storage by name.
+    """A storage on the device. memory: a tensor over the whole storage, uint8 [bytes]. tensors: the tensors in the storage, by
+    name.
     """
 
     memory: Tensor
     tensors: dict[str, Tensor]
 
     def free(self) -> int:
-        """Frees the memory and returns the number of freed bytes. The tensors stay valid objects, but must not be used in
-        computations before `grow`, which would crash the process on a CPU.
+        """Frees the memory and returns the number of freed bytes. The tensors stay valid objects, but no computation may use
+        them until `grow` is called: on a CPU, this crashes the process.
         """
         return free(self.memory)
 
@@ -144,13 +149,13 @@ class StorageEntry(NamedTuple):
 
 @dataclass(eq=False)
 class MemoryInventory:
-    """Lists the memory of one rank's run on `device`, by part.
+    """Lists the memory that the run uses on this rank's `device`, by part.
 
-    sources: a function that yields the (name, tensor) pairs of each part. Each method calls it again, because optimizers create
-    states late and pools grow. trim: frees the unused memory of the pool and returns the number of freed bytes.
+    _sources: for each part, a function that yields (name, tensor) pairs. Each method calls it again, because optimizers create
+    states late and pools grow. trim: a function that frees the unused memory of the pool and returns the number of freed bytes.
 
-    Tensors on other devices (AdamW's step counts, on the host) are not listed. Scalar optimizer states are not listed either,
-    because each would need a separate copy of a few bytes.
+    Tensors on other devices, such as AdamW's step counts on the host, are not listed. Nor are scalar optimizer states, because
+    each would need a separate copy of a few bytes.
     """
 
     device: torch.device
@@ -160,36 +165,39 @@ class MemoryInventory:
     trim: Callable[[], int]
 
     def all_tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and tensor of all memory of `part`, including scalars and tensors on the host."""
+        """Yields the name and value of each tensor of `part`, including scalars and tensors on the host."""
         return iter(self._sources[part]())
 
     def tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and tensor of the memory of `part` on the device, offloaded or not; no scalar optimizer states."""
+        """Yields the name and value of each tensor of `part` that belongs to the device, offloaded or not, except scalar
+        optimizer states.
+        """
         for name, tensor in self._sources[part]():
             if self._is_state(tensor) if part == "optimizer_states" else tensor.device == self.device:
                 yield name, tensor
 
     def storages(self, part: Part) -> list[StorageEntry]:
-        """Returns the storages of `part` on the device, each once, except those that an earlier part of `PARTS` also uses."""
+        """Returns each storage of `part` on the device once, except storages that an earlier part of `PARTS` also uses."""
         earlier_ids = self._storage_ids_before(part)
         return [entry for entry in group_by_storage(self.tensors(part)) if storage_id(entry.memory) not in earlier_ids]
 
     def state_storages(self, stepped: Sequence[Stepped]) -> list[StorageEntry]:
-        """Returns the storages of the optimizer states of `stepped`, each once; [] before the first step."""
+        """Returns each storage of the optimizer states of `stepped` once; [] before the first step."""
         states = chain.from_iterable(map(self._states_of, stepped))
         return group_by_storage((name, state) for name, state in states if self._is_state(state))
 
     def storage_ids_without(self, stepped: Sequence[Stepped]) -> set[int]:
-        """Returns the `storage_id` of every storage except those of the states of `stepped`.
+        """Returns the `storage_id`s of the storages of the parts before the optimizer states, and of all states except those of
+        `stepped`.
 
-        A storage in the result must not be offloaded while only some parameters are stepped.
+        While only `stepped` are updated, none of these storages may be offloaded with their states.
         """
         ids = {id(state) for tensor in stepped for _, state in self._states_of(tensor)}
         other_states = (state for _, state in self._sources["optimizer_states"]() if id(state) not in ids)
         return self._storage_ids_before("optimizer_states") | set(map(storage_id, other_states))
 
     def num_bytes(self, part: Part) -> int:
-        """Returns the bytes of device memory of `part`; 0 while it is offloaded."""
+        """Returns the number of bytes that `part` occupies on the device; 0 while it is offloaded."""
         return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for _, tensor in self.tensors(part)}.values())
 
     def _storage_ids_before(self, part: Part) -> set[int]:
@@ -202,7 +210,7 @@ class MemoryInventory:
 
 
 def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry]:
-    """Returns the storages of `tensors`, each once, with their tensors by name."""
+    """Returns each storage of `tensors` once, with its tensors by name."""
     tensors_by_storage: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         tensors_by_storage.setdefault(storage_id(tensor), {})[name] = tensor
@@ -217,7 +225,7 @@ def group_by_storage(tensors: Iterable[tuple[str, Tensor]]) -> list[StorageEntry
 def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
     """Returns a view of `copy` with the dtype, shape, strides and storage offset of `tensor`.
 
-    copy: a copy of the tensor's storage, uint8 [bytes], which starts at a multiple of the dtype's size in its own storage.
+    copy: a copy of the tensor's storage, uint8 [bytes], whose own storage offset is a multiple of the dtype's size.
     """
     start, remainder = divmod(int(copy.storage_offset()), tensor.dtype.itemsize)
     assert remainder == 0, f"a copy of {tensor.dtype} starts at byte {copy.storage_offset()}"
@@ -226,10 +234,10 @@ def view_in_copy(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 ALIGNMENT_BYTES = 256
-"""The alignment of views in a buffer, the same as that of the CUDA allocator. It allows vector loads and NCCL's fast copies."""
+"""The alignment of views in a buffer, which equals that of memory from CUDA. It allows vector loads and NCCL's fast copies."""
 
 MAX_LINEAR_UNITS = 8
-"""Up to this many alignments, every multiple of the alignment is a block size."""
+"""The multiple of the alignment up to which every multiple is a block size."""
 
 BLOCKS_PER_DOUBLING = 8
 """The number of block sizes from one power of two to the next."""
@@ -250,9 +258,9 @@ def block_bytes(num_bytes: int) -> int:
 
 
 class _Block:
-    """Holds `memory`, uint8 [num_bytes], which starts at a multiple of ALIGNMENT_BYTES.
+    """Holds `memory`, uint8 [num_bytes], whose address is a multiple of ALIGNMENT_BYTES.
 
-    key: the device and the block size. num_allocated: the allocated bytes.
+    key: the device and the block size. num_allocated: the allocated bytes, including those skipped for the alignment.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -266,7 +274,9 @@ class _Block:
         self._view = self.memory
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor on the block's first bytes; the same object as before for the same shape and dtype."""
+        """Returns a tensor over the block's first bytes. Returns the same object again if the shape and dtype are those of the
+        last call.
+        """
         if (self._view.shape, self._view.dtype) != (shape, dtype):
             with torch.inference_mode(False):
                 self._view = self.memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -274,19 +284,20 @@ class _Block:
 
 
 class DevicePool:
-    """Lends views of exact shape and dtype, aligned to 256 bytes, of blocks whose sizes are rounded up.
+    """Lends tensors of any shape and dtype, aligned to 256 bytes, in blocks whose sizes are rounded up.
 
-    Blocks use at most twice the bytes that were ever lent at the same time. At this limit the pool lends a larger free block,
-    or releases the blocks that have been unused the longest. The block of a lost lease leaves the pool.
+    All blocks together use at most twice the largest number of bytes that were lent at the same time. At this limit, the pool
+    lends a larger free block or, if there is none, releases the blocks that have been unused the longest. If a lease is lost,
+    its block leaves the pool.
     """
 
     def __init__(self) -> None:
         self.num_allocations = 0
         self.num_leases = 0
         self._max_lent = 0
-        # The first sizes are those that have been unused the longest.
+        # In the order of their last use, the oldest first.
         self._free: dict[tuple[torch.device, int], list[_Block]] = {}
-        # Weak: a failed step loses its leases. Their buffers may still be received into, and are freed with their last user.
+        # Weak references: a failed step loses its leases. Peers may still write to their buffers, which the last user frees.
         self._lent: WeakSet[_Block] = WeakSet()
 
     @property
@@ -301,7 +312,7 @@ class DevicePool:
 
     @contextmanager
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """Lends a buffer for one `with` block; its contents are undefined. Allocates at most when the block is entered."""
+        """Lends a buffer for a `with` block. Its contents are undefined. Allocates memory, if necessary, only on entry."""
         block = self._acquire(prod(shape) * dtype.itemsize, device)
         is_lost = False
         try:
@@ -321,13 +332,13 @@ class DevicePool:
         return num_bytes
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every block, lent or free, as (name, uint8 tensor)."""
+        """Yields the name and the memory, uint8 [bytes], of every block, lent or free."""
         num_lent = len(self._lent)
         for number, block in enumerate(self._all_blocks()):
             yield (f"lent.{number}" if number < num_lent else f"free.{number - num_lent}"), block.memory
 
     def counts(self) -> dict[str, float]:
-        """Returns the bytes of all blocks and of lent blocks, and the numbers of allocations and leases."""
+        """Returns the bytes of all blocks and of lent blocks, the numbers of allocations and leases, and the hit rate."""
         return {
             "held_bytes": self.num_bytes,
             "lent_bytes": sum(block.num_allocated for block in self._lent),
@@ -365,7 +376,7 @@ class DevicePool:
         return None
 
     def _pop_free(self, key: tuple[torch.device, int], index: int = -1) -> _Block:
-        """Removes a free block of a size and returns it, by default the block that was released last."""
+        """Removes a free block with the key `key` and returns it; by default, the one that was returned last."""
         block = self._free[key].pop(index)
         if not self._free[key]:
             del self._free[key]

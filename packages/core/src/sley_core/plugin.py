@@ -1,5 +1,5 @@
-"""The plugin `core`: core's own records, their tables except those of optimizers and data, and the tables' checks. Imports no
-torch.
+"""The plugin `core`: core's own records, the tables of these records (except those of optimizers and learning rates), and the
+checks of these tables. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EachConfig(Table):
-    """`core.each`: one all-reduce per parameter, the default. Other reducers are tested against it."""
+    """`core.each`: one all-reduce per parameter. It is the default, and the reference in tests of other reducers."""
 
 
 class GradientNormsConfig(Table):
@@ -32,11 +32,11 @@ class KeepConfig(Table):
 
 
 class RecomputeConfig(Table):
-    """`core.recompute`: layers save only their inputs and are recomputed in the backward."""
+    """`core.recompute`: each layer saves only its inputs, and the backward recomputes it."""
 
     fraction: Fraction = 1.0
-    """The share of the blocks (all layers except the first and the last) that is recomputed, starting at the first block. The
-    number of blocks is rounded to the nearest integer, halves up.
+    """The fraction of the blocks (all layers except the first and the last) that are recomputed, starting with the first block.
+    The number of recomputed blocks is rounded to the nearest integer, halves up.
     """
 
 
@@ -47,24 +47,26 @@ class CrossEntropyConfig(Table):
     """The batch field with the class of every position. For next-token prediction, the dataset must shift the labels."""
 
     copying: bool = False
-    """Whether labels may equal the tokens at the same positions. If false, the run rejects the first batch if it has such
-    labels, because they were not shifted.
+    """Whether all labels may equal the tokens at the same positions. If false, the run rejects such a first batch, because its
+    labels have not been shifted.
     """
 
     ignore_index: int = -100
-    """The label of positions without a target. This label and every negative label add neither loss nor weight."""
+    """The label of positions without a target. Positions with this label or a negative label count neither in the loss nor in
+    its weight.
+    """
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of the target that is spread evenly over all classes."""
+    """The fraction of the target probability that is spread evenly over all classes."""
 
     chunk_tokens: PositiveInt | Literal["auto"] | None = None
-    """The number of tokens whose logits are in memory at once. The last layer's linear and the loss are computed chunk by
-    chunk. "auto" limits the logits of a chunk to 128 MiB. By default, all logits are computed at once.
+    """The number of tokens whose logits are in memory at the same time. The last layer's linear and the loss are computed chunk
+    by chunk. "auto" limits the logits of a chunk to 128 MiB. By default, all logits are computed at once.
     """
 
 
 def check_chunks(plan: Plan) -> Iterable[records.Problem]:
-    """Yields a problem if `[loss] chunk_tokens` is set for a loss that needs all logits."""
+    """Yields a problem if `[loss] chunk_tokens` is set, but the loss needs all logits at the same time."""
     config, record = plan.loss.config, plan.loss.record
     if not isinstance(config, CrossEntropyConfig) or config.chunk_tokens is None:
         return
@@ -78,7 +80,7 @@ class JsonlConfig(Table):
 
 
 def check_metrics(plan: Plan) -> Iterable[records.Problem]:
-    """Yields a problem for each repetition of `core.jsonl`."""
+    """Yields a problem for each `core.jsonl` in the list after the first."""
     indices = [index for index, writer in enumerate(plan.metrics) if isinstance(writer.config, JsonlConfig)]
     for index in indices[1:]:
         name = plan.metrics[index].name

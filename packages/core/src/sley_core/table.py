@@ -1,6 +1,6 @@
-"""The types of the plan's tables and fields, and their descriptions for messages and the plan reference.
+"""The types of the plan's tables and fields, and functions that describe these types in messages and in the plan reference.
 
-Every table is strict (a bool is not an integer, and "5" is not a number), frozen, and rejects unknown keys.
+Every table is strict (a bool is not an integer, and "5" is not a number) and frozen, and rejects unknown keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Table(BaseModel):
-    """The base class of the plan's tables. pydantic builds a model's validators when a plan first uses it."""
+    """The base class of the plan's tables. pydantic builds the validators of a table when a plan first uses the table."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
@@ -50,10 +50,10 @@ _VARIABLE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 
 
 def expand_path(text: str, quote: Callable[[str], str] = str) -> str:
-    """Returns a plan's path with `~`, `$NAME` and `${NAME}` expanded; `$$` is a dollar sign.
+    """Returns the path `text` of a plan with `~`, `$NAME` and `${NAME}` expanded; `$$` becomes a dollar sign.
 
-    quote: a function that is applied to each expansion. Raises ValueError for a variable that is unset or empty, and for a user
-    without a home folder.
+    quote: a function that is applied to each expanded value. Raises ValueError for a variable that is unset or empty, and for a
+    user without a home folder.
     """
 
     def expand_variable(match: re.Match[str]) -> str:
@@ -82,8 +82,8 @@ _URL = re.compile("[a-z][a-z0-9]+:/")
 
 
 def _parse_path(value: Any, info: ValidationInfo, *, quote: Callable[[str], str] = str) -> Any:
-    """Returns a string as a path, which starts in the plan's folder if it is relative and not a URL. Does not change values of
-    other types.
+    """Returns the Path for a string; a relative path that is no URL starts in the plan's folder. Returns values of other types
+    unchanged.
     """
     folder = (info.context or {}).get("folder")
     if not isinstance(value, str):
@@ -101,13 +101,13 @@ def _serialize_path(value: Path, info: SerializationInfo, *, quote: Callable[[st
 
 @dataclass(frozen=True)
 class ValueDescription:
-    """A text that replaces the automatic description of a field's values: `Annotated[str, ValueDescription("a name")]`."""
+    """Replaces the automatic description of a field's values by `text`: `Annotated[str, ValueDescription("a name")]`."""
 
     text: str
 
 
 Array = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""A TOML array, stored as a tuple: `Array[int]`."""
+"""The type of a TOML array, which is stored as a tuple: `Array[int]`."""
 
 PlanPath = Annotated[Path, BeforeValidator(_parse_path), PlainSerializer(_serialize_path)]
 """A path in which `~` and `$NAME` are expanded. A relative path starts in the plan's folder."""
@@ -115,8 +115,8 @@ PlanPath = Annotated[Path, BeforeValidator(_parse_path), PlainSerializer(_serial
 PlanPattern = Annotated[
     Path, BeforeValidator(partial(_parse_path, quote=escape)), PlainSerializer(partial(_serialize_path, quote=escape))
 ]
-"""A `PlanPath` with the wildcards `*`, `?`, `[...]` and `**`. `glob.escape` escapes these characters in the plan's folder and
-in expansions.
+"""A `PlanPath` with the wildcards `*`, `?`, `[...]` and `**`. In the plan's folder and in expanded values, these characters are
+escaped by `glob.escape`.
 """
 
 PlanFolder = Annotated[
@@ -125,20 +125,21 @@ PlanFolder = Annotated[
     BeforeValidator(lambda value: expand_path(value) if isinstance(value, str) else value),
     PlainSerializer(escape_path),
 ]
-"""A folder path or URL in which `~` and `$NAME` are expanded. A relative path starts in the current folder."""
+"""The path or URL of a folder, in which `~` and `$NAME` are expanded. A relative path starts in the current folder."""
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FactoryPath = Annotated[
     str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"), ValueDescription('a path to code, "package.module:name"')
 ]
-"""`"package.module:attribute"`, the only way in which a plan can name the user's code."""
+"""`"package.module:attribute"`, the only form in which a plan can name the user's code."""
 
 
 class PartTable(Table):
-    """One table of an array such as `[[data.sources]]`, which names a record by `use` or code by `factory`. The table has the
-    keys of this model and those of the record or factory.
+    """One table of an array such as `[[data.sources]]`. It names a record by `use`, or code by `factory`, and has the keys of
+    this model and those of the record or factory.
 
-    record_type: the class of the records. shared: the keys of the enclosing table that are passed to each record that has them.
+    record_type: the class of the records. shared: the keys of the enclosing table that are passed to each record whose config
+    has them.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -147,7 +148,7 @@ class PartTable(Table):
     shared: ClassVar[tuple[str, ...]] = ()
 
     use: Annotated[str, ValueDescription('the name of a record, "plugin.record"')] | None = None
-    """The record, whose keys follow; or use `factory` for your own code."""
+    """The record, whose keys the table then has; for your own code, write `factory` instead."""
 
     _component: Any = PrivateAttr(None)
 
@@ -158,7 +159,7 @@ class PartTable(Table):
         return component
 
     def set_component(self, component: Component) -> None:
-        """Sets the component; the loader calls this once."""
+        """Sets the component. The resolver of the plan calls this once."""
         self._component = component
 
     @model_serializer(mode="wrap")
@@ -173,7 +174,7 @@ MAX_SHOWN_LENGTH = 40
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Describes the values that a field with this type and this pydantic metadata accepts."""
+    """Describes the values that a field accepts. annotation: the field's type. metadata: its pydantic metadata."""
     for item in reversed(metadata):
         if isinstance(item, ValueDescription):
             return item.text
@@ -192,7 +193,7 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Table)):
         return "a table"
     if annotation in (int, float):
-        # Of integers, above 0 is at least 1.
+        # For an integer, "above 0" means "at least 1".
         if annotation is int:
             metadata = [limits.Ge(item.gt + 1) if isinstance(item, limits.Gt) else item for item in metadata]  # type: ignore[operator]
         return ("an integer" if annotation is int else "a number") + _describe_range(metadata)
@@ -202,7 +203,7 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describes a plan's value for messages; shortens long strings."""
+    """Describes a value of a plan for messages; shortens long strings."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, str):
@@ -218,7 +219,7 @@ def describe_value(value: Any) -> str:
 
 
 _BOUNDS = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
-"""The words for a bound, by its class in annotated_types."""
+"""The words for a bound, keyed by the name of its class in annotated_types."""
 
 
 def _describe_range(metadata: Iterable[Any]) -> str:

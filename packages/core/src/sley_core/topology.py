@@ -1,11 +1,11 @@
-"""The coordinates and process groups of ranks, as integers, for a world of any size.
+"""The coordinates and the process groups of all ranks of a world, computed without communication.
 
-Pipeline stages are contiguous blocks of R = world / pp ranks. The R ranks of a stage are divided in two ways:
+Each of the `pp` pipeline stages is a contiguous block of R = world / pp ranks. The R ranks of a stage are divided in two ways:
 
     computation   R = dp x sp     samples, slices of each sequence
     storage       R = wdp x wp    copies, shards of the weights
 
-`sp` and `wp` run over contiguous ranks and are independent of each other:
+The groups of `sp` and of `wp` are contiguous ranks; the two sizes are independent of each other:
 
     stage of 8 ranks, sp = 4, wp = 2
     rank        0  1  2  3  4  5  6  7
@@ -66,10 +66,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One communicator of the global table, named by `axis` and `channel`.
+    """One communicator, which `axis`, `channel` and `ranks` identify.
 
-    ranks: the members, ascending. cross_memory: whether members may read each other's memory (cross-memory attach), for an axis
-    of a plugin.
+    ranks: the members, ascending. backend: "gloo", or "device" for the backend of the run's device. cross_memory: whether
+    members may read each other's memory (cross-memory attach), if the axis belongs to a plugin.
     """
 
     axis: str
@@ -90,7 +90,7 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class Topology:
-    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that all sizes divide."""
+    """The layout of a world. `dp` and `wdp` follow from the other sizes. `from_sizes` checks that the sizes divide `world`."""
 
     world: int
     pp: int = 1
@@ -99,7 +99,7 @@ class Topology:
 
     @classmethod
     def from_sizes(cls, world: int, pp: int = 1, sp: int = 1, wp: int = 1, dp: int | None = None) -> Topology:
-        """Returns the topology of `world` ranks. Raises ValueError for sizes that do not divide."""
+        """Returns the topology of `world` ranks. Raises ValueError if the sizes do not divide `world`."""
         if dp is not None and world != pp * dp * sp:
             raise ValueError(f"the world size must be pp x dp x sp = {pp} x {dp} x {sp}, but is {world}")
         if world % (pp * sp):
@@ -135,7 +135,8 @@ class Topology:
         return self.world // prod(sizes[name] for name in SHARED_COORDINATES[axis])
 
     def groups(self) -> Iterator[GroupEntry]:
-        """Yields an entry per communicator (group and channel), in the order in which every rank creates them.
+        """Yields an entry for each communicator, i.e. each channel of each group, in the order in which every rank creates
+        them.
 
         A group of one rank has no communicator, except `control`.
         """
@@ -148,7 +149,9 @@ class Topology:
                     yield GroupEntry(axis, channel, ranks, backend)
 
     def partition(self, axis: str, stage: int | None = None) -> list[tuple[int, ...]]:
-        """Returns the ranks of every group of `axis`, ordered by the first rank. stage: selects the groups of one stage."""
+        """Returns the ranks of every group of `axis`, ordered by the first rank. stage: returns only groups with ranks of this
+        stage.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in map(self.coordinates, range(self.world)):
             shared = tuple(getattr(coordinates, name) for name in SHARED_COORDINATES[axis])

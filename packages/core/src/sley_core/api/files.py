@@ -1,4 +1,4 @@
-"""Atomic file writes, readers of weight files, and models of transformers. Imports torch only when needed."""
+"""Atomic file writes, readers of weight files, and descriptions of transformers models. Imports torch only when needed."""
 
 from sley_core.files import replace_atomically, sync_names
 from sley_core.hugging_face import IDS, HuggingFaceModel, config_folder, describe_model, open_weights, run_of, start_folder

@@ -1,4 +1,4 @@
-"""The memory of a run for offload managers, pools and activation policies."""
+"""For offload managers, pools and activation policies: the memory of a run."""
 
 from sley_core.comm.device import storage_id
 from sley_core.engine.weights import Stepped

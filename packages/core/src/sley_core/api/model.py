@@ -1,4 +1,4 @@
-"""Layers, forward patches, attention and seeds, for plugins and your own models."""
+"""For plugins and your own models: layers, forward patches, attention and seeds."""
 
 from sley_core.engine.boundary import copy_containers, tensors_in
 from sley_core.engine.call import Recompute

@@ -1,4 +1,4 @@
-"""The parts of a run for plugins: parameters, gradients, step state and boundary values; datasets."""
+"""For plugins: a run's parameters, gradients, step state and values at stage boundaries; and datasets."""
 
 from sley_core.data.factory import open_dataset
 from sley_core.data.feed import SeededReader, read_sample, set_epoch

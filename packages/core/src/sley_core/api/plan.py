@@ -1,4 +1,4 @@
-"""Field types for tables, and the plan for checks. Imports no torch."""
+"""The field types of tables, and the plan for a plugin's checks. Imports no torch."""
 
 from sley_core.data.dataset import DataConfig
 from sley_core.errors import suggestion

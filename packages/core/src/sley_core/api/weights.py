@@ -1,4 +1,4 @@
-"""Shards, split backwards, and the last linear with its loss, for weight communicators."""
+"""For weight communicators: shards, split backwards, and the last linear with its loss."""
 
 from sley_core.engine.direct import GradientUse, no_view
 from sley_core.engine.shards import StandIn
