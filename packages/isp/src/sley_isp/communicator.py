@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from sley_isp.plugin import CommunicatorConfig
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-"""The types of actions in which a forward is a recomputation."""
+"""The types of actions in which any forward is a recomputation."""
 
 
 class Counters(SentBytes):
-    """Counts the exchanges of one rank, as `protocols.Counts` requires. totals: the counts of the running step."""
+    """Counts the exchanges of one rank in the form that `protocols.Counts` requires. totals: the counts of the running step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Counters(SentBytes):
         self.totals = Counter(gathers=0, demand_gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
 
     def change(self, name: str, difference: int) -> None:
-        """Adds `difference` to the count `name`, whose peak is reported as `most_{name}`."""
+        """Adds `difference` to the current count `name`. `counts` reports its peak as `most_{name}`."""
         self._current[name] += difference
         self._peaks[name] = max(self._peaks[name], self._current[name])
 
@@ -114,13 +114,17 @@ class Communicator(WeightCommunicator):
             raise PlanError("group-unmatched", message, path=("weights", "groups", index, "match"), hint=hint)
 
     def shard_dim(self, locations: Sequence[tuple[nn.Module, str]]) -> int | None:
-        """Returns 1 for tables that are sharded by columns, 0 for other sharded parameters, and None for unsharded ones."""
+        """Returns the dim along which the parameter at `locations` is sharded, or None if it cannot be sharded.
+
+        The dim is 1 for embedding tables that are sharded by columns, and 0 for all other parameters.
+        """
         if not all(is_shardable(module, attribute) for module, attribute in locations):
             return 0 if can_gather_for_layer(locations) else None
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores all modules after an error."""
+        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores the forwards after an error.
+        """
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -131,7 +135,7 @@ class Communicator(WeightCommunicator):
             param
             for param in parts.registry
             if param.shard is not None
-            and not parts.is_compiled  # a graph cannot contain the exchanges of its linears
+            and not parts.is_compiled  # a compiled graph cannot contain the exchanges of its linears
             and all(is_shardable(holder.module, holder.attribute) for holder in param.holders)
         }
         try:
@@ -150,11 +154,11 @@ class Communicator(WeightCommunicator):
         others: dict[ParamGroup, dict[Param, None]] = {}
 
         def buffer_key(param: Param) -> Hashable:
-            """Returns the key of the parameters that one buffer can hold: those with the same options and dtype."""
+            """Returns the options and dtype of `param`. One buffer can hold all parameters for which these are equal."""
             return config.group_index(param.name), parts.weights.dtype_of(param)
 
         def add_to_group(key: Hashable, params: Collection[Param]) -> ParamGroup:
-            """Adds parameters to the group `key`, which is the name of a module or the key of a buffer."""
+            """Adds `params` to the group `key`, which is the name of a module or the key of a buffer, and returns the group."""
             if key not in groups:
                 options = config.with_group(config.group_index(next(iter(params)).name))
                 name = key if isinstance(key, str) else f"{layer.name} ({len(groups) + 1})" if groups else layer.name
@@ -198,17 +202,19 @@ class Communicator(WeightCommunicator):
         self._undo.callback(ForwardPatch(module, forward).undo)
 
     def detach(self) -> None:
-        """Restores the original forwards of the modules, but keeps the stand-ins."""
+        """Restores the original forwards of the modules. Their weights remain stand-ins."""
         self._published.discard()
         self._close_layer()
         self._undo.close()
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Begins a step or an evaluation: discards the state of a failed step and publishes the shards over `wp`."""
+        """Begins a step or an evaluation. Discards the state of a failed step and, with `overlap`, publishes the shards over
+        `wp`.
+        """
         self._close_layer()
         self.action = None
         self._phase = phase
-        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # which run nothing
+        actions = [action for action in actions if action.kind is not Kind.CHUNK_DONE]  # these run nothing
         last_indices = {action.chunk: index for index, action in enumerate(actions) if action.kind.makes_gradients}
         # Includes the preceding action, since a last gradient action must not start with earlier reductions in flight.
         self._drain_indices = {index - offset for index in last_indices.values() for offset in (0, 1)}
@@ -225,7 +231,9 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def wrap_action(self, action: Action) -> Iterator[None]:
-        """Runs `action` in the block. Ends a chunk's last gradient action only after the chunk's reductions are complete."""
+        """Prepares for `action`, which runs in the block. After the last action that makes gradients of a chunk, waits for all
+        reductions.
+        """
         self._action_index += 1
         is_pass = action.kind is not Kind.WEIGHT_GRADIENT
         if is_pass:
@@ -252,16 +260,16 @@ class Communicator(WeightCommunicator):
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether a forward at this time is a recomputation, since a backward action is running."""
+        """Whether a backward action is running, so that any forward is a recomputation."""
         return self.action is not None and self.action.kind in BACKWARDS
 
     @contextmanager
     def unshard(self, group: ParamGroup, *, num_holds: int = 0, is_launch: bool = False) -> Iterator[UnshardedGroup]:
-        """Unshards `group` for a use in the block, which must call `wait` before it reads weights.
+        """Unshards `group` for a use in the block, which must call `wait` on the yielded object before it reads weights.
 
-        num_holds: +1 to hold the group after a recomputation until its backward, -1 in that backward. is_launch: whether a
-        module that `launch` names follows. During an action, the prefetch policy decides when to reshard the group. Otherwise
-        the group is resharded at the end of the block.
+        num_holds: +1 to hold the group after a recomputation until its backward, -1 in that backward. is_launch: whether the
+        next module to run is one that `launch` names. During an action, the prefetch policy decides when to reshard the group.
+        Otherwise the group is resharded at the end of the block.
         """
         if self.action is None:
             unsharded = self._all_gather(group)
@@ -284,7 +292,10 @@ class Communicator(WeightCommunicator):
 
     @contextmanager
     def unshard_layer(self, layer: ShardedLayer) -> Iterator[list[UnshardedGroup]]:
-        """Unshards and holds the groups of `layer` during the block. Closes another layer that is open for its backward."""
+        """Unshards the groups of `layer`, waits for their weights, and holds them during the block.
+
+        If another layer is open for its backward, closes that layer first.
+        """
         if self._open_layer is not None and self._open_layer[0] is not layer:
             self._close_layer()
         with ExitStack() as stack:
@@ -297,9 +308,9 @@ class Communicator(WeightCommunicator):
             yield unsharded_groups
 
     def open_layer(self, layer: ShardedLayer) -> list[UnshardedGroup]:
-        """Returns the full parameters of `layer` for its backward, until another layer is used or the backward ends.
+        """Returns the groups of `layer` for its backward. They stay unsharded until another layer is used or the backward ends.
 
-        Modules have the parameters, too, since the layer may recompute parts of itself.
+        Meanwhile, the layer's modules also have the full parameters, since the layer may recompute parts of itself.
         """
         if self._open_layer is None or self._open_layer[0] is not layer:
             unsharded_groups = self._open_stack.enter_context(self.unshard_layer(layer))
@@ -319,7 +330,7 @@ class Communicator(WeightCommunicator):
         for group in cast(list[ParamGroup], decision.reshard):
             unsharded = self._unsharded.pop(group)
             unsharded.reshard()
-            self._published.resharded_groups.append(unsharded)  # peers may receive the shards until the end of the step
+            self._published.resharded_groups.append(unsharded)  # peers may still receive this rank's shards
             self.counters.change("unsharded_groups", -1)
         for group in cast(list[ParamGroup], decision.unshard):
             unsharded = self._unsharded[group] = self._all_gather(group)
@@ -329,7 +340,8 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_groups", 1)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:
-        """Starts the all-gather of `group` once its layer's weights are current. Without `overlap`, also waits for it."""
+        """Waits until the layer's weights are current, and starts the all-gather of `group`. Without `overlap`, completes it.
+        """
         has_waited = self._parts.waits.wait_for(group.layer)
         unsharded = self._published.gather(group, is_unchanged=self.action is not None and not has_waited)
         if not self.config.overlap:
@@ -337,20 +349,23 @@ class Communicator(WeightCommunicator):
         return unsharded
 
     def _prefetch_at_point(self, group: ParamGroup, *_: Any) -> None:
-        """Starts prefetches before a module that `launch` names, as a use of the layer would."""
+        """Starts prefetches before a module that `launch` names. `group` is the layer's first group."""
         if self.action is not None:
             with self.unshard(group, is_launch=True):
                 pass
 
     def enqueue_reduction(self, reduction: Reduction) -> None:
-        """Adds an exchange that has started to those of weight gradients."""
+        """Adds `reduction`, which has started, to the reductions in flight. Outside of actions, also waits for it."""
         self.reducer.enqueue(reduction)
         if self.action is None:
             self.reducer.finish()
 
     @torch.no_grad()
     def reduce(self, group: ParamGroup, gradients: Mapping[Param, WriteGradient]) -> None:
-        """Adds `gradients` of parameters of `group` to their buckets."""
+        """Adds gradients of parameters of `group` to their buckets. Outside of actions, also completes their reductions.
+
+        gradients: the function that writes the gradient of each parameter.
+        """
         for param in gradients:
             self._parts.store.check_open(param)  # raises before anything is leased or sent
         for param, write in gradients.items():
@@ -361,7 +376,7 @@ class Communicator(WeightCommunicator):
 
 
 def prefetch_points(layer: Layer, pattern: str) -> list[nn.Module]:
-    """Returns the modules with a forward whose names within `layer` match `pattern`, or none if `pattern` is ANYWHERE."""
+    """Returns the modules that have a forward and whose names within `layer` match `pattern`; none if `pattern` is ANYWHERE."""
     return [
         module
         for name, module in layer.module.named_modules()

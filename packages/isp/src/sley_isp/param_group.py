@@ -3,13 +3,13 @@
 flat buffer   | query.weight, full  | key.weight, full  | query.bias, full  | ...       aligned, padding rows included
                 local rows are copied, peers' rows are received directly into their positions
 
-With `gather_precision = "fp8"`, ranks send shards in e4m3 numbers, in blocks of 128 elements:
+With `gather_precision = "fp8"`, ranks send shards as e4m3 numbers, in blocks of 128 elements:
 
     shard  ──>  row of bytes  | codes, one byte per element | fp32 scales, one per block |
 
 A scale is a power of two, so the only error is that of rounding to e4m3, which has 3 bits of mantissa: at most 2^-4 of an
-element. Elements below 2^-14 of the largest of their block are subnormal, with an error of at most 2^-18 of the largest. The
-smallest scale is 2^-126, with an error of at most 2^-136.
+element. Elements below about 2^-14 times the largest element of their block become subnormal, with an error of at most about
+2^-18 times the largest element. The smallest scale is 2^-126; with it, the error of a subnormal is at most 2^-136.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ BLOCK = 128
 """The number of elements that share a scale."""
 
 SCALE_BYTES = 4
-"""The bytes of a scale, which is an fp32 number."""
+"""The size of a scale, an fp32 number, in bytes."""
 
 MAX_CODE = 448.0
-"""The largest number of e4m3."""
+"""The largest finite e4m3 number."""
 
 
 def encode(shard: Tensor) -> Tensor:
-    """Returns the e4m3 codes and scales of `shard`, uint8 [132 x blocks]. A block with NaN or infinity becomes NaN."""
+    """Returns the e4m3 codes and then the scales of `shard`, uint8 [132 x blocks]. A block with a NaN or infinity becomes NaN.
+    """
     blocks = F.pad(shard.reshape(-1).float(), (0, -shard.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1, keepdim=True)
     mantissas, exponents = torch.frexp(largest)
-    # The smallest power of two, times which 448 = 0.875 * 2^9 is at least the largest element.
+    # The exponent of the smallest power of two whose product with 448 = 0.875 * 2^9 is at least the largest element.
     exponents = (exponents - 9 + (mantissas > MAX_CODE / 2**9).int()).clamp(-126, 127)
     scales = torch.ldexp(torch.ones_like(largest), exponents) + (largest - largest)  # NaN unless all elements are finite
     codes = (blocks / scales).to(torch.float8_e4m3fn)
@@ -83,9 +84,10 @@ def remove_padding(full: Tensor, param: Param) -> Tensor:
 class ParamGroup:
     """The sharded parameters of a layer or of one of its modules. Includes tied parameters only once.
 
-    layer: the layer's name. options: the table of the parameters. pool: the pool of full parameters and gradients.
-    can_prefetch: whether any use may start prefetches, and not only a module that `launch` names. has_linear: whether a linear
-    uses the parameters. The backward of a linear needs its weights, unlike that of an embedding.
+    name: the group's name in labels. layer: the layer's name. options: the plan's options for the parameters. pool: the pool
+    that lends memory for full parameters and gradients. can_prefetch: whether any use may start prefetches, and not only a
+    module that `launch` names. has_linear: whether a backward needs the weights, as that of a linear does, unlike that of an
+    embedding.
     """
 
     name: str
@@ -109,21 +111,22 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that changes with every write to a shard."""
+        """A number that changes with every in-place write that autograd counts."""
         return sum(parameter._version for parameter in self.parameters)
 
     def shards_to_send(self) -> list[Tensor]:
-        """Returns the tensors that this rank sends: the shards, or their bytes in e4m3 numbers."""
+        """Returns the tensors that this rank sends, one per parameter: the shards, or the results of `encode`."""
         is_encoded = self.options.gather_precision == "fp8"
         return [encode(shard.detach()) if is_encoded else shard.detach() for shard in self.parameters]
 
 
 class UnshardedGroup:
-    """Holds the full weights of `group` in a buffer that is leased until `reshard`. They are complete after `wait`.
+    """Holds the full weights of `group` in a buffer that is leased until `reshard`. The constructor starts to gather them, and
+    they are complete after `wait`. Local shards must not be written before `wait_sent` returns.
 
-    source: the transport or published shards that gather the weights. shards: the group's `shards_to_send`. size: the number of
-    ranks. version: the group's version. full_tensors: the full parameters without padding, from `wait` until `reshard`.
-    num_received_bytes: the size of the shards from peers. Local shards must not be written before `wait_sent` returns.
+    source: the transport or the published shards that gather the weights. shards: the group's `shards_to_send`. size: the
+    number of ranks. version: the group's version at the start. full_tensors: the full parameters without padding, valid from
+    `wait` until `reshard`. num_received_bytes: the size of the peers' shards in bytes.
     """
 
     def __init__(self, group: ParamGroup, source: Transport | Published, shards: Sequence[Tensor], size: int) -> None:
@@ -139,7 +142,7 @@ class UnshardedGroup:
                 received = layout.views(received_lease.enter_context(group.pool.lease((layout.numel,), torch.uint8, device)))
             # Over `wp`, whose ranks gather the same groups in the same order, with their parameters in the same order.
             self._work = source.all_gather(received, shards, label=f"the weights of {group.name}")
-            self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()  # not if the gather cannot start
+            self._lease, self._received_lease = lease.pop_all(), received_lease.pop_all()  # if this is not reached, they end
         self._encoded = [(rows.view(size, -1), view) for rows, view in zip(received, views, strict=True) if rows is not view]
         self.full_tensors = {param: remove_padding(view, param) for param, view in zip(group.params, views, strict=True)}
 
@@ -152,7 +155,8 @@ class UnshardedGroup:
         self._received_lease.close()
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Returns the offset of `tensor` in the buffer, in elements of its dtype, or None if it is elsewhere."""
+        """Returns the offset of `tensor` in the buffer, in elements of the tensor's dtype, or None if it is not in the buffer.
+        """
         if tensor.untyped_storage()._cdata != self.buffer.untyped_storage()._cdata:
             return None
         start = self.buffer.storage_offset() * self.buffer.element_size()
@@ -160,7 +164,7 @@ class UnshardedGroup:
         return offset // tensor.element_size() if 0 <= offset < self.buffer.nbytes else None
 
     def reshard(self) -> None:
-        """Returns the buffer to the pool, after waiting for the receives into it."""
+        """Waits for the receives into the buffer, and returns it to the pool."""
         self._work.release()
         self._received_lease.close()
         self._lease.close()
@@ -173,10 +177,10 @@ class UnshardedGroup:
 
 
 class PublishedShards:
-    """Publishes shards, which peers may then read during a step without a message for each all-gather.
+    """Publishes shards, so that peers can read them during a step without a message from this rank for each all-gather.
 
-    is_due: returns whether a layer's weights are still being computed. resharded_groups: resharded groups whose shards peers
-    may still be receiving from this rank.
+    is_due: a function that takes a layer's name, and returns whether its weights are not current yet. resharded_groups: the
+    resharded groups whose shards peers may still be receiving from this rank.
     """
 
     def __init__(self, group: Group, is_due: Callable[[str], bool]) -> None:
@@ -187,7 +191,7 @@ class PublishedShards:
         self._shards: dict[ParamGroup, tuple[int, list[Tensor]]] = {}
 
     def publish(self, groups: Sequence[ParamGroup]) -> None:
-        """Publishes the shards of all `groups` that are not still being computed. The others are sent in each all-gather."""
+        """Publishes the shards of those `groups` that are current. The shards of the others are sent in each all-gather."""
         self._shards = {group: (group.version, group.shards_to_send()) for group in groups if not self._is_due(group.layer)}
         if self._shards:
             due_names = ", ".join(group.name for group in groups if group not in self._shards)
@@ -197,9 +201,10 @@ class PublishedShards:
             self._published = self._group.transport("gather").publish(shards, label=label)
 
     def gather(self, group: ParamGroup, *, is_unchanged: bool) -> UnshardedGroup:
-        """Starts the all-gather of `group`, from the published shards if its own are unchanged; the same on all ranks of `wp`.
+        """Starts the all-gather of `group`, from the published shards if the group's shards are still the same.
 
-        is_unchanged: whether a write without a new version is impossible since the publication.
+        is_unchanged: whether every write since the publication has changed the group's version. All ranks of `wp` must make the
+        same choice.
         """
         version, shards = self._shards.get(group, (None, []))
         if is_unchanged and self._published is not None and version == group.version:
@@ -216,5 +221,5 @@ class PublishedShards:
         self.discard()
 
     def discard(self) -> None:
-        """Drops the shards that a failed step has published, which would keep a communicator's threads alive."""
+        """Drops the published shards. Otherwise, those of a failed step would keep a communicator's threads alive."""
         self._published, self._shards = None, {}

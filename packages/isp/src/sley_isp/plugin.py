@@ -20,26 +20,30 @@ ANYWHERE = "*"
 """The `launch` pattern that matches every sharded module."""
 
 FP8_BYTES = 1 + 4 / 128
-"""The bytes of an element in e4m3 numbers, with its part of the fp32 scale of a block."""
+"""The bytes that are sent per element with `gather_precision = "fp8"`: one e4m3 number, and a share of the fp32 scale of a
+block of 128 elements.
+"""
 
 FP8_TOLERANCE = 2**-4
-"""The relative error of e4m3 numbers, which have 3 bits of mantissa."""
+"""The largest relative error of e4m3 numbers, which have 3 bits of mantissa."""
 
 
 class WeightGroupConfig(Table):
-    """Options of the weights that match a pattern. The first matching group applies. The table has the other defaults."""
+    """Options for the weights that match a pattern. The first matching group applies. Options that are left out have the values
+    of `[weights]`.
+    """
 
     match: Annotated[str, Field(min_length=1)]
     """A pattern of parameter names, in which `*` matches any text, including dots: `"*.experts.*"`."""
 
     unit: Literal["layer", "module"] | None = None
-    """The weights of one all-gather."""
+    """The weights that one all-gather gathers."""
 
     ahead: NonNegativeInt | None = None
-    """The number of layers or modules by which gathers are ahead of their use."""
+    """The number of layers or modules to prefetch."""
 
     reduce: Literal["micro_batch", "step"] | None = None
-    """The time when gradients are reduced."""
+    """Whether gradients are reduced after every microbatch or once per step."""
 
     gather_precision: Literal["full", "fp8"] | None = None
     """The precision in which ranks send weights."""
@@ -49,68 +53,71 @@ class CommunicatorConfig(Table):
     """Shards parameters along their first dim, and all-gathers them just before each use."""
 
     overlap: bool = True
-    """Whether to prefetch and reduce in the background. If false, each exchange is awaited at once, with the same bits."""
+    """Whether to prefetch and reduce in the background. If false, the run waits for each exchange at once. The results are the
+    same bit for bit.
+    """
 
     unit: Literal["layer", "module"] = "layer"
-    """The weights of one all-gather: all sharded weights of a layer, or those of one plain linear or embedding."""
+    """The weights that one all-gather gathers: all sharded weights of a layer, or those of one plain linear or embedding."""
 
     ahead: NonNegativeInt = 1
     """The number of layers or modules to prefetch."""
 
     launch: str = ANYWHERE
-    """The module before which prefetches start, by its name within the layer or a pattern of names, such as `"attention"`,
-    `"attention.output"` or `"feed_forward"`. The default, also if no name matches, is every sharded module. A backward starts
-    prefetches at once.
+    """The modules before whose forwards prefetches start: a name within the layer or a pattern of such names, such as
+    `"attention"`, `"attention.output"` or `"feed_forward"`. By default, and in layers without a match, prefetches start before
+    every sharded module. In a backward they do so in any case.
     """
 
     reduce: Literal["micro_batch", "step"] = "micro_batch"
-    """The time when weight gradients are reduced: after every microbatch, or once per step.
+    """Whether weight gradients are reduced after every microbatch or once per step.
 
-    Once per step saves exchanges but needs more memory, since every sharded weight has a full-size gradient in
-    `precision.gradients` from its first backward to its last.
+    `"step"` saves exchanges but needs more memory, since every sharded weight has a full-size gradient of dtype
+    `precision.gradients` from its first backward in a step to its last.
     """
 
     head: Literal["gather", "vocabulary"] = "gather"
-    """The treatment of the model's last linear: `gather` gathers its weight like any other, `vocabulary` lets each rank compute
-    its rows, a slice of the vocabulary, for the tokens of all `wp` ranks. `vocabulary` needs a loss of split logits, such as
-    `core.cross_entropy`.
+    """How ranks compute the model's last linear. `gather` gathers its weight like any other. With `vocabulary`, each rank
+    computes the logits of its slice of the vocabulary for the tokens of all `wp` ranks. This needs a loss that accepts split
+    logits, such as `core.cross_entropy`.
     """
 
     embedding: Literal["gather", "hidden"] = "gather"
-    """The treatment of plain embeddings: `gather` shards tables by rows and gathers them, `hidden` shards them by columns, and
-    exchanges the tokens and the parts of their vectors.
+    """How ranks compute plain embeddings. `gather` shards tables by rows and gathers them. `hidden` shards them by columns, and
+    exchanges the tokens and the slices of their vectors instead.
     """
 
     gather_precision: Literal["full", "fp8"] = "full"
-    """The precision in which ranks send weights: as they are, or as e4m3 numbers with a scale for each 128 elements.
+    """The precision in which ranks send weights. `full` sends them in their dtype, `fp8` as e4m3 numbers with one scale for
+    each block of 128 elements.
 
-    `fp8` sends about half of the bytes of bf16. All ranks compute with the rounded weights, whose relative error is at most
-    2^-4. Optimizer steps and gradients are not rounded.
+    `fp8` sends about half as many bytes as bf16. All ranks compute with the rounded weights, whose relative error is at most
+    2^-4. Gradients and the weights that the optimizer updates are not rounded.
     """
 
     groups: Array[WeightGroupConfig] = ()
-    """Groups of weights with their own options, such as the experts of a layer. Their gathers are separate."""
+    """Groups of weights with their own options, such as the experts of a layer. Each group has its own all-gathers."""
 
     def group_index(self, name: str) -> int | None:
         """Returns the index of the first group that matches the parameter `name`, or None."""
         return next((index for index, group in enumerate(self.groups) if fnmatchcase(name, group.match)), None)
 
     def with_group(self, index: int | None) -> CommunicatorConfig:
-        """Returns this table with the options of the group `index`."""
+        """Returns this table with the options of the group `index`, or unchanged if `index` is None."""
         values = {} if index is None else self.groups[index].model_dump(exclude={"match"}, exclude_none=True)
         return self.model_copy(update=values)
 
 
 class AllToAllConfig(SequenceConfig):
-    """Exchanges slices of all heads for full sequences of some heads before attention, and back after it."""
+    """Exchanges slices of all heads for full sequences of some heads before attention, and does the reverse after it."""
 
     modules: Array[str] = ()
-    """Patterns of the names of more attention modules, such as `"*.attend"`, which are called with `q, k, v` and return the
+    """Patterns of the names of additional attention modules, such as `"*.attend"`. They must take `q, k, v` and return the
     context.
     """
 
     unchecked_layers: Array[str] = ()
-    """Patterns of the names of layers that are not checked for mixing positions."""
+    """Patterns of the names of layers that the run does not check for operations that mix positions."""
 
 
 CANONICAL_VALUES = {
@@ -119,7 +126,7 @@ CANONICAL_VALUES = {
     "embedding": ("gather", "sums the tokens of all ranks at once"),
     "gather_precision": ("full", "rounds the weights in blocks that depend on the layout"),
 }
-"""The value that canonical sums need for each option, and the reason why they exclude the other value."""
+"""For each option, the value that `reduction = "canonical"` needs, and the reason why it excludes the other value."""
 
 
 @hookimpl
@@ -148,7 +155,7 @@ def sley_estimate_hints() -> dict[str, Any]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields the problems of this plugin's tables. Module names and shapes are checked when the model is built."""
+    """Yields the problems in this plugin's tables. Module names and shapes are checked later, when the model is built."""
     sp, heads = plan.parallel.sp, getattr(plan.model.config, "heads", None)
     is_split = plan.sequence is not None and isinstance(plan.sequence.config, AllToAllConfig)
     if is_split and isinstance(heads, int) and heads % sp:  # in a custom model, the first attention checks it

@@ -14,9 +14,9 @@ to reshard and to unshard:
     step:    F0: a b c h     B0: h c b a     F0: a b c h     ...      known after the first pass of each type
     ahead=1  gathered at     |  use of:      a -> b, b -> c, c -> h, h -> c (of B0), c -> b, ...
 
-The order of uses is learned from a pass of each type and chunk. A pass that leaves the learned order replaces it. Groups are
-gathered only for passes of known order, and only within a step, so that no gather is older than the weights. All ranks of `wp`
-run the same passes, and so make the same decisions.
+The order of uses is learned from the last pass of each type and chunk. Groups are prefetched only for passes of known order,
+and only within a step, since the weights change after it. All ranks of `wp` run the same passes, and so make the same
+decisions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Key = Hashable
 
 
 class Decision(NamedTuple):
-    """The groups to reshard first, and then the groups to unshard, in order. The current group is the first of these."""
+    """The groups to reshard, and the groups to unshard after that, in order. If the current group must be unsharded, it is the
+    first of these.
+    """
 
     reshard: list[Group]
     unshard: list[Group]
@@ -46,9 +48,9 @@ NO_CHANGE = Decision([], [])
 class PrefetchPolicy:
     """Decides which groups one rank unshards and reshards.
 
-    ahead: the number of units to prefetch, which are single groups unless `add_group` joins them. unsharded: the groups that
-    are full-size or in flight. The cost of a `use` depends on `ahead` and the number of groups on hold, but not on the number
-    of all groups.
+    ahead: the number of units to prefetch. A unit is a single group, unless `add_group` joins several. unsharded: the groups
+    that are full-size or in flight. The cost of a `use` depends on `ahead` and the number of groups on hold, but not on the
+    total number of groups.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -66,14 +68,14 @@ class PrefetchPolicy:
         self._has_prefetched = False
 
     def add_group(self, group: Group, *, unit: Hashable, ahead: int) -> None:
-        """Sets the unit to which `group` belongs, and the number of units to prefetch if it is the last of them.
+        """Sets the unit of `group`, and by how many units its prefetch may precede its use.
 
         By default, a group is its own unit. The `ahead` of the policy is the upper limit.
         """
         self._units[group], self._aheads[group] = unit, ahead
 
     def begin(self, passes: Sequence[Key]) -> None:
-        """Begins a list of `passes`. Treats all groups as sharded, so the caller must reshard them."""
+        """Begins a list of `passes`. Regards all groups as sharded, so the caller must reshard those that are not."""
         self.unsharded = []
         self._pass, self._later_passes = None, deque(passes)
         self._reset_pass()
@@ -87,7 +89,7 @@ class PrefetchPolicy:
         """Returns the groups to reshard and unshard for a use of `group`, including prefetches of later groups.
 
         num_holds: +1 in a recomputation, whose backward uses the group again, and -1 in that backward. can_prefetch: whether
-        prefetches may start. The all-gather of `group` itself always starts first.
+        prefetches may start. `group` itself is always unsharded, before any prefetch.
         """
         if num_holds:
             self.change_holds(group, num_holds)
@@ -108,14 +110,14 @@ class PrefetchPolicy:
             del self._holds[group]
 
     def end_pass(self) -> Decision:
-        """Ends the pass, learns its order, and returns the groups to reshard, since the next passes do not use them soon."""
+        """Ends the pass, learns its order, and returns the groups to reshard: those that the next passes do not use soon."""
         self._orders[self._pass] = tuple(self._uses)
         self._pass = None
         self._reset_pass()
         return self._decide(None, False)
 
     def _decide(self, current: Group | None, can_prefetch: bool) -> Decision:
-        """Returns the decision for a use of `current`, or between passes if that is None, and updates `unsharded`."""
+        """Returns the decision for a use of `current`, which is None between passes. Updates `unsharded`."""
         self._has_prefetched = self._has_prefetched or can_prefetch
         next_groups = list(self._next_groups(current))
         # Resharding comes first, so that the pool can lend the same buffers to the gathers.
@@ -130,7 +132,10 @@ class PrefetchPolicy:
         return Decision(reshard, unshard)
 
     def _next_groups(self, current: Group | None) -> Iterator[Group]:
-        """Yields the next groups other than `current` that lie within their own `ahead`, or one unit more if it is None."""
+        """Yields the next groups other than `current` whose units are at most their own `ahead` units away.
+
+        If `current` is None, the limit is one unit more, since no unit is in use.
+        """
         current_unit = self._units.get(current, current)
         groups: set[Group] = set()
         units: set[Hashable] = set()
@@ -148,7 +153,7 @@ class PrefetchPolicy:
                 yield group
 
     def _future_groups(self) -> Iterator[Group]:
-        """Yields the remaining groups of this pass, then those of later passes, up to the first pass of unknown order."""
+        """Yields the remaining groups of this pass, then those of the later passes, up to the first pass of unknown order."""
         if self._pass is not None:
             # A pass that has left the learned order depends on the data, so its later groups are unknown.
             if self._is_out_of_order or self._pass not in self._orders:

@@ -6,7 +6,8 @@
                gradient of a full parameter ──> `sink` ──> reduce-scatter in the background
                another such layer is used, or the action ends ──> stand-ins again
 
-FSDP2 treats all parameters in this way. Plain linears and embeddings need less memory and fewer copies in `sharded_module.py`.
+FSDP2 treats all parameters in this way. For plain linears and embeddings, `sharded_module.py` needs less memory and fewer
+copies.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
     from sley_isp.param_group import ParamGroup, UnshardedGroup
 
 MIN_BYTES = 4096
-"""Smaller parameters are not sharded: an exchange of less than a page saves no memory."""
+"""The size in bytes below which these parameters are not sharded, since sharding less than a page saves no memory."""
 
 
 def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
     """Returns whether the parameter at these locations can be sharded, and gathered for each call of its layer.
 
-    Not if code may read it at other times: if the module also keeps it elsewhere, as an LSTM does in a list of its weights, or
-    if a parametrization computes a weight from it.
+    It cannot if it is smaller than MIN_BYTES, or if code may read it outside such calls: if the module also keeps it in another
+    attribute, as an LSTM does in a list of its weights, or if a parametrization computes a weight from it.
     """
     module, attribute = locations[0]
     parameter = module._parameters[attribute]
@@ -54,7 +55,7 @@ def can_gather_for_layer(locations: Sequence[tuple[nn.Module, str]]) -> bool:
 
 
 class _Position(NamedTuple):
-    """The position of a saved tensor in the buffer of a group, the group's index, and the offset in elements of `dtype`."""
+    """The position of a saved tensor in the buffer of a group. group: the group's index. offset: in elements of `dtype`."""
 
     group: int
     dtype: torch.dtype
@@ -66,8 +67,8 @@ class _Position(NamedTuple):
 class ShardedLayer:
     """Gathers `params` for each call of `layer`, and again for its backward.
 
-    params: the parameters by group, one for each dtype. A group may also contain parameters of sharded modules. sinks: the
-    functions that reduce the full gradient of each parameter.
+    params: the parameters by group. A group may also contain parameters of `ShardedModule`s. sinks: for each parameter, the
+    function that reduces its full gradient.
     """
 
     def __init__(
@@ -87,7 +88,11 @@ class ShardedLayer:
         self._modules = set(layer.module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer with full parameters. All ranks of `wp` must call it in the same order."""
+        """Calls the layer with full parameters. All ranks of `wp` must call layers in the same order.
+
+        Raises RunError "sharded-weight-written" if the layer writes to a parameter, and "sharded-weight-returned" if it returns
+        a view of one.
+        """
         with self.communicator.unshard_layer(self) as unsharded_groups:
             tensors = self.make_full_leaves(unsharded_groups)
             versions = {param: tensor._version for param, tensor in tensors.items()}
@@ -114,7 +119,8 @@ class ShardedLayer:
             for param in params:
                 tensor = unsharded.full_tensors[param].detach().requires_grad_(param.trainable)
                 if param.trainable:
-                    tensor.register_post_accumulate_grad_hook(partial(self._pass_gradient, param))  # type: ignore[no-untyped-call]
+                    tensor.register_post_accumulate_grad_hook(partial(self._pass_gradient, param))  # type:
+                    ignore[no-untyped-call]
                 tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
                 tensors[param] = tensor
         return tensors
@@ -127,7 +133,7 @@ class ShardedLayer:
 
     @contextmanager
     def install(self, tensors: Mapping[Param, Tensor]) -> Iterator[None]:
-        """Makes the modules of the layer use `tensors` in place of the parameters in the block."""
+        """Replaces the parameters in the layer's modules by `tensors` during the block."""
         previous = []
         for param, tensor in tensors.items():
             for holder in param.holders:
@@ -143,9 +149,10 @@ class ShardedLayer:
 
     @contextmanager
     def _save_positions(self, unsharded_groups: Sequence[UnshardedGroup]) -> Iterator[None]:
-        """Makes autograd save positions in place of tensors in the buffers of groups, which a later gather may move.
+        """Makes autograd save positions in place of tensors that lie in the buffers of groups. The backward gathers the weights
+        again, maybe into another buffer.
 
-        Other tensors go to the hooks of an activation policy, which surround the layer.
+        Other tensors go to the surrounding hooks, such as those of an activation policy.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer_pack, outer_unpack = outer or (lambda tensor: tensor, lambda value: value)
@@ -163,7 +170,9 @@ class ShardedLayer:
             yield
 
     def _read_saved(self, saved: _Position) -> Tensor:
-        """Returns the tensor at the position `saved` in the buffer that the running backward has gathered."""
+        """Returns the tensor at the position `saved`. Gathers the layer's groups for the running backward, if this was not
+        done.
+        """
         buffer = self.communicator.open_layer(self)[saved.group].buffer.view(saved.dtype)
         return buffer.as_strided(saved.shape, saved.stride, buffer.storage_offset() + saved.offset)
 

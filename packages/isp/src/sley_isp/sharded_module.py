@@ -2,10 +2,12 @@
 
     forward    unshard W               y = x W^T + b        only x is saved
     backward   unshard W again, dW = g^T x -> reduce-scatter in the background -> store,    dx = g W meanwhile
-    I, W       I: dx, and (g, x) is deferred;    W: dW and its reduce-scatter
+    split      first half: dx, and (g, x) is kept;    second half: dW and its reduce-scatter
 
-The shard is an input of the autograd function, so that autograd runs the backward. Its gradient is None, so that none is
-allocated.
+Here g is the gradient of the output y, and the last line is a backward that the schedule splits.
+
+The shard is an input of the autograd function, so that autograd runs its backward. The backward returns None as the shard's
+gradient, so that no memory is allocated for it.
 
 A backward unshards the weights even if the input needs no gradient. All ranks of `wp` must gather the same groups in the same
 order, but their data differ, and may decide whether the input needs a gradient. For example, a linear after frozen layers needs
@@ -35,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def is_shardable(module: nn.Module, attribute: str) -> bool:
-    """Returns whether the parameter `attribute` of `module` can be sharded, as in a plain linear or embedding.
+    """Returns whether the parameter `attribute` of `module` can be sharded: whether the module is a plain linear or embedding.
 
-    A module needs full parameters if it computes its weight in each forward (`torch.nn.utils.weight_norm`), or if its forward
-    was replaced.
+    A module is not plain if it computes its weight in each forward (`torch.nn.utils.weight_norm`), if its forward was replaced,
+    or if it is an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`.
     """
     if not isinstance(module._parameters.get("weight"), nn.Parameter) or "forward" in vars(module):
         return False
@@ -48,7 +50,7 @@ def is_shardable(module: nn.Module, attribute: str) -> bool:
 
 
 def find_parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, str], bool]) -> dict[nn.Parameter, str]:
-    """Returns the parameters that `is_user(module, attribute)` selects, with the name of the last such module."""
+    """Returns the parameters for which `is_user(module, attribute)` is true, each with the name of the last such module."""
     return {
         parameter: name
         for layer in layers
@@ -59,10 +61,10 @@ def find_parameter_users(layers: Sequence[Layer], is_user: Callable[[nn.Module, 
 
 
 class ShardedModule:
-    """Replaces the forward of `module` while the run is open.
+    """Replaces the forward of the linear or embedding `module` while the run is open.
 
-    weight, bias: the module's parameters, or None if absent. sink: a function of the output's gradient and the input, which
-    reduces the weights' gradients.
+    weight, bias: the module's parameters; `bias` is None if there is none. sink: a function of the output's gradient and the
+    input, which computes and reduces the weights' gradients.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class ShardedModule:
         self.weight, self.bias = params["weight"], params.get("bias")
         self.params = list(params.values())
         self.parts = parts
-        self.can_fuse = not parts.store.reduction.fixed_order  # since a fused sum rounds differently
+        self.can_fuse = not parts.store.reduction.fixed_order  # a fused product and sum rounds differently
         self.sink = WeightGradientSink(self._reduce, parts.queue)
         self.name = self.weight.name.rpartition(".")[0]
         self.is_embedding = isinstance(module, nn.Embedding)
@@ -87,11 +89,11 @@ class ShardedModule:
 
     @property
     def trainable_params(self) -> list[Param]:
-        """The sharded parameters that are trainable."""
+        """The parameters of the module that are trainable now."""
         return [param for param in self.params if param.trainable]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes the linear or embedding with gathered weights. All ranks of `wp` must call it in the same order."""
+        """Computes the linear or embedding with gathered weights. All ranks of `wp` must call modules in the same order."""
         if self.has_replaced_weights:
             return type(self.module).forward(cast(Any, self.module), input)
         x = input if self.is_embedding else autocast_input(input)
@@ -101,7 +103,7 @@ class ShardedModule:
         return out
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input for the backward. num_holds: as in `Communicator.unshard`."""
+        """Returns the output, and the tensor that the backward needs as its input. num_holds: as in `Communicator.unshard`."""
         with self.communicator.unshard(self.group, num_holds=num_holds) as unsharded:
             unsharded.wait()
             weight = unsharded.full_tensors[self.weight]
@@ -116,15 +118,15 @@ class ShardedModule:
         return any(type(value) is not StandIn for value in parameters.values() if value is not None)
 
     def _reduce(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the gradients of the weights to their buckets."""
+        """Adds the gradients of the trainable weights to their buckets."""
         writes = {param: partial(self.write_gradient, param, output_gradient, inputs) for param in self.trainable_params}
         self.communicator.reduce(self.group, writes)
 
     def write_gradient(self, param: Param, output_gradient: Tensor, inputs: Tensor, full: Tensor, accumulate: bool) -> None:
         """Writes the full gradient of `param` into `full`, or adds it if `accumulate`.
 
-        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. For an embedding, no tensor as large as the
-        table is allocated.
+        output_gradient: [n, out]. inputs: [n, in], or an embedding's tokens [n]. full: the shape of `param`. An embedding's
+        gradient is added row by row, without a temporary tensor as large as the table.
         """
         if isinstance(self.module, nn.Embedding):
             if self.module.padding_idx is not None:
@@ -151,7 +153,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: ShardedModule, *_shards: Tensor) -> Tensor:
-        """Saves the input only if a weight needs its gradient. A recomputation holds the weights until its backward."""
+        """Saves the input only if a weight is trainable. A recomputation holds the weights until its backward."""
         ctx.module = module
         is_held = any(ctx.needs_input_grad) and module.communicator.is_recomputing and module.group.has_linear
         output, inputs = module.compute(x, num_holds=int(is_held))
@@ -161,16 +163,17 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the weight's gradient while the weight is gathered over `wp`. Ranks gather in the order of backwards.
+        """Computes the weight's gradient while the weight is gathered over `wp`. All ranks gather in the order of backwards.
 
-        An embedding needs no weight, but gathers a group that a linear uses, since other ranks may run the linear here.
+        An embedding's backward needs no weight. But if its group also has a linear, the embedding gathers the group, since
+        other ranks may run the linear at this point.
         """
         module: ShardedModule = ctx.module
         (x,) = ctx.saved_tensors
         unshard = module.communicator.unshard
         with unshard(module.group, num_holds=-1) if module.group.has_linear else nullcontext() as unsharded:
             is_shared = module.sink.shares_memory(gradient)
-            # False if a forward calls `torch.autograd.grad` for other tensors than the shards, which are the inputs after `x`.
+            # False if a forward calls `torch.autograd.grad` for tensors other than the shards, which are the inputs after `x`.
             is_summed = any(GradientUse.find(ctx, index) is GradientUse.SUM for index in range(1, len(ctx.next_functions)))
             if module.trainable_params and is_summed:
                 assert x is not None, f"{module.name} was unfrozen between a forward and its backward"
