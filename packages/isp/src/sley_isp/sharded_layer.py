@@ -119,8 +119,7 @@ class ShardedLayer:
             for param in params:
                 tensor = unsharded.full_tensors[param].detach().requires_grad_(param.trainable)
                 if param.trainable:
-                    tensor.register_post_accumulate_grad_hook(partial(self._pass_gradient, param))  # type:
-                    ignore[no-untyped-call]
+                    tensor.register_post_accumulate_grad_hook(partial(self._pass_gradient, param))  # type: ignore[no-untyped-call]
                 tensor.shard = param.parameter  # type: ignore[attr-defined]  # for `Param.parameter`
                 tensors[param] = tensor
         return tensors
