@@ -123,8 +123,7 @@ class Communicator(WeightCommunicator):
         return int(self.config.embedding == "hidden" and isinstance(locations[0][0], nn.Embedding))
 
     def attach(self, parts: Parts) -> None:
-        """Replaces the forwards of all sharded modules, and their weights by stand-ins. Restores the forwards after an error.
-        """
+        """Replaces the forwards of all sharded modules, and their weights by stand-ins. After an error, restores the forwards."""
         config = self.config
         self._parts = parts
         self._group = parts.groups["wp"]
@@ -340,8 +339,7 @@ class Communicator(WeightCommunicator):
             self.counters.change("unsharded_groups", 1)
 
     def _all_gather(self, group: ParamGroup) -> UnshardedGroup:
-        """Waits until the layer's weights are current, and starts the all-gather of `group`. Without `overlap`, completes it.
-        """
+        """Waits until the layer's weights are current, and starts to gather `group`. Without `overlap`, also completes it."""
         has_waited = self._parts.waits.wait_for(group.layer)
         unsharded = self._published.gather(group, is_unchanged=self.action is not None and not has_waited)
         if not self.config.overlap:

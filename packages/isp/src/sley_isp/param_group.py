@@ -44,8 +44,7 @@ MAX_CODE = 448.0
 
 
 def encode(shard: Tensor) -> Tensor:
-    """Returns the e4m3 codes and then the scales of `shard`, uint8 [132 x blocks]. A block with a NaN or infinity becomes NaN.
-    """
+    """Returns the e4m3 codes and then the scales of `shard`, uint8 [132 x blocks]. A block with NaN or infinity becomes NaN."""
     blocks = F.pad(shard.reshape(-1).float(), (0, -shard.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1, keepdim=True)
     mantissas, exponents = torch.frexp(largest)
@@ -155,8 +154,7 @@ class UnshardedGroup:
         self._received_lease.close()
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Returns the offset of `tensor` in the buffer, in elements of the tensor's dtype, or None if it is not in the buffer.
-        """
+        """Returns the offset of `tensor` in the buffer, in elements of the tensor's dtype, or None if it is elsewhere."""
         if tensor.untyped_storage()._cdata != self.buffer.untyped_storage()._cdata:
             return None
         start = self.buffer.storage_offset() * self.buffer.element_size()
