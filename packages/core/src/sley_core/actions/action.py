@@ -33,8 +33,8 @@ from sley_core.errors import PlanError
 class Kind(StrEnum):
     """The type of an action.
 
-    FORWARD, BACKWARD: of one chunk on one microbatch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
-    backward (arXiv 2401.10241). CHUNK_DONE is written by `lower`: all gradients of this chunk are complete now.
+    FORWARD and BACKWARD run one chunk on one microbatch. INPUT_GRADIENT and WEIGHT_GRADIENT are the two halves of a split
+    backward (arXiv 2401.10241). CHUNK_DONE, which `lower` adds, marks the point at which all gradients of a chunk are complete.
     """
 
     FORWARD = "F"
@@ -54,7 +54,9 @@ INPUT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Action(NamedTuple):
-    """An entry of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, both counted from 0 per rank."""
+    """An entry of a rank's list: `kind` on model chunk `chunk` and microbatch `micro`, both counted from 0 per rank. `micro` is
+    -1 for CHUNK_DONE.
+    """
 
     kind: Kind
     chunk: int
@@ -69,13 +71,15 @@ Flow = Literal["forward", "backward"]
 """The content of a transfer: outputs of a chunk for the next chunk, or gradients for the previous chunk."""
 
 Direction = Literal["up", "down"]
-"""The direction of a transfer: to a stage with a higher number, or with a lower number. Each has its own communicator."""
+"""The direction of a transfer: "up" to a stage with a higher number, "down" to one with a lower number. Between two stages,
+each direction has its own communicator.
+"""
 
 DIRECTIONS: tuple[Direction, Direction] = ("up", "down")
 
 
 def direction_of(sender: int, receiver: int) -> Direction:
-    """Returns the direction from one stage to another. Between two stages each direction has a separate communicator."""
+    """Returns the direction of a transfer from stage `sender` to stage `receiver`."""
     return "up" if receiver > sender else "down"
 
 
@@ -83,9 +87,9 @@ class Transfer(NamedTuple):
     """Describes one end of a transfer between two stages.
 
     op: `post` prepares a buffer and starts the receive; the action that needs the value waits for it, so waiting has no entry
-    of its own. `send` starts to send the result of the action before it. Neither blocks. chunk: this stage's. It receives its
-    input (forward flow) or output gradient (backward flow), or sends its output or input gradient. peer: the stage at the other
-    end. peer_chunk: the chunk there.
+    of its own. `send` starts to send the result of the action before it. Neither blocks. chunk: the chunk of this stage. A post
+    receives its input (forward flow) or output gradient (backward flow); a send sends its output or input gradient. micro: the
+    microbatch. peer: the stage at the other end. peer_chunk: the chunk there.
     """
 
     op: Literal["post", "send"]
@@ -108,13 +112,13 @@ Lowered = tuple[Step, ...]
 
 
 def sequential(num_micros: int) -> list[Action]:
-    """Returns the actions without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one microbatch is in flight at a time."""
+    """Returns the actions of a step without a pipeline, F0.0 B0.0 F0.1 B0.1 ...: one microbatch is in flight at a time."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [Action(kind, 0, micro) for micro in range(num_micros) for kind in kinds]
 
 
 def forward_only(actions: Iterable[Action]) -> list[Action]:
-    """Returns the forwards of a training list, for an evaluation. In the order of training they cannot deadlock."""
+    """Returns the forwards of a training list, for an evaluation. They keep their order, in which they cannot deadlock."""
     return [action for action in actions if action.kind is Kind.FORWARD]
 
 
@@ -132,7 +136,9 @@ _KIND_TEXTS = {
 
 
 def in_words(entry: str) -> str:
-    """Returns a readable text for an action: `F0.3` is the forward of chunk 0 on microbatch 3."""
+    """Returns a readable form of an action's text: `the forward of chunk 0 on microbatch 3 (F0.3)` for `F0.3`. Other texts are
+    returned unchanged.
+    """
     match = re.match(r"([FBIWC])(\d+)(?:\.(\d+))?(.*)$", entry)
     if match is None:
         return entry
@@ -142,7 +148,7 @@ def in_words(entry: str) -> str:
 
 
 class Delivery(NamedTuple):
-    """Names a value that crosses a boundary: its flow, the position of the receiving chunk, and its microbatch."""
+    """Names a value that one chunk computes for a neighbouring one: its flow, the receiver's position, and its microbatch."""
 
     flow: Flow
     position: int
@@ -168,8 +174,9 @@ MAX_SHOWN_STAGES = 4
 class Placement:
     """Assigns the positions of a model to stages; a stage numbers its chunks in model order.
 
-    route: the stage of each position, in model order. Neighbours may be on any two stages, or on the same one. Raises PlanError
-    "placement-wrong" unless the stages are 0, 1, 2, ... without a gap and hold equally many positions each.
+    route: the stage of each position, in model order. Neighbouring positions may be on any two stages, or on the same one. The
+    constructor raises PlanError "placement-wrong" unless the stages are 0, 1, 2, ... without a gap, and each of them holds
+    equally many positions.
     """
 
     route: tuple[int, ...]
@@ -254,34 +261,36 @@ class Placement:
 
 
 PlacementFunction = Callable[[int, int], Placement]
-"""A pure function `(stages, chunks) -> placement`, which raises PlanError for numbers that it does not support."""
+"""A pure function `(stages, chunks) -> placement`. It raises PlanError for numbers that it does not support."""
 
 
 def loop(stages: int, chunks: int = 1) -> Placement:
-    """Returns the interleaved placement: a sample passes all stages in order, `chunks` times."""
+    """Returns the interleaved placement: a sample passes through all stages in order, `chunks` times."""
     return Placement(tuple(range(stages)) * chunks)
 
 
 def v_placement(stages: int, chunks: int = 2) -> Placement:
-    """Returns the V placement: all stages up, then down. Raises PlanError "placement-wrong" unless `chunks` is 2."""
+    """Returns the V placement: a sample passes through all stages in ascending and then in descending order. Raises PlanError
+    "placement-wrong" unless `chunks` is 2.
+    """
     if chunks != 2:
         raise placement_error(f"is a V, which needs two chunks per stage, not {chunks}")
     return Placement((*range(stages), *reversed(range(stages))))
 
 
 def placement_error(fault: str) -> PlanError:
-    """Returns the PlanError of an invalid placement. fault: the description of the fault, which starts with a verb."""
+    """Returns the PlanError "placement-wrong". fault: a description of the fault that starts with a verb."""
     return PlanError("placement-wrong", f"the schedule's placement {fault}", path=("pipeline", "use"))
 
 
 Generator = Callable[[int, int, int], list[list[Action]]]
-"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`, which may raise PlanError."""
+"""A pure function `(stages, chunks, micros) -> one list of compute actions per stage`. It may raise PlanError."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A generator with the number of chunks per stage and the placement of the plan's table. place: returns the placement for
-    any number of stages, as `loop` and `v_placement` do.
+    """A schedule of the plan. generate: returns every stage's compute actions. chunks: the number of chunks per stage. place:
+    returns the placement, as `loop` and `v_placement` do.
     """
 
     generate: Generator

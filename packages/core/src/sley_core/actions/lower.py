@@ -1,4 +1,4 @@
-"""Lowers compute-only lists to the lists that ranks execute: checks them together, and adds transfers and CHUNK_DONE entries.
+"""Lowers compute-only lists to the lists that ranks execute: checks them, and adds transfers and CHUNK_DONE entries.
 
     generator ──> lists of F B I W ──> check ──> add a send after each action whose result another stage needs
                                                  run once in simulated time: does it end?
@@ -8,14 +8,14 @@
 `lower` refuses lists that are not a valid step, so that readers of lowered lists need not check them.
 
 All transfers in one direction, up or down the stages, have one order, the same for all stages: the order in which they would be
-sent if every action took its usual time. Each stage issues its sends and posts in that order. So however a backend matches the
-ends (by tag, by order per pair of stages, or by order per communicator), the first unfinished transfer of the order is the next
-one at both of its ends, and no two ends can wait for each other.
+sent if a forward took one unit of time and a full backward two. Each stage issues its sends and posts in that order. So however
+a backend matches the ends (by tag, by order per pair of stages, or by order per communicator), the first unfinished transfer of
+the order is the next one at both of its ends, and no two ends can wait for each other.
 
 A post precedes the first action that needs a later transfer in either direction. Otherwise a stage with several neighbours in
-one direction could deadlock, because its late receive would block a message for which the stage itself waits. Within that order
-a receive is posted `NUM_AHEAD` actions before its use: early enough that no send waits, and late enough that few buffers are in
-use.
+one direction could deadlock, because its late receive would block a message for which the stage itself waits. Within these
+limits a receive is posted `NUM_AHEAD` actions before its use: early enough that no send waits, and late enough that few buffers
+are in use.
 
     stage 1 of 4, 1F1B, without its sends (post F: an output of stage 0, post B: a gradient of stage 2)
 
@@ -50,15 +50,17 @@ NEEDED_KIND = {
     Kind.INPUT_GRADIENT: Kind.FORWARD,
     Kind.WEIGHT_GRADIENT: Kind.INPUT_GRADIENT,
 }
-"""The type of the action that must precede an action on the same chunk and microbatch."""
+"""By the type of an action, the type of the action that must precede it on the same chunk and microbatch; None if no action
+must.
+"""
 
 EXCLUDED_KIND = {Kind.BACKWARD: Kind.INPUT_GRADIENT, Kind.INPUT_GRADIENT: Kind.BACKWARD}
-"""The types that exclude each other on a chunk and microbatch: a backward is either whole or split."""
+"""By type, the type that it excludes on the same chunk and microbatch: a backward is either whole or split."""
 
 
 def check_lists(lists: Sequence[Sequence[Action]], placement: Placement, micros: int, *, training: bool) -> None:
-    """Raises PlanError "schedule-wrong" unless each list has every action of a step once, after the actions of the same chunk
-    and microbatch that it needs.
+    """Raises PlanError "schedule-wrong" unless there is one list per stage, and each has every action of a step exactly once,
+    after the actions of the same chunk and microbatch that it needs. training: as in `lower`.
     """
     if len(lists) != placement.stages:
         message = f"the schedule must have {placement.stages} action lists, one per stage, but has {len(lists)}"
@@ -89,7 +91,7 @@ def _find_fault(action: Action, earlier_actions: set[Action], chunks: int, micro
     if kind.makes_gradients and not training:
         return "is in a forward-only list"
     needed = NEEDED_KIND[kind]
-    # plain tuples are equal to actions and faster to create; a search looks up a million
+    # plain tuples equal actions and are faster to create; a search for a schedule makes a million of these lookups
     if needed and (needed, chunk, micro) not in earlier_actions:
         return f"comes before its {Action(needed, chunk, micro)}"
     if kind in EXCLUDED_KIND and (EXCLUDED_KIND[kind], chunk, micro) in earlier_actions:
@@ -115,16 +117,16 @@ NUM_AHEAD = 4
 """The number of actions between the post of a receive and its use.
 
 With this number no schedule of sley-pp sends a value before its receive is posted, and a stage has at most six buffers. In
-simulated steps 2 would suffice, for transfers of up to two actions' time: a late post delays the processes at its ends, not the
-link (docs/adr/0014).
+simulation, 2 would suffice for transfers that take up to twice as long as an action. A late post delays the processes at its
+ends, but not the link (docs/adr/0014).
 """
 
 
 def order_transfers(sent_s: Mapping[Delivery, float]) -> dict[Delivery, int]:
-    """Returns the index of each transfer in the global order, the same for all stages.
+    """Returns the index of each transfer in the global order, the same for all stages. sent_s: the time at which each is sent.
 
-    The order is by send time, then by position along the flow: so a stage posts a receive before it sends its own value to the
-    neighbour that is about to send.
+    Transfers that are sent at the same time are ordered by flow, then by position along the flow, so a stage posts a receive
+    before it sends its own value to the neighbour that is about to send.
     """
 
     def key(delivery: Delivery) -> tuple[float, Flow, int, int]:
@@ -138,8 +140,8 @@ class _TransferEnd(NamedTuple):
     """One end of a transfer in one stage's list.
 
     order: the index of the transfer in the global order. action: the index of the action that computes or uses the value. post:
-    the entry to insert; None for a send, whose position is fixed. latest: the largest index before which the post may stand:
-    that of the first action that needs a later transfer, or `action` if that is smaller.
+    the entry to insert; None for a send, whose position is fixed. latest: the index of the last action before which the post
+    may stand: the first action that needs this transfer or a later one.
     """
 
     order: int

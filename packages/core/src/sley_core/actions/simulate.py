@@ -1,8 +1,8 @@
 """Runs the lists of all stages in simulated time, until every list is done or no stage can go on.
 
 A stage runs one action at a time, in the order of its list. An action waits for its inputs; a send or a post does not wait. A
-sent value is transferred once its receive is posted, one value after another per sender and receiver, while both stages
-compute. The result does not depend on the order in which stages are visited.
+sent value is transferred once its receive is posted, while both stages compute; transfers between the same sender and receiver
+follow one another. The result does not depend on the order in which stages are visited.
 
 The peak memory of a stage follows from its list, since a stage runs one entry at a time. A microbatch occupies memory in one
 chunk during these times:
@@ -28,9 +28,10 @@ from sley_core.errors import PlanError
 
 
 class ScheduleSimulator:
-    """Simulates one run of `lists`.
+    """Simulates one run of `lists`, one list per stage.
 
-    is_lowered: whether the lists have sends and posts. If not, a value arrives at the end of the action that computes it.
+    is_lowered: whether the lists have sends and posts. If not, a value arrives when the action that computes it ends. spans:
+    the actions that have run. sent_s, posted_s: the times at which values were sent, and their receives posted.
     """
 
     def __init__(self, lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs, *, is_lowered: bool) -> None:
@@ -50,9 +51,9 @@ class ScheduleSimulator:
         self._ready = deque(range(len(lists)))
 
     def run(self) -> None:
-        """Runs until all stages are at the end of their lists. The results are in `spans`, `sent_s` and `posted_s`.
+        """Runs all lists to their ends. The results are in `spans`, `sent_s` and `posted_s`.
 
-        Raises PlanError "schedule-deadlock" with the position of each blocked stage and the action for which it waits.
+        Raises PlanError "schedule-deadlock", which names each blocked stage's position and the action for which it waits.
         """
         while self._ready:
             self._advance(self._ready.popleft())
@@ -111,7 +112,7 @@ class ScheduleSimulator:
             self._record_arrival(delivery, end_s)
 
     def _describe_blocked_stage(self, stage: int, delivery: Delivery) -> str:
-        """Returns a text with the action at which `stage` is blocked, and the action that it waits for."""
+        """Returns a text that names the action at which `stage` is blocked, and the action for which it waits."""
         before = select_actions(self.lists[stage][: self._next_index[stage]])
         action = self.lists[stage][self._next_index[stage]]
         source = self.placement.holder(delivery.origin)
@@ -121,7 +122,7 @@ class ScheduleSimulator:
         return f"{location} waits for {awaited} of stage {source.stage}"
 
     def _record_arrival(self, delivery: Delivery, at_s: float) -> None:
-        """Records that `delivery` is available from `at_s` on. A stage that waits for it becomes ready."""
+        """Records that `delivery` arrives at `at_s`. A stage that waits for it becomes ready."""
         self._arrived_s[delivery] = at_s
         waiting = self._waiting.pop(delivery, None)
         if waiting is not None:
@@ -132,8 +133,9 @@ class ScheduleSimulator:
 class Peaks:
     """Holds the peak counts and bytes of one stage. The peaks may occur at different times.
 
-    pairs: the number of (chunk, microbatch) pairs with a graph or a queue; 1F1B reaches min(P - s, M) on stage s. graphs: the
-    number of pairs with a graph. receives: the number of receive buffers. num_bytes: the bytes of graphs, queues and buffers.
+    pairs: the number of (chunk, microbatch) pairs with a graph or a queue. 1F1B on P stages with M microbatches reaches
+    min(P - s, M) on stage s. graphs: the number of pairs with a graph. receives: the number of receive buffers. num_bytes: the
+    bytes of graphs, queues and buffers.
     """
 
     pairs: int
@@ -143,11 +145,11 @@ class Peaks:
 
 
 _COUNT_CHANGES = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
-"""The changes of the numbers of graphs and queues by an action of each type."""
+"""By the type of an action, the changes that it makes to the number of graphs and to the number of queues."""
 
 
 def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs: Costs) -> Peaks:
-    """Returns the peaks of `stage` when it runs `steps`, its lowered list. A forward-only list has no graphs."""
+    """Returns the peaks of `stage` when it runs its lowered list `steps`. A forward-only list has no graphs."""
     keeps_graphs = any(step.kind.makes_gradients for step in steps if isinstance(step, Action))
     graphs = queues = receives = num_bytes = 0
     peak = Peaks(0, 0, 0, 0)
@@ -179,15 +181,15 @@ def compute_peaks(steps: Sequence[Step], stage: int, placement: Placement, costs
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The predicted `timeline` of every action, and each stage's `peaks`."""
+    """The predicted `timeline` of all actions, and the `peaks` of each stage."""
 
     timeline: Timeline
     peaks: tuple[Peaks, ...]
 
 
 def simulate(lists: Sequence[Sequence[Step]], placement: Placement, costs: Costs) -> SimulatedStep:
-    """Runs lowered lists in simulated time, as the module describes. A transfer takes the time of its link, and overlaps with
-    the actions of both stages. Raises PlanError "schedule-deadlock" for lists that do not end.
+    """Runs lowered lists in simulated time, and returns the prediction. A transfer takes the time of its link, and overlaps
+    with the actions of both stages. Raises PlanError "schedule-deadlock" if stages wait for each other.
     """
     machine = ScheduleSimulator(lists, placement, costs, is_lowered=True)
     machine.run()
@@ -208,8 +210,8 @@ class TimedAction(NamedTuple):
 class Timeline:
     """The timed actions of one step, sorted by stage and then by start. The spans of a stage do not overlap.
 
-    end_s: the end of the step, if sums and an update follow the last action. computing_s: the seconds for which each stage
-    computes, if these are not the sum of its spans.
+    stages: the number of stages. end_s: the end of the step if sums and an update follow the last action, else 0. computing_s:
+    the seconds for which each stage computes; if it is empty, a stage computes during its spans.
     """
 
     stages: int
@@ -227,7 +229,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Returns the seconds from the start of the step to its end, or to the end of the last action on any stage."""
+        """Returns the seconds from the start of the step to `end_s` or the end of the last action, whichever is later."""
         return max((self.end_s, *(span.end_s for span in self.spans)))
 
     def idle_share(self, stage: int) -> float:
@@ -242,10 +244,10 @@ class Timeline:
 class Costs:
     """Holds costs by position: entry i of every tuple belongs to position i of the model (see `Placement`).
 
-    seconds: the times of each type of action. link_s: the time of a transfer between positions i and i + 1, in either
-    direction. graph_bytes: the memory that a forward saves for its backward. queued_bytes: the inputs and output gradients that
-    an input-gradient action saves for the weight-gradient action. boundary_bytes: the size of the value that crosses between i
-    and i + 1.
+    seconds: the time of each type of action, in seconds. link_s: the time of a transfer between positions i and i + 1, in
+    either direction. graph_bytes: the memory that a forward saves for its backward. queued_bytes: the memory of the inputs and
+    output gradients that an input-gradient action saves for the weight-gradient action. boundary_bytes: the size of the value
+    that crosses between positions i and i + 1. `link_s` and `boundary_bytes` are one entry shorter than the others.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -264,7 +266,9 @@ class Costs:
         weight_gradient: float = 1.0,
         link: float = 0.0,
     ) -> Costs:
-        """Returns equal costs for every position, without bytes. A full backward takes the time of both halves."""
+        """Returns equal costs for all `positions`, with times in seconds and 0 bytes. A full backward takes as long as its two
+        halves together.
+        """
         seconds = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: input_gradient + weight_gradient,

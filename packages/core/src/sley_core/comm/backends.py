@@ -18,7 +18,7 @@ from sley_core.records import TransportRecord, import_object
 
 
 class ChannelTransport(Transport):
-    """The base class of transports over the communicator `channel`, which is named `name`."""
+    """The base class of transports between `members` over the communicator `channel`, whose name is `name`."""
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
         self.members = members
@@ -35,8 +35,8 @@ class CollectiveTransport(ChannelTransport):
     """Exchanges tensors by the backend's collectives. log: the group's exchange log."""
 
     is_coalesced: bool
-    """Whether one call handles several tensors. gloo's coalesced gather passes a device's addresses to the host, and its
-    coalesced reduce-scatter is one all-reduce of a copy per tensor.
+    """Whether one call exchanges several tensors; False with gloo, whose coalesced gather would read device addresses on the
+    host, and whose coalesced reduce-scatter copies and all-reduces each tensor.
     """
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup, log: ExchangeLog) -> None:
@@ -61,14 +61,14 @@ class CollectiveTransport(ChannelTransport):
     def _start(
         self, operation: str, label: str, tensors: Sequence[Tensor], contents: int, start: Callable[[], list[Any]]
     ) -> Work:
-        """Logs the exchange of `tensors`, which `start` starts, and returns its handle. start: returns the works."""
+        """Logs an exchange of `tensors`, calls `start`, which starts it and returns its works, and returns its handle."""
         mark = Mark.from_tensors(operation, label, tensors, contents)
         self._log.add(self._name, mark)
         turn = begin_turn(operation, self.members, label, self._name, mark.num_bytes)
         return GroupWork(run_guarded(start, turn), [], turn)
 
     def _start_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Any]:
-        """Starts to gather the ranks' `shards` into `tensors`. Returns the works to wait for."""
+        """Starts to gather the ranks' `shards` into `tensors`, and returns the works."""
         if self.is_coalesced:
             return [self._channel.allgather_into_tensor_coalesced(list(tensors), list(shards))]
         parts = [list(tensor.view(self.members.size, *shard.shape)) for tensor, shard in zip(tensors, shards, strict=True)]
@@ -76,10 +76,11 @@ class CollectiveTransport(ChannelTransport):
         return [dist.all_gather(rows, shard, group=self._channel, async_op=True) for rows, shard in pairs]
 
     def _start_reduce(self, own_rows: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Any]:
-        """Starts to sum `own_rows`, this rank's rows of each of `tensors`, in place. The other rows are undefined afterwards.
+        """Starts to sum `own_rows`, this rank's rows of each of `tensors`, in place, and returns the works. The other rows are
+        undefined afterwards.
 
-        NCCL sums in place where an output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
-        reduces its buckets so, several in one call (megatron/core/distributed/param_and_grad_buffer.py).
+        NCCL sums in place if the output is at its rank's offset in the input (user guide, "In-place Operations"). Megatron-LM
+        reduces several buckets per call in this way (megatron/core/distributed/param_and_grad_buffer.py).
         """
         if self.is_coalesced:
             return [self._channel.reduce_scatter_tensor_coalesced(list(own_rows), list(tensors))]
@@ -87,14 +88,14 @@ class CollectiveTransport(ChannelTransport):
 
 
 class MessageTransport(ChannelTransport):
-    """Sends messages over gloo, whose own all-reduce is faster than messages. Tensors must be on the host.
+    """Exchanges tensors as messages over gloo, except for the all-reduce: gloo's own is faster. Tensors must be on the host.
 
         header to every peer ──> compare the peers' headers ──> their parts, received straight into the outputs
         parts to every peer  ─────────────────────────────>
 
-    Two to four times faster than gloo's own reduce-scatter, and received parts need no copy (docs/measurements.md). A part's
-    tag is its mark, so gloo never matches parts of two different exchanges: if their lengths differed, gloo would end the
-    process. Headers have a tag of their own and arrive in the order in which exchanges begin.
+    This is two to four times as fast as gloo's own reduce-scatter, and does not copy received parts (docs/measurements.md). A
+    part's tag is its mark, so gloo never matches parts of two different exchanges; if their lengths differed, gloo would end
+    the process. Headers have a separate tag, and arrive in the order in which exchanges begin.
     """
 
     def __init__(self, members: Members, name: str, channel: dist.ProcessGroup) -> None:
@@ -111,7 +112,7 @@ class MessageTransport(ChannelTransport):
         return started
 
     def num_scratch_rows(self, num_rows: int) -> int:
-        """Returns the scratch rows for the parts of all peers: `num_rows` per peer."""
+        """Returns the number of scratch rows for the parts of all peers: `num_rows` per peer."""
         return num_rows * len(self._peers)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
@@ -146,8 +147,9 @@ class MessageTransport(ChannelTransport):
         """Starts an exchange with every peer, and returns its handle.
 
         The i-th tensor of each row of `inputs` goes to the i-th peer, and the i-th tensor of each row of `outputs` is received
-        from it. All tensors are contiguous, on the host, and must not be used until `wait_sent`. All members call this in one
-        order. mark: the mark that peers compare. operation: its name in errors. finish: called once, after the last receive.
+        from it. All tensors are contiguous, on the host, and must not be used until `wait_sent`. All members call this in the
+        same order. mark: the mark that peers compare. operation: the name of the exchange in errors. finish: called once, after
+        the last receive.
         """
         received: list[Any] = []
         sent: list[Any] = []
@@ -169,7 +171,7 @@ class MessageTransport(ChannelTransport):
 
 
 class SingleRankTransport(Transport):
-    """The transport of a group of one rank: copies inputs to outputs."""
+    """The transport of a group of one rank, which copies inputs to outputs."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         for tensor, shard in zip(tensors, shards, strict=True):
@@ -192,16 +194,16 @@ ENTRY_POINT_GROUP = "sley.transports"
 
 
 def sends_from_host(backend: str, device: torch.device) -> bool:
-    """Returns whether ranks exchange tensors on `device` by messages from host memory, not by the collectives of `backend`."""
+    """Returns whether ranks exchange tensors on `device` as messages from host memory, not by collectives of `backend`."""
     return backend == "gloo" and device.type == "cpu"
 
 
 def choose_transports(
     members: Members, channels: Mapping[str, dist.ProcessGroup], log: ExchangeLog, device: torch.device
 ) -> dict[str, Transport]:
-    """Returns the transport of each of `channels` for tensors on `device`: messages, or the backend's collectives.
+    """Returns the transport of each of `channels` for tensors on `device`, which uses messages or the backend's collectives.
 
-    log: records the backend's collectives, which carry no mark. Ranks compare their logs before a step ends.
+    log: records the backend's collectives, which carry no marks. Ranks compare their logs before a step ends.
     """
     return {
         name: MessageTransport(members, name, channel)
@@ -213,7 +215,9 @@ def choose_transports(
 
 @cache
 def installed_transports() -> tuple[TransportRecord, ...]:
-    """Returns the transport records of installed packages, sorted by name. Raises PluginError "transport-import"."""
+    """Returns the transport records of installed packages, sorted by the names of their entry points. Raises PluginError
+    "transport-import" if one cannot be imported.
+    """
     records = []
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         try:
@@ -225,7 +229,7 @@ def installed_transports() -> tuple[TransportRecord, ...]:
 
 
 def common_transports(members: Members, channel: dist.ProcessGroup) -> tuple[TransportRecord, ...]:
-    """Returns the transports that are installed on every rank. This is a collective, as connecting is."""
+    """Returns the transports that are installed on all `members`. A blocking collective over `channel`."""
     local = installed_transports()
     gather = partial(gather_values, [record.name for record in local], channel)
     installed = [set(names) for names in run_guarded(gather, begin_turn("comparing", members, "installed transports"))]
@@ -237,8 +241,8 @@ def connect_transports(
 ) -> dict[str, Transport]:
     """Connects `members` by the first of `records` that can connect them, for host tensors.
 
-    Returns a transport for each of `channels`, or {} on all ranks. All members call it with equal records. timeout_s: the limit
-    of each wait.
+    Returns a transport for each of `channels`, or, on all ranks, {} if no record can connect them. All members call this with
+    equal records. timeout_s: the limit of each wait.
     """
     for record in records:
         connect = partial(import_object(record.connect), members, channels, timeout_s)

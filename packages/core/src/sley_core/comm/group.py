@@ -97,7 +97,8 @@ class Group(Members):
     def send(self, tensor: Tensor, channel: str, peer: int, *, label: str) -> Work:
         """Starts to send `tensor` to the member at coordinate `peer` on `channel`, and returns the handle.
 
-        Calls the communicator directly, which numbers members as the group does: `dist.isend` would take a quarter longer.
+        Calls the communicator directly, which numbers members as the group does: a fifth of the time of `dist.isend` is
+        overhead.
         """
 
         def start(group: dist.ProcessGroup) -> Any:

@@ -8,13 +8,13 @@
     CmaTransport         CPUs of one host    ranks read each other's memory (cross-memory attach)
     SingleRankTransport  a group of one      the identity
 
-A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in one order, with equal
-numbers and shapes of tensors, and equal descriptions `label`. `MessageTransport` and CMA send a mark first, so different
-exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs before a step ends
-(`ExchangeLog`). An all-reduce of gloo or NCCL does neither.
+A group has one transport per channel, chosen when groups are made (`backends`). All ranks call it in the same order, with the
+same number of tensors, equal shapes, and an equal `label`, which describes the content. `MessageTransport` and CMA send a mark
+first, so different exchanges raise an error on both sides. `CollectiveTransport` logs its exchanges, and ranks compare the logs
+before a step ends (`ExchangeLog`). All-reduces of gloo and NCCL are neither marked nor logged.
 
-`MessageTransport` and CMA sum a shard on the rank that owns it: its own part first, then the others by ascending coordinate.
-The result depends neither on timing nor on the transport.
+With `MessageTransport` and CMA, the rank that owns a shard sums it: its own part first, then the others by ascending
+coordinate. The result depends neither on timing nor on the transport.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ MISMATCH_HINT = (
 
 
 class Mark(NamedTuple):
-    """Identifies an exchange. label: the description. number: a 31-bit checksum that ranks compare. num_bytes: the length."""
+    """Identifies an exchange. label: describes the content. number: a 31-bit checksum that ranks compare. num_bytes: the total
+    size of this rank's tensors.
+    """
 
     label: str
     number: int
@@ -54,8 +56,8 @@ class Mark(NamedTuple):
 
     @classmethod
     def from_tensors(cls, operation: str, label: str, tensors: Iterable[Tensor], contents: int = 0) -> Mark:
-        """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label: the
-        description, equal on all ranks. contents: a checksum of additional content to compare (`checksum`).
+        """Returns the mark of `operation` on `tensors`, whose order, sizes and dtypes must be equal on all ranks. label:
+        describes the content, equally on all ranks. contents: a checksum of additional content to compare (`checksum`).
         """
         pieces = [(tensor.nbytes, str(tensor.dtype)) for tensor in tensors]
         number = zlib.crc32(f"{contents} {pieces}".encode(), _checksum_label(operation, label)) & _MARK_MASK
@@ -71,23 +73,23 @@ class Mark(NamedTuple):
 
     @property
     def encoded_text(self) -> bytes:
-        """Returns the encoded description and length, for the peers' error messages."""
+        """Returns the encoded label and size, for the peers' error messages."""
         return _encode_text(self.label, self.num_bytes)
 
     def header(self) -> Tensor:
-        """Returns the mark as a header, uint8 [HEADER_BYTES], for `mark_from_header`."""
+        """Returns the mark as a header, uint8 [HEADER_BYTES], which `mark_from_header` decodes."""
         header = _HEADER_FORMAT.pack(self.number, self.num_bytes, self.encoded_text)
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
 
 def mark_from_header(header: Tensor) -> Mark:
-    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's encoded text."""
+    """Returns the mark in a peer's `header`, uint8 [HEADER_BYTES]. Its label is the peer's label with the size."""
     number, num_bytes, encoded_text = _HEADER_FORMAT.unpack(bytes(header.tolist()))
     return Mark(encoded_text.rstrip(b"\0").decode("utf-8", "replace"), number, num_bytes)
 
 
 def checksum(names: Iterable[str]) -> int:
-    """Returns a checksum of `names` in order, equal in all processes."""
+    """Returns a 32-bit checksum of `names` in their order; the same in all processes."""
     return zlib.crc32("\0".join(names).encode())
 
 
@@ -104,7 +106,7 @@ def _encode_text(label: str, num_bytes: int) -> bytes:
 
 
 class ExchangeSummary(NamedTuple):
-    """Summarises a rank's exchanges with `ranks`: their count and checksum, and the description of the last one."""
+    """Summarises a rank's exchanges with `ranks`. times: how many there were. number: their checksum. last: the last label."""
 
     ranks: tuple[int, ...]
     times: int
@@ -129,7 +131,7 @@ class ExchangeLog:
         self._last = mark.label
 
     def clear(self) -> None:
-        """Discards the log at the start of a step or an evaluation."""
+        """Discards the log. Called at the start of a step or an evaluation."""
         self._channels: dict[str, int] = {}
         self._count = 0
         self._last = ""
@@ -149,29 +151,31 @@ class Work:
 
         start ──> is_completed* ──> wait ──> release ──> wait_sent
 
-    Each call may be left out, repeated or late: `wait_sent` includes the calls before it. All but `is_completed` raise RunError
-    `collective-failed`, naming operation, group and tensors, after a timeout or if a peer died, and `ranks-differ` if a peer's
-    exchange differs.
+    A call may be left out or repeated: each call does the work of those before it. All but `is_completed` raise RunError
+    `collective-failed` after a timeout or if a peer died, naming the operation, the group and the content, and `ranks-differ`
+    if a peer's exchange differs.
     """
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` is known to return at once, without blocking; progresses the exchange if only calls do."""
+        """Returns whether `wait` would certainly return at once. Does not block, but advances an exchange that makes progress
+        only in calls.
+        """
         return True
 
     def wait(self) -> None:
-        """Waits until the result is complete, on CUDA for later work on this stream; a second call does nothing."""
+        """Waits until the result is complete. With NCCL, only later work on the current stream waits, and not the host."""
 
     def release(self) -> None:
-        """Drops the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
-        exchange, except for a gather that can be left unread.
+        """Gives up the result: afterwards nothing writes into its memory, and this handle does not refer to it. Waits for the
+        exchange, except for a gather that can be abandoned.
         """
 
     def wait_sent(self) -> None:
-        """Waits until the peers have this rank's inputs, so that inputs and outputs may be written."""
+        """Waits until the peers have received this rank's inputs. Afterwards, inputs and outputs may be written."""
 
 
 class Published(Protocol):
-    """Shards that are constant until `wait_sent`, and can be gathered any number of times."""
+    """Shards that do not change until `wait_sent`, and may be gathered any number of times."""
 
     def all_gather(self, tensors: Sequence[Tensor], shards: Sequence[Tensor], *, label: str) -> Work:
         """Starts to gather the ranks' `shards` [n, ...] into `tensors` [size x n, ...], in the order of the group. A shard may
@@ -179,27 +183,28 @@ class Published(Protocol):
         """
 
     def wait_sent(self) -> None:
-        """Ends the publication; waits until no peer gathers any more, so that the shards may be written."""
+        """Ends the publication. Waits until no peer gathers any more; afterwards the shards may be written."""
 
 
 class Transport(Published, Protocol):
-    """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous, and may not be used until
-    `wait_sent` has returned. contents: a checksum of additional content, compared between ranks.
+    """Exchanges tensors with the other members of a group on one channel. All tensors are contiguous. Outputs may be read after
+    `wait` of the returned handle; inputs and outputs may be written after its `wait_sent`. label: describes the content.
+    contents: a checksum of additional content, compared between ranks.
     """
 
     def publish(self, shards: Sequence[Tensor], *, label: str) -> Published:
-        """Publishes `shards`, which are constant until `wait_sent` of the result; by default, each gather is an ordinary
-        exchange. All ranks call this and `wait_sent` in one order with their other exchanges; one publication is open at a
-        time.
+        """Publishes `shards`, which must not change until `wait_sent` of the result. By default, each gather is an ordinary
+        exchange. All ranks call this and `wait_sent` in the same order relative to their other exchanges. Only one publication
+        may be open at a time.
         """
         return self
 
     def wait_sent(self) -> None:
-        """Returns at once: each gather has its own handle."""
+        """Returns at once, since each gather has its own handle."""
         return
 
     def num_scratch_rows(self, num_rows: int) -> int:
-        """Returns how many rows of scratch memory `reduce_scatter` needs for a shard of `num_rows`."""
+        """Returns the number of rows of scratch memory that `reduce_scatter` needs for a shard of `num_rows` rows."""
         return 0
 
     def reduce_scatter(self, tensors: Sequence[Tensor], scratches: Sequence[Tensor], *, label: str, contents: int = 0) -> Work:
@@ -209,10 +214,12 @@ class Transport(Published, Protocol):
         """
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to exchange rows: row i of `sent` [size, ...] goes to the i-th rank, row i of `received` comes from it."""
+        """Starts to exchange rows: row i of `sent` [size, ...] goes to member i, and row i of `received` comes from it."""
 
     def all_reduce(self, tensor: Tensor, *, label: str, contents: int = 0) -> Work:
-        """Starts to sum `tensor` over the group in place, to the same bits on all ranks; only some transports compare marks."""
+        """Starts to sum `tensor` in place over the group. The result is bitwise equal on all ranks. Only some transports
+        compare marks.
+        """
 
 
 def copy_shard(shard: Tensor, target: Tensor) -> None:
@@ -226,7 +233,9 @@ _HEADER_TAG = 0
 
 
 class Headers:
-    """The headers of one exchange on `channel`, in flight from the construction on. The caller waits for `sent`."""
+    """The headers of one exchange on `channel`. The constructor starts to send and receive them. works: the receives. sent: the
+    sends, for which the caller waits.
+    """
 
     def __init__(self, members: Members, channel: dist.ProcessGroup, mark: Mark) -> None:
         self._members = members
@@ -238,7 +247,7 @@ class Headers:
         self.sent = [channel.send([header], peer, _HEADER_TAG) for peer in self._peers]
 
     def compare(self) -> None:
-        """Raises RunError `ranks-differ` if a peer's mark differs."""
+        """Raises RunError `ranks-differ` if a peer's mark differs. The receives must be complete."""
         for row, peer in zip(self._received, self._peers, strict=True):
             peer_mark = mark_from_header(row)
             if peer_mark[1:] != self._mark[1:]:
@@ -247,10 +256,10 @@ class Headers:
 
 @dataclass(eq=False)
 class GroupWork(Work):
-    """An exchange carried by works of a process group, or a simulated one without works.
+    """The handle of an exchange that consists of works of a process group, or of a simulated exchange without works.
 
-    _received, _sent: the works of receives and sends. _turn: the exchange, for errors. _finish: called once, after the last
-    receive. _headers: the peers' headers, to compare.
+    _received, _sent: the works of receives and sends. _turn: the exchange, for errors; None only if there are no works.
+    _finish: called once, after the last receive. _headers: the peers' headers, to compare.
     """
 
     _received: Sequence[Any]
@@ -300,8 +309,8 @@ class GroupWork(Work):
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's `value` in the order of ranks, by default over the default group. Blocks.
 
-    value: serialisable as JSON; tuples return as lists, and keys of mappings as strings. torch's object collectives unpickle
-    their messages, and gloo's ports accept connections of any user of the host, who must not make a rank run code.
+    value: serialisable as JSON; tuples return as lists, and keys of mappings as strings. torch's object collectives are not
+    used, since they unpickle messages: any user of the host can connect to gloo's ports, and could make a rank run code.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     local = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

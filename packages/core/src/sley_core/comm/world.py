@@ -1,4 +1,4 @@
-"""Joins the processes of a run: this process's rank, their number, and its device.
+"""Joins the processes of a run. A `World` holds this process's rank and device, and the number of processes.
 
 World.alone()       one process, nothing to join
 World.join(...)     one of several: under `train-cli run`, torchrun, SLURM or Kubernetes, described by the environment
@@ -38,14 +38,18 @@ class Rendezvous(Protocol):
     store: Store
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context for the work of each rank. At its end all ranks continue, or all raise RunError."""
+        """Returns a context manager for work that each rank does. At the end of the block, either all ranks continue or all
+        raise RunError.
+        """
 
 
 @dataclass
 class World(AbstractContextManager["World"]):
     """Holds one rank's view of the world. As a context manager, it leaves the default group that it joined.
 
-    simulation: replaces peers and values in a fake world; None in a real one.
+    rank: this rank, from 0. size: the number of ranks. owns_default_group: whether this object made torch's default group.
+    simulation: replaces peers and values in a fake world; None in a real one. created: the results of `groups`, until `close`.
+    rendezvous: the launcher's rendezvous, or None.
     """
 
     rank: int
@@ -70,11 +74,13 @@ class World(AbstractContextManager["World"]):
         environ: Mapping[str, str] | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> World:
-        """Joins the world that the launcher's environment describes, and returns it. Returns `alone()` without a launcher.
+        """Joins the world that the launcher's environment describes, and returns it. Without a launcher, returns
+        `alone(device)`.
 
         Blocks until all ranks have joined. An existing default group is used and left open. timeout_s: the limit of start-up
-        and of each collective on the default group. rendezvous: the launcher's rendezvous, whose store is used. Raises RunError
-        `rendezvous-failed` if peers are missing, or the environment does not define rank and size.
+        and of each collective on the default group. environ: the environment; `os.environ` by default. rendezvous: the
+        launcher's rendezvous, whose store is used. Raises RunError `rendezvous-failed` if peers are missing, or if the
+        environment does not define a valid rank and size.
         """
         environ = os.environ if environ is None else environ
         local_rank = _environment_integer(environ, "LOCAL_RANK", "0")
@@ -110,10 +116,10 @@ class World(AbstractContextManager["World"]):
     def fake(cls, rank: int, size: int, device: Device | None = None, simulation: Simulation | None = None) -> World:
         """Returns rank `rank` of a world of `size` ranks that do not exist, with torch's fake backend.
 
-        device: a device of tensors without values; meta by default. simulation: replaces peers and values. Without it a run can
-        be assembled, but takes no steps.
+        device: a device whose tensors have no values; meta by default. simulation: replaces peers and values; without it, a run
+        can be assembled but cannot take steps.
         """
-        # torch's own hook would prefix a fatal error with `[rank0]:`, once for each such world.
+        # torch installs an exception hook that prefixes a fatal error with `[rank0]:`, once for each such world.
         except_hook = sys.excepthook
         dist.init_process_group("fake", rank=rank, world_size=size)
         sys.excepthook = except_hook
@@ -121,7 +127,9 @@ class World(AbstractContextManager["World"]):
         return cls(rank, size, rank_device, owns_default_group=True, simulation=simulation or Simulation())
 
     def all_or_none(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Returns a context for work that may fail on any rank. With a rendezvous, all ranks continue or all raise."""
+        """Returns a context manager for work that may fail on any rank. With a rendezvous, all ranks continue or all raise
+        RunError; without one, it does nothing.
+        """
         return self.rendezvous.all_or_none(timeout_s) if self.rendezvous is not None else nullcontext()
 
     def groups(
@@ -146,7 +154,7 @@ class World(AbstractContextManager["World"]):
         return groups
 
     def close(self) -> None:
-        """Destroys all groups of this object, and the default group if it made that. Waits for their threads to end."""
+        """Destroys all groups that this object made, including the default group. Waits for their threads to end."""
         for groups in self.created:
             groups.close()
         self.created.clear()
@@ -183,7 +191,7 @@ def _environment_integer(environ: Mapping[str, str], name: str, default: str | N
 
 
 STORE = "SLEY_STORE"
-"""The environment variable in which a local launch names its file store; else `env://` is used."""
+"""The environment variable in which a local launch names its file store. Without it, `env://` is used."""
 
 _STORE_KEYS = (STORE, "MASTER_ADDR", "MASTER_PORT", "RANK")
 _num_uses_by_purpose: Counter[tuple[str | None, ...]] = Counter()
@@ -193,9 +201,9 @@ _open_stores: dict[tuple[str | None, ...], Store] = {}
 def open_store(environ: Mapping[str, str], rank: int, size: int, timeout: timedelta) -> Store:
     """Returns the store that the launcher's environment names. Blocks until the store exists.
 
-    A store is opened once, and stays open until another one is opened. The last rank that closes a file store deletes it, even
-    if another rank has just opened it again. A store at an address ends with rank 0's, to which another rank may just have
-    reconnected. Raises RuntimeError or ValueError, as torch does.
+    A store is opened once, and stays open until another one is opened. Closing it between two worlds would be unsafe: the last
+    rank to close a file store deletes the file, even if another rank has just reopened it, and a TCP store ends with rank 0's,
+    even if another rank has just reconnected to it. Raises torch's RuntimeError or ValueError if the store cannot be opened.
     """
     key = (*(environ.get(name) for name in _STORE_KEYS), str(size))
     if key in _open_stores:
@@ -222,11 +230,11 @@ def unused_part(store: Store, environ: Mapping[str, str], purpose: str) -> Prefi
 
 
 def reset_stores() -> None:
-    """Resets the counts and closes open stores, as in a new process."""
+    """Resets the counts of `unused_part`, and closes open stores, so that the state is that of a new process."""
     _num_uses_by_purpose.clear()
     _open_stores.clear()
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:
-    """Returns whether one torchrun agent or none has started all ranks: then its store outlives them."""
+    """Returns whether at most one torchrun agent started the ranks. The agent's store then outlives the ranks."""
     return environ.get("GROUP_WORLD_SIZE", "1") == "1"
