@@ -1,10 +1,10 @@
 """Runs the contracts of all records of an installed distribution: `train-cli plugins check DIST`.
 
 Each plugin must load: it can be imported, its records are well-formed, and their `build` targets can be imported. Then each
-record must pass the contract of its type with the default options.
+record must pass the contract of its type with its default options.
 
-A record is skipped if its contract needs inputs of its author, such as the files of a dataset, the batch of a loss, or the
-reader of a writer's files. The author inherits that contract in a test (docs/testing-plugins.md).
+A record is skipped if its contract needs input from its author, such as the files of a dataset, the batch of a loss, or the
+reader of a writer's files. The author must inherit that contract in a test (docs/testing-plugins.md).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CONTRACTS: dict[type[records.Record], tuple[str, str, str]] = {
     records.SequenceAttentionRecord: ("attention_contract", "SequenceAttentionContract", "sequence"),
     records.CheckpointerRecord: ("checkpointer_contract", "CheckpointerContract", "checkpoint"),
 }
-"""By class of record: the module of the contract, its class, and the attribute that takes the record's table."""
+"""For each class of records: the module and the class of its contract, and the attribute for the record's table."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the result of one record, or of a plugin that does not load (with `record` ""). reason: the reason of a failure
-    or skip, in one or more lines.
+    """Holds the result for one record, or for a plugin that does not load. record: the name of the record, or "" if the plugin
+    cannot be imported. reason: why the record failed or was skipped, in one or more lines, or which tests were not checked.
     """
 
     plugin: str
@@ -55,9 +55,9 @@ class Verdict:
 
 
 def certify(distribution: str) -> Iterator[Verdict]:
-    """Yields the verdicts on the plugins of `distribution`: those that do not load, or else the contracts of all records.
+    """Yields a failed verdict for each plugin of `distribution` that does not load; if all load, a verdict for each record.
 
-    Takes seconds for each contract; starts processes. Yields nothing if the distribution has no plugin.
+    Each contract takes seconds and starts processes. Yields nothing if the distribution has no plugin.
     """
     loader = Loader()
     loaded: list[tuple[str, records.Record]] = []
@@ -75,7 +75,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
 
 
 def _check_record(plugin: str, record: records.Record) -> Verdict:
-    """Runs the contract of a record, or skips it."""
+    """Runs the contract of a record or skips it, and returns the verdict."""
     if reason := _skip_reason(record):
         return Verdict(plugin, record.name, "skipped", reason)
     report = _run_contract(type(record), {"use": f"{plugin}.{record.name}"})
@@ -84,7 +84,7 @@ def _check_record(plugin: str, record: records.Record) -> Verdict:
 
 
 def _skip_reason(record: records.Record) -> str:
-    """Returns why the record cannot be checked without its author, or ""."""
+    """Returns why the record cannot be checked without input from its author, or "" if it can."""
     if type(record) not in CONTRACTS:
         return "its contract needs inputs of the author: inherit it in a test (docs/testing-plugins.md)"
     if isinstance(record, records.GradientHandlerRecord) and record.role == "tie":
@@ -96,12 +96,12 @@ def _skip_reason(record: records.Record) -> str:
 
 
 def _run_contract(record_type: type[records.Record], table: Tables) -> _ReportCollector:
-    """Runs the contract of `record_type` on the record of `table` by pytest, and returns the failures."""
+    """Runs the contract of `record_type` with pytest on the record that `table` uses, and returns the results."""
     module, contract, attribute = CONTRACTS[record_type]
     text = f"from sley_testing.{module} import {contract}\n\n\nclass TestIt({contract}):\n    {attribute} = {table!r}\n"
     collector = _ReportCollector()
     with TemporaryDirectory() as folder:
-        name = f"test_{module}_{table['use'].replace('.', '_')}"  # pytest keeps modules by name
+        name = f"test_{module}_{table['use'].replace('.', '_')}"  # unique, since pytest caches modules by name
         file = Path(folder, f"{name}.py")
         file.write_text(text, "utf-8")
         options = ("-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir", folder)
@@ -113,7 +113,7 @@ def _run_contract(record_type: type[records.Record], table: Tables) -> _ReportCo
 
 
 class _ReportCollector:
-    """Collects failure messages as a pytest plugin. unchecked_tests: tests that need input from the record's author."""
+    """Collects failure messages as a pytest plugin. unchecked_tests: messages of tests that need input from the author."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -137,7 +137,7 @@ class _ReportCollector:
 
 
 def main(distribution: str) -> int:
-    """Prints the verdicts on a distribution's contracts. Returns 1 if there are none or one of them is "failed", else 0."""
+    """Prints the verdicts on a distribution. Returns the exit code: 1 if there are no verdicts or one is "failed", else 0."""
     statuses = []
     for verdict in certify(distribution):
         statuses.append(verdict.status)

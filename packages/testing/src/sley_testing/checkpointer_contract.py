@@ -1,9 +1,9 @@
-"""Defines the tests that every checkpointer must pass; a plugin's tests inherit them.
+"""Defines the tests that every checkpointer must pass, for a plugin's tests to inherit.
 
     class TestPickles(CheckpointerContract):
         checkpoint = {"use": "pickles.folder"}
 
-Runs of a small model are stopped, resumed in the same and in another layout, and compared with an uninterrupted run.
+Runs of a small model are resumed in the same and in another layout, and compared with an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 2
 
 
 class CheckpointerContract:
-    """Tests a checkpointer: inherit, and set `checkpoint` to the table `[checkpoint]`."""
+    """Tests a checkpointer. Subclass it, and set `checkpoint` to the table `[checkpoint]`."""
 
     checkpoint: ClassVar[dict[str, Any]]
 
@@ -36,14 +36,14 @@ class CheckpointerContract:
         return small_plan(checkpoint=self.checkpoint, run__steps=2 * STEPS, **changes)
 
     def test_resumed_run_is_bit_identical(self, texts: Path, tmp_path: Path) -> None:
-        """Compares rows, weights, master weights and optimizer states with an uninterrupted run."""
+        """Compares rows, gradients, weights, master weights and optimizer states with an uninterrupted run."""
         plan = self._plan()
         uninterrupted = record(plan, 2 * STEPS, folder=texts)
         record(plan, STEPS, folder=texts, save=tmp_path / "saved")
         assert_same_run(uninterrupted, record(plan, STEPS, folder=texts, load=tmp_path / "saved"))
 
     def test_two_ranks_resume_in_same_and_other_layout(self, ranks: Callable[..., Ranks], texts: Path, tmp_path: Path) -> None:
-        """Expects equal bits on two ranks. One process resumes their checkpoint within the tolerance of the precision."""
+        """Expects two ranks to match an uninterrupted run bit for bit, and one process to match it within the tolerance."""
         plan = self._plan()
         two_rank_plan = changed(plan, **DP)
         uninterrupted = ranks(2)(record, two_rank_plan, 2 * STEPS, folder=texts)
@@ -53,7 +53,7 @@ class CheckpointerContract:
         assert_resumed_parity(record(plan, 2 * STEPS, folder=texts), [resumed], plan["precision"]["compute"])
 
     def test_auto_loads_newest_checkpoint(self, texts: Path, tmp_path: Path) -> None:
-        """Expects None before the first checkpoint."""
+        """Expects `auto` to load the newest checkpoint, and to return None before the first."""
         plan = plan_from_dict(self._plan(), texts)
         with assemble(plan, World.alone("cpu"), folder=tmp_path) as run:
             assert run.load_checkpoint("auto") is None
@@ -68,7 +68,7 @@ class CheckpointerContract:
             assert_same_bits(saved_weights, weights(run))
 
     def test_damaged_checkpoint_is_refused(self, texts: Path, tmp_path: Path) -> None:
-        """Truncates and removes each checkpoint file in turn. A refusal must leave the weights unchanged."""
+        """Truncates, then removes each checkpoint file in turn. A load must raise RunError and leave the weights unchanged."""
         plan = self._plan()
         record(plan, 1, folder=texts, save=tmp_path / "saved")
         files = [path for path in sorted((tmp_path / "saved").rglob("*")) if path.is_file()]

@@ -1,19 +1,19 @@
-"""Provides a CPU device that delays and reorders copies at random, within the limits of a program's waits.
+"""Provides a CPU device that delays and reorders copies at random, as far as a program's waits allow.
 
     device = DrawnDevice(order=7)
     with device.watching(), World.alone(device) as world, assemble(plan, world) as run:
         run.step()
 
-A real stream executes a copy at some time between `copy` and a wait, and a run sees one such order. Here, random numbers decide
-at each call and at each torch operation which copies are executed. Two checks find a wrong program:
+A real stream executes a copy at some time between `copy` and a wait, so a run sees only one of many orders. Here, random
+numbers decide at each call and at each torch operation which pending copies are executed. Two checks find missing waits:
 
-* **bits**: the target of a pending copy contains NaN, and so does reloaded memory. A read that is too early returns NaN, and a
-  source that is overwritten or freed too early is copied in its later state.
-* **rules** (`happens_before.py`): an order that no wait enforces raises AssertionError with the operation, the tensor, and the
-  missing wait. This also finds races that cannot change a bit if the device is the host.
+* **bits**: the target of a pending copy contains NaN, and so do the new bytes of a resized storage. A read that is too early
+  returns NaN. If a source is overwritten or freed too early, its later state is copied.
+* **rules** (`happens_before.py`): two conflicting accesses that no wait orders raise AssertionError with the operation, the
+  tensor, and the missing wait. This also finds races that do not change any bit here.
 
-The device's work is complete when a call returns, as on every CPU. `hold_device` executes all copies of its event, since later
-work may need them, but only `wait` allows the host to use host memory (`host_memory`).
+The device's own operations are complete when their calls return, as on every CPU. `hold_device` executes all copies before its
+event, since later operations may need them. The host may use host memory (`host_memory`) only after `wait`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from sley_testing.happens_before import (
 )
 
 COPY_RATES = (0.0, 0.02, 0.2, 0.7, 1.0)
-"""Probabilities of another copy at each call. With 0 copies happen as late as possible, with 1 immediately."""
+"""Probabilities of executing another copy at each call, one of which the seed selects. 0 delays copies until a wait."""
 
 
 @dataclass(frozen=True)
 class DrawnDevice(Device):
     """Provides the device `cpu` with random copies, for `World.alone` and `World.join`. order: the random seed of the copies.
-    is_strict: whether a broken rule raises.
+    is_strict: whether a broken rule raises AssertionError.
     """
 
     torch_device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -70,7 +70,7 @@ class DrawnDevice(Device):
         return DrawnStream(self.copies)
 
     def host_memory(self, num_bytes: int) -> HostMemory:
-        """Returns host memory. Only `wait` orders its use by the host."""
+        """Returns host memory of `num_bytes` bytes. The host may use it only after a `wait`."""
         memory = HostMemory(num_bytes, lock=False)
         self.copies.ledger.mark_host_memory(memory.data)
         return memory
@@ -80,7 +80,7 @@ class DrawnDevice(Device):
         self.copies.ledger.mark_host_memory(tensor.detach())
 
     def watching(self) -> AbstractContextManager[None]:
-        """Returns a context manager that treats this thread's operations as the device's; all copies complete at its end."""
+        """Returns a context manager that treats operations of this thread as the device's. At its end, all copies complete."""
         return self.copies.watching()
 
 
@@ -111,7 +111,7 @@ class DrawnCopies:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches operations, and at the end completes all copies and checks memory."""
+        """Watches operations in the block. Then completes all copies, and checks for memory that was freed too early."""
         with _CopyWatch(self).watching():
             yield
         while self._step():
@@ -119,7 +119,7 @@ class DrawnCopies:
         self.apply_rule(self.ledger.check_freed_memory)
 
     def apply_rule(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Applies a rule of the ledger. Only the first broken rule raises, since the cleanup of a failed run is unordered."""
+        """Calls a rule of the ledger. If `is_strict`, the first broken rule raises; later ones may result from its cleanup."""
         try:
             rule(*args)
         except AssertionError:
@@ -128,11 +128,11 @@ class DrawnCopies:
                 raise
 
     def add_copy(self, stream: int, target: Tensor, source: Tensor) -> None:
-        """Adds a copy to the end of a stream."""
+        """Adds a copy to the end of a stream. Fills `target` with NaN unless a pending copy reads it."""
         assert target.shape == source.shape, (target.shape, source.shape)
         assert target.dtype == source.dtype, (target.dtype, source.dtype)
         self.handle_call()
-        torch.autograd.graph.increment_version(target)  # at the call, as `copy_` on a real stream does
+        torch.autograd.graph.increment_version(target)  # when the copy is issued, as `copy_` on a real stream does
         try:
             self.apply_rule(self.ledger.record_copy, stream, target, source)
         finally:
@@ -145,18 +145,19 @@ class DrawnCopies:
             self._pending[stream].append(_Copy(target_span, source_span, dependencies))
 
     def execute_some(self) -> None:
-        """Executes a random number of copies."""
+        """Executes a random number of pending copies."""
         while self._random.random() < self.rate and self._step():
             pass
 
     def handle_call(self) -> None:
-        """Handles a call of a stream or an event: checks for memory that was released too early, then calls `execute_some`."""
+        """Checks for memory that was freed too early, and executes some copies. Streams and events call it in each method."""
         self.apply_rule(self.ledger.check_freed_memory)
         self.execute_some()
 
     def poll(self, clock: Clock) -> bool:
-        """Returns whether the host sees that the copies in `clock` are complete. Repeated calls eventually return True. The
-        host may see a completed copy later than the device.
+        """Executes some copies, and returns whether the host sees that those in `clock` are complete.
+
+        May return False although they are complete. Repeated calls eventually return True.
         """
         if not _unreached(clock, self.ledger.host):
             return True
@@ -192,7 +193,7 @@ class DrawnCopies:
 
 
 def _unreached(clock: Clock, num_done: Clock) -> set[int]:
-    """Returns the streams whose number of completed copies is below that in `clock`."""
+    """Returns the streams that have completed fewer copies than `clock` requires."""
     return {stream for stream, number in clock.items() if stream != DEVICE and num_done.get(stream, 0) < number}
 
 
@@ -227,7 +228,7 @@ class DrawnStream(CopyStream):
 
 
 class DrawnEvent(CopyEvent):
-    """Marks a point in a stream. clock: the work that precedes it."""
+    """Marks a point in a stream. clock: the work that precedes the point."""
 
     def __init__(self, copies: DrawnCopies, clock: Clock) -> None:
         self.clock = clock
@@ -253,7 +254,7 @@ class DrawnEvent(CopyEvent):
 
 
 class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
-    """Executes copies at random before operations, and applies the rules of the ledger to operations."""
+    """Executes copies at random before each operation, and applies the rules of the ledger to it."""
 
     def __init__(self, copies: DrawnCopies) -> None:
         super().__init__()
@@ -281,7 +282,7 @@ class _CopyWatch(MemoryWatch):  # type: ignore[no-untyped-call]
 
 
 class Span:
-    """Refers weakly to a tensor. The memory of the tensor may be freed before a copy."""
+    """Refers to a tensor without keeping its memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -290,7 +291,7 @@ class Span:
         self._byte_range = byte_range(tensor)
 
     def tensor(self) -> Tensor | None:
-        """Returns the tensor without autograd, or None if its memory is freed."""
+        """Returns a tensor over the same memory without autograd, or None if the memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._byte_range[1]:
             return None
@@ -303,7 +304,7 @@ class Span:
 
 
 def fill_with_nan(tensor: Tensor) -> None:
-    """Fills `tensor` with NaN, or with the maximum if its dtype is an integer. Bools are unchanged."""
+    """Fills `tensor` with NaN, or with the maximum of its dtype if that is an integer. Leaves bools unchanged."""
     with torch.no_grad(), _disable_current_modes():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
@@ -314,21 +315,21 @@ def fill_with_nan(tensor: Tensor) -> None:
 def tensor_from_storage(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """Returns a tensor that keeps `storage` alive."""
+    """Returns a tensor over `storage`, which it keeps alive. offset, stride: in elements."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
     tensor: Tensor = empty.set_(storage, offset, shape, stride)
     return tensor
 
 
 def storage_guard() -> AbstractContextManager[None]:
-    """Returns a context manager in which an operation of this thread or its backward raises AssertionError if a tensor needs
-    more bytes than its storage has. It costs about 0.1 ms per operation.
+    """Returns a context manager in which an operation of this thread, or its backward, raises AssertionError if it uses freed
+    memory: a tensor that needs more bytes than its storage has. It costs about 0.1 ms per operation.
     """
     return MemoryWatch().watching()
 
 
 def safe_to_print() -> AbstractContextManager[object]:
-    """Returns a context manager that makes freed tensors printable, such as in tracebacks."""
+    """Returns a context manager in which tensors with freed memory can be printed, for example in tracebacks."""
 
     original_repr: Callable[..., str] = Tensor.__repr__
 
@@ -343,7 +344,7 @@ WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEven
 
 
 class Site(NamedTuple):
-    """Identifies a line of code that calls a wait."""
+    """Identifies a line of code that calls the method `wait` of a stream or an event."""
 
     file: str
     line: int
@@ -355,7 +356,7 @@ class Site(NamedTuple):
 
 
 def wait_sites(program: Callable[[], object]) -> list[Site]:
-    """Calls `program`, and returns the sites of its waits in the order of their first calls."""
+    """Calls `program`, and returns the lines that call waits in the order of their first calls."""
     sites: dict[Site, None] = {}
 
     def record_site(site: Site) -> bool:
@@ -369,14 +370,14 @@ def wait_sites(program: Callable[[], object]) -> list[Site]:
 
 @contextmanager
 def skip_wait(site: Site) -> Iterator[None]:
-    """Disables the waits of `site` in the block."""
+    """Disables the waits at `site` in the block."""
     with _filter_waits(lambda called_site: called_site != site):
         yield
 
 
 @contextmanager
 def _filter_waits(is_enabled: Callable[[Site], bool]) -> Iterator[None]:
-    """Makes each wait conditional on `is_enabled(site)`."""
+    """Makes each wait in the block conditional on `is_enabled(site)`."""
 
     def filter_calls(name: str, wait: Callable[..., None]) -> Callable[..., None]:
         def call_if_enabled(*args: Any) -> None:

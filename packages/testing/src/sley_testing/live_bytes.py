@@ -4,8 +4,8 @@
         run.step()
     peak_bytes(profile)
 
-torch's profiler records only memory here, and no operators. This is faster. It also avoids that a recorded gloo exchange keeps
-the dispatch modes of its thread, and thereby tensors of a recomputation, alive.
+torch's profiler records memory but no operators here, which is faster. If it recorded operators, its record of a gloo exchange
+would keep the dispatch modes of a thread alive, and with them the tensors of a recomputation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch._C import _autograd, _profiler  # private: no public API reports each allocation or omits operators
+from torch._C import _autograd, _profiler  # private, since no public API reports each allocation or omits operators
 from torch.autograd.profiler import profile
 
 from sley_core.comm.world import World
@@ -27,7 +27,7 @@ from sley_trainer.assemble import assemble, build_draft
 
 
 class Allocation(NamedTuple):
-    """Describes an allocation or a free. at_ns: the time. num_bytes: the size, negative for a free."""
+    """Describes an allocation or a free. at_ns: the time in nanoseconds. num_bytes: the size, negative for a free."""
 
     at_ns: int
     address: int
@@ -36,10 +36,10 @@ class Allocation(NamedTuple):
 
 @contextmanager
 def memory_profile() -> Iterator[list[Allocation]]:
-    """Yields a list that receives, after the block, the host allocations and frees of its threads in order of time."""
+    """Yields a list that receives the host allocations and frees of the block, in order of time, when the block ends."""
     events: list[Allocation] = []
     profiler: Any = profile(profile_memory=True)
-    enable: Any = _autograd._enable_profiler  # its type stub lacks the scopes
+    enable: Any = _autograd._enable_profiler  # the type stub of this function lacks the parameter `scopes`
     _autograd._prepare_profiler(profiler.config(create_trace_id=True), profiler.kineto_activities)
     enable(profiler.config(), profiler.kineto_activities, {_profiler.RecordScope.LITE_INTERPRETER})  # a scope that no run uses
     try:
@@ -52,8 +52,9 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the maximum number of bytes that a profile allocates at the same time. Bytes are tracked by address, since the
-    profiler's own sum misses memory that gloo's threads free.
+    """Returns the maximum number of bytes that are allocated at the same time, above those before the profile.
+
+    Tracks bytes by address, since the profiler's own total misses memory that gloo's threads free.
     """
     live: dict[int, int] = {}
     total = peak = 0
@@ -68,9 +69,9 @@ def peak_bytes(events: list[Allocation]) -> int:
 
 @dataclass(frozen=True)
 class RealBytes:
-    """Holds the measured bytes of a rank. states: the bytes of the run's parts after the last step. peak: the maximum of live
-    bytes above those before assembly, without samples, whose thread the profiler does not record (see `RankBytes.batch`).
-    plan_values: values of the plan that only the run could determine, such as a partition.
+    """Holds the measured bytes of a rank. states: the bytes of each part of the run after the last step. peak: the maximum of
+    live bytes above those before assembly. It excludes samples, since the profiler does not record their thread (see
+    `RankBytes.batch`). plan_values: values of the plan that only the run could determine, such as a partition.
     """
 
     states: dict[str, int]
@@ -79,7 +80,7 @@ class RealBytes:
 
 
 def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | None = None) -> RealBytes:
-    """Takes `num_steps` steps of the plan in `tables` on this rank of the world in the environment."""
+    """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns their bytes."""
     plan = plan_from_dict(tables, folder)
     with World.join("cpu") as world, memory_profile() as events:
         draft = build_draft(plan, world)
@@ -91,7 +92,7 @@ def real_bytes(tables: Mapping[str, Any], num_steps: int = 3, *, folder: Path | 
 
 
 class Figure(NamedTuple):
-    """Holds a figure with its unit. target: the target, or "". is_met: whether the target is met, or None."""
+    """Holds a measured figure. figure: the value with its unit. target: "" for none. is_met: None if there is no target."""
 
     name: str
     figure: str
@@ -105,7 +106,7 @@ class Figure(NamedTuple):
 
 
 def note(figure: Figure) -> None:
-    """Adds a line to the file in the environment variable SLEY_FIGURES, if set; `nox -s gpu` prints that file."""
+    """Appends a line to the file that the environment variable SLEY_FIGURES names, if set. `nox -s gpu` prints that file."""
     if path := os.environ.get("SLEY_FIGURES"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(f"{figure}\n")

@@ -1,4 +1,4 @@
-"""Defines the tests that every loss must pass; a plugin's tests inherit them.
+"""Defines the tests that every loss must pass, for a plugin's tests to inherit.
 
     class TestHuber(LossContract):
         loss = {"use": "robust.huber"}
@@ -6,8 +6,8 @@
         def batch(self):
             return torch.randn(4, 6, dtype=torch.float64), {"y": torch.randn(4, 6)}
 
-A layout may split a batch anywhere, so a loss is a sum and its weight counts the summed terms. The tests run in this process.
-They compare batches with their microbatches, gradients with finite differences, and half precision with fp64.
+A layout may split a batch between any samples, so a loss is a sum, and its weight counts the terms of the sum. The tests run in
+this process. They compare batches with their microbatches, gradients with finite differences, and half precision with fp64.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ EXACT_TOLERANCE = 1e-10  # the relative tolerance of fp64 sums
 
 
 class LossContract:
-    """Tests a loss: inherit, set `loss` to the table `[loss]`, and write `batch`."""
+    """Tests a loss. Subclass it, set `loss` to the table `[loss]`, and implement `batch`."""
 
     loss: ClassVar[dict[str, Any]]
 
     def batch(self) -> tuple[Tensor, Batch]:
-        """Returns an fp64 model output and the batch. Dim 0 of all tensors is the number of samples: even, at least four."""
+        """Returns an fp64 model output and its batch. Dim 0 of all tensors is the samples: an even number of at least four."""
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
     def weightless_batch(self) -> Batch | None:
-        """Returns a batch of the size of `batch` whose weight is 0, as if all labels are ignored; or None."""
+        """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only. None skips its test."""
         return None
 
     def test_weight_is_sum_over_microbatches(self) -> None:
-        """The weight of a batch is a Python number and equals the sum of the weights of its microbatches."""
+        """Expects the weight of a batch to be a positive Python number and the sum of the weights of its microbatches."""
         loss, (_, batch) = self._loss(), self.batch()
         total = loss.weight(batch)
         assert isinstance(total, int | float), f"the weight is a {type(total).__name__}, not a number"
@@ -73,17 +73,17 @@ class LossContract:
             assert error <= EXACT_TOLERANCE, f"the relative error of the gradients of microbatches of {size} is {error:.3g}"
 
     def test_gradient_matches_finite_differences(self) -> None:
-        """Runs `gradcheck` in fp64."""
+        """Runs `torch.autograd.gradcheck` in fp64."""
         output, batch = self.batch()
         loss = self._loss()
         try:
             torch.autograd.gradcheck(lambda value: loss.loss(value, batch), output.detach().requires_grad_())
-        except RuntimeError as error:  # torch's GradcheckError, or an error of the backward
+        except RuntimeError as error:  # GradcheckError, or an error in the backward
             raise AssertionError(f"the gradient is not the derivative of the loss: {error}") from error
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_sum_is_at_least_fp32(self, dtype: torch.dtype) -> None:
-        """Tests each output dtype, since half precision cannot hold sums of thousands of terms."""
+        """Expects an fp32 or fp64 loss for each output dtype, since half precision cannot hold sums of thousands of terms."""
         output, batch = self.batch()
         narrow_output = output.to(dtype)
         leaf = narrow_output.detach().requires_grad_()
@@ -100,7 +100,7 @@ class LossContract:
         assert error <= tolerance, f"the relative error of the gradient of a {dtype} output is {error:.3g}"
 
     def test_call_keeps_no_state(self) -> None:
-        """Expects that a call keeps no output, graph or state, and does not write to its inputs."""
+        """Expects a call to keep no output, graph or state, and not to write to its inputs."""
         loss, (output, batch) = self._loss(), self.batch()
         inputs = {"the model's output": output, **{f"the field {name}": value for name, value in batch.items()}}
         copies = {name: value.clone() for name, value in inputs.items()}
@@ -122,7 +122,7 @@ class LossContract:
         assert second == first, f"weight and loss of a batch are {first}, but {second} after another batch"
 
     def test_loss_reads_only_its_fields(self) -> None:
-        """Passes only the fields in `fields`, since a run moves no others to the device."""
+        """Passes only the fields in the loss's `fields`, since a run moves no others to the device."""
         loss, (output, batch) = self._loss(), self.batch()
         fields = getattr(loss, "fields", None)
         if fields is None:
@@ -150,14 +150,14 @@ class LossContract:
         return loss
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the microbatch sizes to test."""
+        """Returns the microbatch sizes to test: 1, and half the batch."""
         samples = len(self.batch()[0])
         is_valid = samples >= 4 and samples % 2 == 0
         assert is_valid, f"`batch` must have an even number of samples, at least four, but has {samples}"
         return 1, samples // 2
 
     def _loss_and_gradient(self, output: Tensor, batch: Mapping[str, Tensor]) -> tuple[float, Tensor]:
-        """Returns the loss and the gradient of an output."""
+        """Returns the loss of `output`, and its gradient with respect to `output`."""
         leaf = output.detach().clone().requires_grad_()
         loss = self._loss().loss(leaf, batch)
         assert loss.shape == (), f"the loss is {tuple(loss.shape)}, not a scalar"
@@ -168,7 +168,7 @@ class LossContract:
 
 
 def _split_batch(batch: Mapping[str, Tensor], size: int) -> list[Batch]:
-    """Returns the microbatches of `size` samples."""
+    """Splits a batch into microbatches of `size` samples."""
     parts = zip(*(torch.split(value, size) for value in batch.values()), strict=True)
     return [dict(zip(batch, values, strict=True)) for values in parts]
 

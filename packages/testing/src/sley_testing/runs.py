@@ -39,22 +39,23 @@ from sley_trainer.run import Run
 
 Tensors = dict[str, Tensor]
 
-BF16_SUMS = "bf16 sums"  # the key, in the tables below, of plans with `[precision] gradients = "bf16"`
+BF16_SUMS = "bf16 sums"  # the key of plans with `[precision] gradients = "bf16"` in the tolerances below
 
 WEIGHTS = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-5}
-"""The tolerance ||d|| / ||w|| of weights after three steps, compared with one process. See docs/internals.md, Parity."""
+"""The relative tolerance of weights after three steps, compared with one process. See docs/internals.md, Parity."""
 
 GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SUMS: 2**-6}
-"""The relative tolerance of loss, norm and gradients in the first step, where weights are still bit-identical."""
+"""The relative tolerance of loss, norm and gradients in the first step, which starts from bit-identical weights."""
 
 
 @dataclass
 class RunRecord:
     """Holds the results of one rank.
 
-    rows: the metrics of each step. first: the initial weights. gradients: the optimizer's gradients of each step, by parameter
-    name. calls: the collectives of each step, if requested. weights: the final full weights. states: this rank's final master
-    weights and optimizer states. held_out: the loss of `Run.evaluate`, or None. notes: the notes of the load.
+    rows: the metrics of each step. first: the initial full weights. gradients: the full gradients of each step, by parameter
+    name. calls: the collectives of each step, empty unless requested. weights: the final full weights. states: this rank's
+    final master weights and optimizer states. held_out: the final held-out loss, or None without held-out data. notes: the
+    notes of the loaded checkpoint.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -69,7 +70,7 @@ class RunRecord:
 
 @contextmanager
 def running(tables: Mapping[str, Any], folder: Path | None = None) -> Iterator[Run]:
-    """Yields the run of a plan on this rank of the environment's world: `with running(tables, folder) as run`."""
+    """Yields an assembled run of the plan in `tables` on this rank of the environment's world. folder: the plan's folder."""
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
         yield run
@@ -90,9 +91,9 @@ def record(
     """Takes `num_steps` steps of the plan in `tables` on this rank of the environment's world, and returns the record.
 
     folder: the plan's folder. load: the checkpoint to resume from. save: the path of a checkpoint after the last step. prepare:
-    is called with the run before it loads the checkpoint. before_step: is called with the run and the number of steps so far
-    before each step. batches: global batches that replace the plan's data; this rank uses its rows. records_calls: whether to
-    record collectives, which takes time.
+    a function that is called with the run before the run loads the checkpoint. before_step: a function that is called before
+    each step with the run and the number of steps taken so far. batches: global batches, one per step, that replace the plan's
+    data; this rank uses its rows. records_calls: whether to record collectives, which takes time.
     """
     recorded = RunRecord()
     with running(tables, folder) as run:
@@ -107,7 +108,7 @@ def record(
             if before_step is not None:
                 before_step(run, number)
             local_batch = None if batches is None else batches[number]
-            if isinstance(local_batch, Mapping):  # this rank's rows, or those of its microbatches
+            if isinstance(local_batch, Mapping):  # select this rank's rows
                 local_batch = {name: value[run.rows] for name, value in local_batch.items()}
             elif local_batch is not None:
                 size = run.plan.batch.micro_size
@@ -129,9 +130,9 @@ def record(
 
 
 def record_reference(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> RunRecord:
-    """Returns the record of a one-process plan, cached for later calls. Callers must not modify the result.
+    """Returns the record of a plan in this process, cached for later calls. Callers must not modify the result.
 
-    Use it for references of several layouts, but not in a test that changes a run other than by its plan.
+    Use it for a reference that several tests share, but not if a test changes the run by other means than its plan.
     """
     key = repr((tables, num_steps, folder, torch.get_num_threads()))  # a kernel's sums depend on the number of threads
     if key not in _cached_references:
@@ -143,12 +144,12 @@ _cached_references: dict[str, RunRecord] = {}
 
 
 def gradients(run: Run) -> Tensors:
-    """Returns host copies of this rank's accumulated gradients, by name. Sharded gradients, and those that a reducer leaves
-    as shards, are gathered.
+    """Returns host copies of this rank's accumulated gradients by name. Gathers the gradients of sharded weights and those
+    that a reducer leaves as shards, so all ranks must call it.
     """
     gathered: dict[Param, Tensor] = {}
     for buffer in run.store.buffers:
-        if buffer.shard is not None:  # a collective of the buffer's ranks, in one order on all
+        if buffer.shard is not None:  # all ranks of the buffer's group gather it, in the same order
             group, full_buffer = run.groups[buffer.shard.axis], torch.empty_like(buffer.data)
             channel = next(iter(group.channels))
             group.all_gather(full_buffer, buffer.local_part, label="parts of gradients", channel=channel).wait()
@@ -162,7 +163,7 @@ def gradients(run: Run) -> Tensors:
 
 
 def weights(run: Run) -> Tensors:
-    """Returns host copies of this rank's parameters and buffers, by name. Sharded parameters are gathered."""
+    """Returns host copies of this rank's parameters and buffers by name. All ranks must call it if weights are sharded."""
     full_weights = gather_full_tensors({param: param.parameter for param in run.registry}, run.groups)
     tensors = {param.name: weight.cpu() for param, weight in full_weights.items()}
     for layer in run.layers:
@@ -198,14 +199,14 @@ def assert_same_run(reference: RunRecord, actual_run: RunRecord) -> None:
 
 
 def assert_same_runs(references: Sequence[RunRecord], actual_runs: Sequence[RunRecord]) -> None:
-    """Asserts that two runs are bit-identical on each rank, as `assert_same_run` does."""
+    """Asserts on each rank that two runs are bit-identical, as `assert_same_run` does."""
     for reference, actual_run in zip(references, actual_runs, strict=True):
         assert_same_run(reference, actual_run)
 
 
 def assert_resumed_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts that each rank of a resumed run matches the last steps of the one-process `reference` within the tolerance of
-    this precision. A rank may hold a part of the model.
+    """Asserts that each rank of a resumed run matches the last steps of the one-process `reference` within the tolerances of
+    `precision`. A rank may hold only a part of the model.
     """
     for rank, resumed in enumerate(layouts):
         _assert_close_rows(reference.rows[-len(resumed.rows) :], resumed.rows, precision, rank)
@@ -213,7 +214,9 @@ def assert_resumed_parity(reference: RunRecord, layouts: Sequence[RunRecord], pr
 
 
 def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts that each rank in `layouts` matches the one-process `reference` within the tolerances of this precision."""
+    """Asserts that each rank has the whole model, and matches the one-process `reference` within the tolerances of
+    `precision`. layouts: the records of the ranks.
+    """
     for layout in layouts:
         assert layout.first.keys() == reference.first.keys(), sorted(layout.first.keys() ^ reference.first.keys())
         assert layout.gradients[0].keys() == reference.gradients[0].keys()
@@ -221,7 +224,7 @@ def assert_parity(reference: RunRecord, layouts: Sequence[RunRecord], precision:
 
 
 def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], precision: str) -> None:
-    """Asserts parity of ranks that each hold a part of the model, and that every parameter is on a rank."""
+    """Asserts parity of ranks that may each hold only a part of the model, and that each parameter is on a rank."""
     weight_tolerance = WEIGHTS[precision]
     # A gradient below this share of the model's largest gradient is rounding noise.
     floor = 1e-6 * max((float(gradient.double().norm()) for gradient in reference.gradients[0].values()), default=0.0)
@@ -243,7 +246,7 @@ def assert_parity_of_parts(reference: RunRecord, layouts: Sequence[RunRecord], p
 def _assert_close_rows(
     expected_rows: Sequence[Mapping[str, float]], actual_rows: Sequence[Mapping[str, float]], precision: str, rank: int
 ) -> None:
-    """Asserts that loss and norm are close, and that learning rates and numbers of tokens are equal, in each step."""
+    """Asserts that in each step loss and norm are close, and learning rate and number of tokens are equal."""
     for expected, actual in zip(expected_rows, actual_rows, strict=True):
         label = f"rank {rank}, step {expected['step']}"
         limit = (GRADIENTS if expected["step"] == 1 else WEIGHTS)[precision]
@@ -259,7 +262,7 @@ def _select(tensors: Tensors, names: Iterable[str]) -> Tensors:
 
 
 def assert_equal_replicas(recorded: Sequence[RunRecord]) -> None:
-    """Asserts that the final weights of all replicas are bit-identical."""
+    """Asserts that the final weights of all ranks are bit-identical."""
     for actual_run in recorded[1:]:
         assert_same_bits(recorded[0].weights, actual_run.weights)
 
@@ -277,8 +280,8 @@ def assert_by_hand(
     """Trains a plain loop on `batches`, one per step, and asserts that losses, norms, gradients and weights match `recorded`
     within the relative `tolerance`.
 
-    named: new layers, which get the dtype of the run. first: the initial weights of the full model, if `recorded` has only a
-    part of them.
+    named: new layers by name, which are converted to the dtype of the run. micro_size: the samples per microbatch. first: the
+    initial weights of the full model, if `recorded` has only a part of them.
     """
     start = recorded.first if first is None else first
     for _, module in named:
@@ -298,11 +301,11 @@ def assert_by_hand(
 
 
 def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> None:
-    """Takes a step that raises in the backward of a microbatch, or in its forward, and restores the position in the data. All
-    ranks must call it.
+    """Takes a step that raises ValueError in a microbatch, catches the error, and restores the position in the data. All ranks
+    must call it.
 
-    The error occurs after the forward of this rank's first layer, or before its backward. Handlers have then received the
-    gradients of all later layers.
+    The step raises before the backward of this rank's first layer, when handlers have received the gradients of all later
+    layers. With `in_forward`, it raises after the forward of that layer.
     """
     calls = count()
 
@@ -326,7 +329,7 @@ def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> No
 
 
 def read_counts(part: object) -> dict[str, float]:
-    """Returns the counts of a part, or {}; asserts that counts are finite and do not change between calls."""
+    """Returns the counts of a part, or {} if it has none. Asserts that they are finite and do not change between two calls."""
     if not isinstance(part, Counts):
         return {}
     first, second = dict(part.counts()), dict(part.counts())
@@ -336,7 +339,7 @@ def read_counts(part: object) -> dict[str, float]:
 
 
 def random_action_lists(placement: Placement, num_micro_batches: int, generator: Random) -> list[list[Action]]:
-    """Returns random valid action lists, with full or split backwards."""
+    """Returns a random valid action list for each stage. Each backward is full or split at random."""
     lists: list[list[Action]] = [[] for _ in range(placement.stages)]
     last = placement.num_positions - 1
     ready = [(Kind.FORWARD, 0, micro_batch) for micro_batch in range(num_micro_batches)]

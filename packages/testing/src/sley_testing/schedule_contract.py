@@ -1,4 +1,4 @@
-"""Defines the tests that every pipeline schedule must pass; a plugin's tests inherit them.
+"""Defines the tests that every pipeline schedule must pass, for a plugin's tests to inherit.
 
     class TestHanayo(ScheduleContract):
         pipeline = {"use": "mine.hanayo", "waves": 2}
@@ -6,8 +6,8 @@
         def max_micro_batches(self, stage, num_stages, num_microbatches):
             return 4 * min(num_stages, num_microbatches)
 
-Most tests start no process. They draw numbers of stages and microbatches at random, and generate, lower and simulate action
-lists with random durations. Then a small decoder is trained on two stages and compared with one process.
+Most tests start no process. They draw numbers of stages and microbatches at random; then they generate, lower and simulate the
+action lists. The last test trains a small decoder on two stages and compares it with one process.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NUM_MICRO_BATCHES = 5  # of the runs on two stages
 
 
 class ScheduleContract:
-    """Tests a pipeline schedule: inherit, set `pipeline` to its table, and write `max_micro_batches`.
+    """Tests a pipeline schedule. Subclass it, set `pipeline` to the table `[pipeline]`, and implement `max_micro_batches`.
 
     tables: additional tables of the plan, such as `link` and `partition` if the schedule's record names none. stages, micros:
-    the supported numbers of stages and microbatches. num_draws: the number of random sizes to test.
+    the supported numbers of stages and microbatches. num_draws: how many pairs of these numbers to test.
     """
 
     pipeline: ClassVar[Tables]
@@ -58,7 +58,7 @@ class ScheduleContract:
         """Simulates steps and evaluations with random durations, and expects no deadlock."""
         for num_stages, num_microbatches, generator in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)
-            # Random durations of actions at each position and of transfers, between 0 and 3 units.
+            # Draw durations: 0.1 to 3 units for the actions at each position, 0 to 3 units for transfers.
             seconds = {kind: tuple(generator.uniform(0.1, 3) for _ in range(placement.num_positions)) for kind in Kind}
             zeros = (0,) * placement.num_positions
             costs = Costs(seconds, tuple(generator.uniform(0, 3) for _ in zeros[1:]), zeros, zeros, zeros[1:])
@@ -67,7 +67,7 @@ class ScheduleContract:
             simulate(lower(forwards, placement, num_microbatches, training=False), placement, costs)
 
     def test_each_micro_batch_visits_each_chunk_once(self) -> None:
-        """Expects one forward, then one backward or its two halves in order."""
+        """Expects a forward, then a full backward, or an input-gradient and a weight-gradient action, in this order."""
         for num_stages, num_microbatches, _ in self._sizes():
             placement, lists = self._placement_and_lists(num_stages, num_microbatches)
             chunks = placement.num_positions // num_stages
@@ -76,8 +76,8 @@ class ScheduleContract:
                 _assert_once_in_order(actions, chunks, num_microbatches, f"stage {stage} of {num_stages}")
 
     def test_peak_equals_max_micro_batches(self) -> None:
-        """Expects that no stage ever holds more than `max_micro_batches` microbatches, and that at least one stage holds
-        exactly that many.
+        """Expects that no stage holds more than `max_micro_batches` microbatches, and that a stage at some size holds exactly
+        that many.
         """
         is_reached = False
         for num_stages, num_microbatches, _ in self._sizes():
@@ -102,14 +102,14 @@ class ScheduleContract:
             )
 
     def test_two_stages_match_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Compares losses, norms, gradients, weights and the held-out loss with one process."""
+        """Compares losses, norms, gradients, weights and the held-out loss of two stages with one process."""
         if 2 not in self.stages or NUM_MICRO_BATCHES not in self.micros:
             pytest.skip(f"the schedule has no lists for 2 stages and {NUM_MICRO_BATCHES} microbatches")
         plan = _decoder_plan(2 * self._component.build().chunks, NUM_MICRO_BATCHES)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
     def _sizes(self) -> Iterator[tuple[int, int, Random]]:
-        """Yields numbers of stages and microbatches with a random generator: first the smallest, then random sizes."""
+        """Yields pairs of numbers of stages and microbatches, each with a random generator. The first pair is the smallest."""
         yield min(self.stages), min(self.micros), Random(0)
         for seed in range(1, self.num_draws):
             generator = Random(seed)
@@ -117,27 +117,27 @@ class ScheduleContract:
 
     @cached_property
     def _component(self) -> Component:
-        """Returns the schedule's component in a plan."""
+        """The schedule's component in a plan."""
         plan = plan_from_dict(small_plan(parallel={"dp": 1, "pp": 2}, pipeline=self.pipeline, **self.tables))
         assert plan.pipeline is not None
         return plan.pipeline
 
     def _placement_and_lists(self, num_stages: int, num_microbatches: int) -> tuple[Placement, list[list[Action]]]:
-        """Returns the placement and the action lists of a new schedule."""
+        """Builds a schedule and returns its placement and action lists."""
         schedule = self._component.build()
         return schedule.placement(num_stages), schedule.lists(num_stages, num_microbatches)
 
 
 class TieContract:
-    """Tests a handler of ties: inherit, set `pipeline`, and set `tables` to those of the handler and of records that the
-    schedule does not name. The schedule must have one chunk per stage, so that the tied embedding and head are on two stages.
+    """Tests a handler of tied weights. Subclass it, set `pipeline` to the table `[pipeline]`, and set `tables` to the other
+    tables, including that of the handler. The schedule must have one chunk per stage, so that two stages share the tied weight.
     """
 
     pipeline: ClassVar[Tables]
     tables: ClassVar[Tables] = {}
 
     def test_tied_weight_matches_one_process(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Trains without clipping, which would hide a common factor of all gradients."""
+        """Compares with one process, without clipping, which would hide a common factor of all gradients."""
         plan = _decoder_plan(2, 2, model__tie_embeddings=True, optimizer__clip_norm=None)
         _assert_parity(ranks, texts, plan, {"pipeline": self.pipeline, **self.tables})
 
@@ -149,13 +149,13 @@ def _decoder_plan(num_layers: int, num_micro_batches: int, **changes: Any) -> Ta
 
 
 def _assert_parity(ranks: Callable[..., Ranks], folder: Path, plan: Tables, extra_tables: Tables) -> None:
-    """Asserts that two stages with the additional `extra_tables` match one process."""
+    """Asserts that the plan on two stages with `extra_tables` matches the plan on one process."""
     records = ranks(2)(record, plan | {"parallel": {"dp": 1, "pp": 2}, **extra_tables}, NUM_STEPS, folder=folder)
     assert_parity_of_parts(record_reference(plan, NUM_STEPS, folder=folder), records, "fp64")
 
 
 def _assert_once_in_order(actions: Sequence[Action], chunks: int, num_micro_batches: int, label: str) -> None:
-    """Asserts that each chunk has exactly F, B or F, I, W in this order for each microbatch."""
+    """Asserts that the actions of each microbatch in each chunk are F, B or F, I, W, in this order."""
     sequences: dict[tuple[int, int], str] = {}
     for action in actions:
         key = action.chunk, action.micro
