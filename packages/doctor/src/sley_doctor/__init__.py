@@ -1,1 +1,1 @@
-"""Explains why a run of Sley failed, and which rank is slow, from the records of its ranks."""
+"""Explains from the records of a run's ranks why the run failed, or which rank slows it down."""

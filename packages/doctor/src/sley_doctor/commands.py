@@ -1,5 +1,5 @@
-"""`train-cli doctor RUN` explains why a run failed or is slow, from the files of its ranks. `train-cli report RUN...` writes
-one self-contained HTML page about one or more runs.
+"""Implements `train-cli doctor RUN`, which explains why a run failed or is slow, and `train-cli report RUN...`, which writes
+one self-contained HTML page about one or more runs. Both read the files that the ranks left in the folder of a run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def doctor(
 
 
 def _format_attempt(run: Path, reports: AttemptReports, has_attempts: bool) -> Iterator[str]:
-    """Yields the lines that describe one attempt."""
+    """Yields the lines about one attempt of the run in folder `run`. has_attempts: whether there are several attempts."""
     result = find_verdict(reports)
     if has_attempts:
         yield f"attempt {reports.attempt}"
@@ -90,7 +90,7 @@ def _format_attempt(run: Path, reports: AttemptReports, has_attempts: bool) -> I
 
 
 def _format_causes(judgement: Judgement) -> Iterator[str]:
-    """Yields the causes of slow steps, then a line about the work and the waits of each rank."""
+    """Yields lines about each cause of slow steps, then a line about the work and the waits of each rank."""
     for cause in judgement.causes:
         yield f"{'slow':<10}{describe_cause(cause)}"
         yield f"{'steps':<10}{cause.first} to {cause.last}"

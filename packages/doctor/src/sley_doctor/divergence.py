@@ -1,10 +1,11 @@
-"""Finds where ranks have diverged, by comparing their reported exchanges.
+"""Finds the exchange at which ranks diverged, by comparing the exchanges in their reports.
 
     rank 0   16 gather of a   17 gather of b   18 gather of c     one queue: number 17 of rank 1 is number 18 of the
     rank 1   16 gather of a   17 gather of c                      other ranks: rank 1 has skipped the gather of b
     rank 2   16 gather of a   17 gather of b
 
-Two ranks show only that they differ, not which one is wrong. With more ranks, the rank that differs from most is named.
+Reports of two ranks show only that they differ, not which one is wrong. With more ranks, the rank that differs from the
+majority is named.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ DivergenceType = Literal["size", "left out", "too many", "other", "not started"]
 
 _MESSAGE_OPERATIONS = frozenset({"send", "receive"})
 _MESSAGE_PATTERN = re.compile(r"(announcement of )?what stage .* for microbatch (\d+) \((forward|backward)")
-"""Matches the description of a pipeline message: whether it is an announcement, its microbatch and its flow."""
+"""Matches the description of a pipeline message. The groups are the word "announcement" if it is one, its microbatch, and its
+flow.
+"""
 
 _READ_QUEUE_PATTERN = re.compile(r" of \d+$")
-"""Matches the end of a queue name in which a rank waits until other ranks have read its data."""
+"""Matches the end of the name of a queue in which a rank waits until other ranks have read its data. The rest of the name is
+the queue of the exchange itself.
+"""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Describes how ranks have diverged. ranks: the ranks that differ from most; empty if that cannot be decided. exchanges:
-    the differing exchanges, the likeliest first. description: a sentence.
+    """Describes how ranks diverged. ranks: the ranks that differ from the majority; empty if there is no majority. exchanges:
+    the exchanges that differ, the likeliest cause first. description: a sentence for users.
     """
 
     kind: DivergenceType
@@ -39,28 +44,30 @@ class Divergence:
 
 
 def find_divergence(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns the exchange in which the reports of ranks differ, or in which ranks wait for each other; None without one."""
+    """Returns how the ranks diverged: they started different exchanges, or they wait for each other in different exchanges.
+    Returns None if they did neither. by_rank: the reports by rank.
+    """
     return _find_mismatch(by_rank) or _find_missing_start(by_rank)
 
 
 def is_same_exchange(first: ExchangeRecord, second: ExchangeRecord) -> bool:
-    """Returns whether two ranks' exchanges with the same queue and number are the same exchange."""
+    """Returns whether exchanges of two ranks, with the same queue and number, are the same exchange."""
     return _has_same_description(first, second) and first.num_bytes == second.num_bytes
 
 
 def _has_same_description(first: ExchangeRecord, second: ExchangeRecord) -> bool:
-    """Returns whether both have the same description, or are the two ends of one message."""
+    """Returns whether two exchanges have the same description, or are the two ends of one message."""
     if not {first.operation, second.operation} <= _MESSAGE_OPERATIONS:
         return (first.operation, first.label) == (second.operation, second.label)
-    # Some messages, such as the first of a walk, name no flow and microbatch at one end.
+    # The description of some messages has no flow and microbatch at one end, such as that of the first message of a run.
     matches = [re.search(_MESSAGE_PATTERN, description) for description in (first.label, second.label)]
     message_ids = {match.groups() for match in matches if match}
     return len(message_ids) <= 1
 
 
 def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> list[int]:
-    """Returns the ranks that have not reached the exchange in which the rank of `report` waits, including ranks without a
-    report; [] if the rank does not wait.
+    """Returns the ranks that have not started the exchange in which the rank of `report` waits, including ranks without a
+    report. Returns [] if the rank does not wait.
     """
     wait = report.wait
     if wait is None:
@@ -78,8 +85,8 @@ def find_late_ranks(report: FaultReport, by_rank: Mapping[int, FaultReport]) -> 
 
 
 def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns the divergence at the first number of a queue where ranks started different exchanges; tries awaited queues
-    first.
+    """Returns the divergence at the first position in a queue at which ranks started different exchanges, or None. Queues in
+    which a rank waits are examined first.
     """
     awaited_queues = [
         _READ_QUEUE_PATTERN.sub("", report.wait.exchange.queue) for report in by_rank.values() if report.wait is not None
@@ -99,7 +106,7 @@ def _find_mismatch(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
 
 
 def _group_by_exchange(exchanges: Mapping[int, ExchangeRecord]) -> list[list[int]]:
-    """Returns the ranks grouped by exchange, the largest group first."""
+    """Returns groups of ranks with the same exchange, the largest group first."""
     groups: list[list[int]] = []
     for rank, exchange in exchanges.items():
         group = next((group for group in groups if is_same_exchange(exchanges[group[0]], exchange)), None)
@@ -113,7 +120,9 @@ def _group_by_exchange(exchanges: Mapping[int, ExchangeRecord]) -> list[list[int
 def _describe_mismatch(
     started: Mapping[int, Mapping[int, ExchangeRecord]], number: int, rank_groups: list[list[int]]
 ) -> Divergence:
-    """Returns how the ranks of `rank_groups`, whose exchanges differ at `number`, have diverged."""
+    """Returns how the ranks diverged whose exchanges differ at position `number` of a queue. started: the exchanges by rank and
+    number. rank_groups: the ranks grouped by exchange, the largest group first.
+    """
     usual_rank, odd_rank = rank_groups[0][0], rank_groups[1][0]
     usual_exchanges, odd_exchanges = started[usual_rank], started[odd_rank]
     is_clear = len(rank_groups[0]) > len(rank_groups[1])
@@ -136,7 +145,9 @@ def _describe_mismatch(
 
 
 class _LateExchange(NamedTuple):
-    """Describes the wait of `rank` in `exchange`, which `num_started` reporting ranks and not the ranks `late` have started."""
+    """Describes the wait of `rank` in `exchange`, which `num_started` ranks with reports have started and the ranks `late` have
+    not.
+    """
 
     num_started: int
     rank: int
@@ -145,16 +156,20 @@ class _LateExchange(NamedTuple):
 
 
 def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None:
-    """Returns a divergence if some ranks wait in an exchange that other ranks, which wait elsewhere, have not started."""
+    """Returns a divergence if some ranks wait in an exchange that other ranks, which wait in another exchange, have not
+    started; None otherwise.
+    """
     late_exchanges = sorted(_find_late_exchanges(by_rank), key=lambda late_exchange: late_exchange[:2])
     if not late_exchanges:
         return None
-    # The exchange that the fewest ranks have started. Later exchanges and waits for a cycle of messages are consequences.
+    # The cause is the exchange that the fewest ranks have started, within a cycle of messages if there is one. All other waits
+    # are consequences of it.
     first = (_find_message_cycle(late_exchanges) or late_exchanges)[0]
     peer_exchanges = (report.exchanges.get(first.exchange.queue, ()) for rank, report in by_rank.items() if rank != first.rank)
     was_seen_before = any(exchange.label == first.exchange.label for started in peer_exchanges for exchange in started)
     if len(first.late) > first.num_started and was_seen_before:
-        # Other ranks have started this exchange before: the rank is ahead, because it left out the exchange that they wait in.
+        # Other ranks have already started an exchange like this one, so this rank is ahead: it left out the exchange in which
+        # they wait.
         first = next((late_exchange for late_exchange in late_exchanges if late_exchange.late == (first.rank,)), first)
     wait = by_rank[first.late[0]].wait
     assert wait is not None, first
@@ -171,7 +186,7 @@ def _find_missing_start(by_rank: Mapping[int, FaultReport]) -> Divergence | None
 
 
 def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateExchange]:
-    """Returns the messages whose ranks wait for each other in a cycle; none if there is no cycle."""
+    """Returns the messages of ranks that wait for each other in a cycle, or [] if there is no cycle."""
     waits = {late.rank: late for late in late_exchanges if late.exchange.peer is not None}
     for start in waits:
         cycle = [start]
@@ -183,11 +198,13 @@ def _find_message_cycle(late_exchanges: Sequence[_LateExchange]) -> list[_LateEx
 
 
 def _find_late_exchanges(by_rank: Mapping[int, FaultReport]) -> Iterator[_LateExchange]:
-    """Yields the exchange of each waiting rank, with its members that wait in another exchange."""
+    """Yields, for each waiting rank, its exchange and the late ranks of that exchange, which wait in other exchanges. Skips
+    ranks whose exchange has no such late ranks.
+    """
     for rank, report in by_rank.items():
         late = [member for member in find_late_ranks(report, by_rank) if member in by_rank and by_rank[member].wait is not None]
         if report.wait is not None and late:
             exchange = report.wait.exchange
-            # A message has two ends, whatever its group: they differ, and no third rank shows which one is wrong.
+            # A message has two ends, however large its group is, so no third rank shows which end is wrong.
             num_members = 2 if exchange.peer is not None else sum(member in by_rank for member in exchange.ranks)
             yield _LateExchange(num_members - len(late), rank, exchange, tuple(late))

@@ -1,10 +1,11 @@
-"""Fault reports of ranks and of the launcher: small JSON files in the run's folder. Imports no torch.
+"""Writes and reads the fault reports of ranks and of the launcher: small JSON files in the folder of a run. Imports no torch.
 
 runs/NAME/faults/0/rank-1.json      the actions, waits and error of rank 1 in the first attempt
-                   launcher.json    the exit codes of the ranks, if our own launcher started them
+                   launcher.json    the exit codes of the ranks, if `train-cli` launched them
 
-A rank writes a report when it fails or is stuck: its position in the step, its wait, and the stacks of its threads. The report
-must never hide the first error: failures to write are ignored, and a file system that hangs costs at most `MAX_REPORT_S`.
+A rank writes a report when it fails or is stuck, with its position in the step, its wait, and the stacks of its threads. A
+report must never hide the original error, so failures to write it are ignored, and a file system that hangs delays the rank by
+at most `MAX_REPORT_S`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     from sley_core.errors import Diagnostic
 
 LAUNCHER = "launcher.json"
-FORMAT = 1  # version of these files; other versions are not read
+FORMAT = 1  # the version of these files; files of other versions are not read
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """Describes an exchange that a rank has started: number `number` of `queue`, whose exchanges all members start in the same
-    order. group: the description of the group. ranks: the members. peer: the rank at the other end of a message; None for a
-    collective.
+    """Describes an exchange that a rank has started: number `number` of `queue`, whose exchanges all members must start in the
+    same order. label: what is exchanged. group: the description of the group. ranks: the members of the group. peer: the rank
+    at the other end of a message; None for a collective.
     """
 
     operation: str
@@ -62,7 +63,9 @@ class ExchangeRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """Describes a wait in `exchange`. end: "" while it lasts, else "late", "closed" or "differs". peer: the missing rank."""
+    """Describes a wait in `exchange` that has lasted for `seconds`. end: "" while it lasts, else why it ended: "late", "closed"
+    or "differs". peer: the rank that is waited for, if known.
+    """
 
     exchange: ExchangeRecord
     seconds: float
@@ -72,11 +75,13 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class FaultReport:
-    """Holds the report of rank `rank` of `world`. kind: "error" if it failed, "stuck" if it was asked to end but could not.
+    """Holds the report of rank `rank` of `world` ranks. kind: "error" if it failed, "stuck" if it was asked to end but could
+    not.
 
-    code, message, hint: its error. time: seconds since the epoch. step: the optimizer step, from 1; 0 before the first step.
-    finished, pending: entries of its action list. layer: the layer called last. exchanges: the latest exchanges of each queue,
-    ascending. stacks: lines by thread name.
+    code, message, hint: the rank's error. time: when the report was made, in seconds since the epoch. step: the optimizer step,
+    from 1; 0 before the first step. finished, pending: the last finished entry of its action list, and the current one. layer:
+    the layer called last. wait: the wait that is in progress or failed; None without one. exchanges: the latest exchanges of
+    each queue, in ascending order. stacks: the lines of each stack by the name of its thread.
     """
 
     rank: int
@@ -100,8 +105,9 @@ class FaultReport:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """Holds the launcher's report. codes: exit codes by rank, negative for signals. silent: a description of the state of
-    each rank that had to be killed. first: the rank that ended first.
+    """Holds the launcher's report. codes: exit codes by rank; that of a rank killed by a signal is the negative number of the
+    signal. silent: by rank, the state of each process that did not respond and had to be killed. first: the rank that ended
+    first; None if unknown.
     """
 
     world: int
@@ -112,8 +118,8 @@ class LaunchReport:
 
 @dataclass(frozen=True)
 class AttemptReports:
-    """Holds the reports of one attempt. ranks: fault reports by rank. unreadable: files that are damaged or of
-    another version.
+    """Holds the reports of one attempt. ranks: the fault reports in order of rank. launch: the launcher's report; None without
+    one. unreadable: the names of files that are damaged or of another version.
     """
 
     attempt: int
@@ -123,20 +129,22 @@ class AttemptReports:
 
 
 def read_attempt_number() -> int:
-    """Returns the number of restarts by torchrun before this attempt; 0 without torchrun."""
+    """Returns how often torchrun has restarted the ranks before this attempt; 0 without torchrun."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
 def write_report(run_folder: Path, report: FaultReport) -> None:
-    """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError."""
+    """Writes a rank's report atomically, unless the rank has already written one in this attempt. Raises OSError if the file
+    cannot be written.
+    """
     path = run_folder / FAULTS / str(read_attempt_number()) / f"rank-{report.rank}.json"
     if not path.exists():
         _write_json(path, asdict(report))
 
 
 def read_reports(run_folder: Path) -> list[AttemptReports]:
-    """Returns the reports of each attempt that has any, in ascending order. Raises OSError if they cannot be listed."""
+    """Returns the reports of each attempt that has any, in ascending order. Raises OSError if the folder cannot be listed."""
     root = run_folder / FAULTS
     if not root.is_dir():
         return []
@@ -151,7 +159,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
-    """Returns all reports of one attempt in `folder`, with the names of files that cannot be read."""
+    """Returns the reports in `folder`, which are those of attempt number `attempt`."""
     ranks: list[FaultReport] = []
     launch, unreadable = None, []
     launches, faults = TypeAdapter(LaunchReport), TypeAdapter(FaultReport)
@@ -170,12 +178,12 @@ def _read_attempt(folder: Path, attempt: int) -> AttemptReports:
 
 
 MAX_REPORT_S = 2.0  # time limit for writing a report
-MAX_THREADS, MAX_LINES = 16, 80  # limits of the stacks, which keep a report small
+MAX_THREADS, MAX_LINES = 16, 80  # the number of threads, and of lines per stack, in a report
 
 
 class DoctorRecorder(RunRecorder):
-    """Writes `work/rank-N.jsonl` while a rank trains, and `faults/` when ranks fail. train-cli loads it if this package is
-    installed.
+    """Writes `work/rank-N.jsonl` while rank N trains, and files in `faults/` when ranks fail. `train-cli` loads it if this
+    package is installed.
     """
 
     def record_steps(self, parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> AbstractContextManager[None]:
@@ -204,10 +212,12 @@ class DoctorRecorder(RunRecorder):
 def _write_in_thread(
     folder: Path, world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Writes a fault report in a thread, for which it waits at most MAX_REPORT_S. Ignores failures to write."""
+    """Writes a fault report in a new thread, and waits at most MAX_REPORT_S for it. Ignores failures to write. stacks: stacks
+    to add to those of the threads.
+    """
 
     def write_quietly() -> None:
-        # The error matters more than its report.
+        # An error in writing the report must not replace the error that it reports.
         with suppress(Exception):
             write_report(folder, build_report(world, kind, diagnostic, {**stacks, **_format_thread_stacks()}))
 
@@ -217,7 +227,7 @@ def _write_in_thread(
 
 
 def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mapping[str, tuple[str, ...]]) -> FaultReport:
-    """Returns the report of this rank's current state, read from the newest groups."""
+    """Returns the report of this rank's current state, as recorded by the groups that `world` created last."""
     position: dict[str, Any] = {}
     if world.created:
         groups = world.created[-1]
@@ -229,7 +239,7 @@ def build_report(world: World, kind: str, diagnostic: Diagnostic, stacks: Mappin
             "pending": str(step.pending),
             "layer": step.layer,
             "wait": None if wait is None else WaitRecord(_record_exchange(wait.turn), wait.seconds, wait.end, wait.peer),
-            # Copied, since the main thread of a stuck rank may continue.
+            # Copied, since the main thread of a stuck rank may continue and change them.
             "exchanges": {queue: tuple(map(_record_exchange, list(turns))) for queue, turns in list(progress.recent.items())},
         }
     error = diagnostic.code, diagnostic.message, diagnostic.hint or ""
@@ -245,7 +255,7 @@ def _record_exchange(turn: Turn) -> ExchangeRecord:
 
 
 def _format_thread_stacks() -> dict[str, tuple[str, ...]]:
-    """Returns the stack of every Python thread except the calling one, the outermost frame first."""
+    """Returns the stacks of Python threads by name, the outermost frame first, except the stack of the calling thread."""
     frames = sys._current_frames()
     stacks = {}
     for thread in threading.enumerate()[:MAX_THREADS]:

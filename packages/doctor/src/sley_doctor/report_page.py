@@ -1,6 +1,6 @@
-"""Renders the report page from the records of runs and the template `report_page.html.jinja`, with charts drawn by matplotlib.
+"""Renders the report page from the records of runs with the template `report_page.html.jinja`. matplotlib draws the charts.
 
-A section without content states the reason.
+A section that would be empty states why.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Row = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Holds the records of one run. label: its name, or its folder if another run of the report has the same name.
+    """Holds the records of one run. label: the run's name, or its folder if another run in the report has the same name.
 
-    rows: one row per optimizer step; a value that was not finite is None. values: the resolved plan's values as TOML, by key.
-    start: the start record, or None without one. summary: the summary, or None before the end of the run. faults: the reports
-    of each failed attempt. work: the work records of the last start, by rank.
+    rows: one row of metrics per optimizer step; a value that was not finite is None. values: the values of the resolved plan,
+    as TOML, by key. start: the start record, or None without one. summary: the summary, or None if the run has not written one.
+    faults: the reports of each failed attempt. work: the work records of the last start, in order of rank.
     """
 
     label: str
@@ -57,7 +57,9 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Returns the runs in `folders`, in that order. Raises UsageError "no-run" if a folder has no run or cannot be read."""
+    """Returns the runs in `folders`, in this order. Raises UsageError "no-run" if a folder is not that of a run, or if a file
+    in it cannot be read.
+    """
     runs = []
     for folder in folders:
         try:
@@ -86,8 +88,8 @@ MAX_RANKS = 32
 
 
 def build_waiting_section(label: str, records: Sequence[WorkRecord]) -> dict[str, Any]:
-    """Returns the section about waits in the run with `records`: the causes of slow steps with their remedies, and a line for
-    each rank, as `train-cli doctor` prints them.
+    """Returns the template's values for the section about waits in one run: the causes of slow steps with their remedies, and a
+    line for each of the first MAX_RANKS ranks, in the words of `train-cli doctor`.
     """
     judgement = judge(records)
     descriptions = [f"{describe_cause(cause)}; {find_remedy(cause)}" for cause in judgement.causes] or [
@@ -110,14 +112,16 @@ _CURVES = {
     "memory_mb": ("Memory", "peak so far on rank 0: tensors on a GPU, the whole process on a CPU", "MiB"),
     "data_wait_s": ("Waiting for data", "on rank 0 in each step", "s"),
 }
-"""The metrics that come first, with title, note and unit; other metrics follow under their own names."""
+"""The title, note and unit of the metrics that come first. Other metrics follow under their own names."""
 
 _MAX_CHARTS = 24  # a plugin may add a metric for each layer
-_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the speed shows the same
+_NO_CURVES = frozenset({"step", "tokens", "trained_tokens", "samples", "seconds"})  # the charts of speed show these
 
 
 class TableRow(NamedTuple):
-    """Holds a table row with one value per run, "" for a run without a value. differs: whether the values differ."""
+    """Holds a row of a table, with one value per run; the value is "" for a run without one. differs: whether the values
+    differ.
+    """
 
     key: str
     values: Sequence[Any]
@@ -125,7 +129,7 @@ class TableRow(NamedTuple):
 
 
 def render_page(runs: Sequence[RecordedRun]) -> str:
-    """Returns a report on `runs` as self-contained HTML."""
+    """Returns the report about `runs` as a self-contained HTML page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"bytes": format_bytes, "number": _format_number}
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html.jinja").read_text("utf-8"))
@@ -156,7 +160,9 @@ def render_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns the numbers and texts of the run's summary by name; the outcome and the number of rows without a summary."""
+    """Returns the numbers and texts in the run's summary by name. Without a summary, returns the outcome and the number of
+    steps.
+    """
     if run.summary is None:
         return {"outcome": "failed" if run.faults else "not ended", "steps": len(run.rows)}
     values = {name: value for name, value in run.summary.items() if isinstance(value, int | float | str)}
@@ -164,21 +170,21 @@ def _list_summary_values(run: RecordedRun) -> dict[str, Any]:
 
 
 def _list_chart_names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Returns the names of the recorded metrics, those of _CURVES first."""
+    """Returns the names of the recorded metrics to draw, those of _CURVES first."""
     recorded = dict.fromkeys(name for run in runs for row in run.rows for name in row)
     return [name for name in {**_CURVES, **recorded} if name in recorded and name not in _NO_CURVES]
 
 
 def _draw_charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields title, note and image of a chart for each of `names`."""
+    """Yields (title, note, image as a data URI) of the chart of each metric in `names`."""
     for name in names:
         title, note, unit = _CURVES.get(name, (name, "", ""))
         yield title, note, _draw_chart(runs, name, unit)
 
 
 def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
-    """Returns a PNG of the metric `name` of all runs, as a data URI. unit: the label of the vertical axis. A value that was not
-    finite is a gap in the line.
+    """Returns a chart of the metric `name` of all runs, as a PNG in a data URI. unit: the label of the vertical axis. Values
+    that were not finite are gaps in the line.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(6.0, 3.0), layout="constrained")
@@ -197,7 +203,7 @@ def _draw_chart(runs: Sequence[RecordedRun], name: str, unit: str) -> str:
 
 
 def _build_table_rows(columns: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """Returns a row for each key of any column, in the order of their first appearance."""
+    """Returns a row for each key that any of `columns` has, in order of first appearance. columns: the values of each run."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, [column.get(key, "") for column in columns]) for key in keys]
     return [TableRow(key, values, any(value != values[0] for value in values)) for key, values in rows]
@@ -216,4 +222,4 @@ _STYLE: dict[Any, Any] = {
     "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"],
     "savefig.dpi": 150,
 }
-"""The style of all charts. 30 runs have different lines."""
+"""The style of all charts. The lines of up to 30 runs look different."""

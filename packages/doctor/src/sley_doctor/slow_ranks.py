@@ -1,9 +1,10 @@
-"""Finds the rank that makes other ranks wait, with its action, from the work records of all ranks, and describes it.
+"""Finds the rank that makes other ranks wait, and the action in which it does, from the work records of all ranks.
 
-    work of a rank longer than its peers', or a wait of all for data ──> in most of the run, or of its last part ──> a cause
+    a rank works longer than its peers, or all ranks wait for data ──> in most of the run, or of its last part ──> a cause
 
-All ranks have the same step time, so waits do not show the slow rank: it is the rank that works longer than ranks with the same
-layers. A cause must cost `MIN_SHARE` of a step in `MIN_BLOCK_SHARE` of the blocks; less may be noise of a busy machine.
+All ranks have the same step time, so step times do not show which rank is slow: it is the one that works longer than ranks with
+the same layers. A cause must cost at least `MIN_SHARE` of a step, in blocks with at least `MIN_BLOCK_SHARE` of the steps; less
+may be noise of a busy machine.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from typing import NamedTuple
 from sley_core.actions.action import in_words
 from sley_doctor.work_record import ZERO_SPREAD, Location, Spread, Start, Window, WorkRecord
 
-MIN_SHARE = 0.25  # share of a step that a cause must cost
-MIN_BLOCK_SHARE = 0.75  # share of steps in blocks that show the cause
+MIN_SHARE = 0.25  # the share of a step that a cause must cost
+MIN_BLOCK_SHARE = 0.75  # the share of the steps that must be in blocks with the cause
 
 MIN_STEPS = 8
 
-MAX_START_DIFFERENCE_S = 600.0  # limit of the difference between start times in one start, by the hosts' clocks
+MAX_START_DIFFERENCE_S = 600.0  # records whose start times differ by more, by the clocks of their hosts, have different starts
 
 MISSING_RECORD_REASONS = (
     "it was stopped before the end of its first window, its disk was full, or its host does not share the run's folder"
 )
 
-MAX_BLOCKS = 60  # limit of examined blocks per run, however long
-MAX_DEVICE_SHARE = 0.03  # share of a step: if a host waits longer for its device, the host does not limit the step
+MAX_BLOCKS = 60  # the largest number of blocks that are examined, however long the run is
+MAX_DEVICE_SHARE = 0.03  # if a host waits for its device for a larger share of a step, the host does not limit the step
 
-NUM_PARTS = 3  # the last part of a run is one in NUM_PARTS of its blocks
+NUM_PARTS = 3  # the last part of a run is the last of NUM_PARTS equal parts of its blocks
 
 
 class RankWork(NamedTuple):
@@ -44,7 +45,7 @@ class RankWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Holds the work of all ranks in steps `first` to `last`, by rank."""
+    """Holds the work of all ranks, by rank, in the steps `first` to `last`."""
 
     first: int
     last: int
@@ -61,12 +62,14 @@ class Block:
         return median_low(work.window.seconds.median for work in self.ranks.values())
 
     def has_idle_host(self, rank: int) -> bool:
-        """Returns whether the host of `rank` waits for its device, so more work on the host would not lengthen a step."""
+        """Returns whether the host of `rank` waits for its device, so that longer work on the host does not lengthen a step."""
         return self.ranks[rank].window.device_s > MAX_DEVICE_SHARE * self.step_s
 
 
 def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
-    """Returns the steps for which all `records` have a window, ascending: at most MAX_BLOCKS blocks at equal distances."""
+    """Returns a block for each window of steps that all `records` have, in ascending order. If there are more than MAX_BLOCKS,
+    returns only every n-th block, up to the last one.
+    """
     windows = [{(window.first, window.last): window for window in record.windows} for record in records]
     steps = [span for span in windows[0] if all(span in rank_windows for rank_windows in windows)]
     stride = max(1, math.ceil(len(steps) / MAX_BLOCKS))
@@ -80,11 +83,11 @@ def build_blocks(records: Sequence[WorkRecord]) -> list[Block]:
 
 @dataclass(frozen=True)
 class Cause:
-    """Describes one reason for longer steps.
+    """Describes one reason why steps take longer than necessary.
 
-    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data. location: a location of
-    `work_record`. seconds: the cost per step; step_s: the duration of a step. usual_s: the time of comparable work. first,
-    last: the steps with this cause.
+    kind: "work" if a rank works longer than its peers, "data" if all ranks wait for data. ranks: the slow rank, or all ranks.
+    location: where the time is spent, as in `Window.work`. seconds: the cost in each step. usual_s: the seconds of comparable
+    work on other ranks. step_s: the duration of a step. first, last: the first and last step with this cause.
     """
 
     kind: str
@@ -99,8 +102,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Holds the result of `judge`. causes: the worst first; empty if no rank is slow. blocks: the examined
-    blocks. why_not: the reason if slow ranks cannot be determined.
+    """Holds the result of `judge`. causes: the causes of slow steps, the worst first. blocks: the examined blocks. why_not: why
+    slow ranks cannot be determined; "" if they can.
     """
 
     causes: tuple[Cause, ...]
@@ -109,7 +112,9 @@ class Judgement:
 
 
 def judge(records: Sequence[WorkRecord]) -> Judgement:
-    """Returns the ranks or data that make other ranks wait. records: the records of all ranks of a run."""
+    """Returns which ranks make others wait, or whether all ranks wait for data. records: the work records of all ranks of a
+    run, in order of rank.
+    """
     if not records:
         return Judgement((), (), "no rank has recorded a step")
     if missing := sorted(set(range(records[0].start.world)) - {record.start.rank for record in records}):
@@ -121,7 +126,7 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
     steps = sum(block.num_steps for block in blocks)
     if steps < MIN_STEPS:
         return Judgement((), tuple(blocks), f"{steps} steps are too few; at least {MIN_STEPS} are needed")
-    # The first block includes one-time work: compiling, opening files, first allocations.
+    # The first block is left out, since it includes one-time work: compiling, opening files, first allocations.
     settled_blocks = blocks[1:] if len(blocks) > NUM_PARTS else blocks
     causes = _find_causes(settled_blocks)
     last_part = settled_blocks[-(len(settled_blocks) // NUM_PARTS) :]
@@ -131,7 +136,7 @@ def judge(records: Sequence[WorkRecord]) -> Judgement:
 
 
 def _find_causes(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns the causes that most of `blocks` show, the worst first."""
+    """Returns the causes that appear in most of `blocks`, the worst first."""
     causes = [*_find_slow_ranks(blocks), *_find_slow_data(blocks)]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
@@ -146,8 +151,8 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
             excess_s = sum(excess.seconds for excess in excesses)
             if excess_s < MIN_SHARE * block.step_s or block.has_idle_host(rank):
                 continue
-            # Other ranks must wait about as long: overlapped work makes no rank wait. Waits for a device do not count, since
-            # a device has its own work.
+            # Some other rank must wait at least half as long, since longer work that overlaps with other work delays nobody.
+            # Waits for a device do not count, since the device may be busy with work of its own rank.
             waits = [work.window.waits.median for number, work in block.ranks.items() if number != rank]
             if max(waits, default=-1.0) >= excess_s / 2:
                 slow_blocks.append((block, excesses))
@@ -156,19 +161,21 @@ def _find_slow_ranks(blocks: Sequence[Block]) -> list[Cause]:
     return causes
 
 
-MAX_RATIO = 1.5  # comparable ranks may differ by this factor without being slow
+MAX_RATIO = 1.5  # a rank may work longer than comparable ranks by this factor without being slow
 
 MAX_FAR_RATIO = 3.0
-"""The same for ranks of other stages, which have other layers and neighbours."""
+"""The same factor in comparisons with ranks of other stages, which have other layers and neighbours."""
 
 _COMMON_LOCATIONS = frozenset({Location.DATA, Location.BETWEEN, Location.EVALUATION})
-"""The locations where all ranks do comparable work."""
+"""The locations at which all ranks do comparable work."""
 
-_CHUNK_PREFIXES = "FBIW"  # first letters of locations where layers run
+_CHUNK_PREFIXES = "FBIW"  # the first letters of locations at which layers run
 
 
 class Excess(NamedTuple):
-    """Describes work at `location` that takes `seconds` per step longer than comparable work, which takes `usual_s`."""
+    """Describes work at `location` that takes `seconds` longer in each step than comparable work, which takes `usual_s`
+    seconds.
+    """
 
     location: str
     seconds: float
@@ -176,13 +183,15 @@ class Excess(NamedTuple):
 
 
 def find_excesses(block: Block, rank: int) -> list[Excess]:
-    """Returns the locations where `rank` works longer than comparable ranks, the largest excess first.
+    """Returns the locations at which `rank` works longer than comparable ranks, the largest excess first.
 
-    The comparison depends on the location:
+    The comparable ranks depend on the location:
 
-    * a chunk, the update, messages: with ranks of the same stage, which do the same work on other samples or shards
-    * the same in a stage of one rank: with the other stages, by a larger ratio; the update is scaled by elements
-    * data, work between steps, evaluations: with all other ranks
+    * data, work between steps, evaluation: all other ranks
+    * other locations: ranks of the same stage, which do the same work on other samples or shards
+    * a chunk, the update or messages in a stage of one rank: ranks of other stages, by a larger ratio
+
+    The time of an update is first scaled to the number of elements that `rank` updates, if that is larger.
     """
     own = block.ranks[rank]
     others = [work for number, work in block.ranks.items() if number != rank]
@@ -191,7 +200,7 @@ def find_excesses(block: Block, rank: int) -> list[Excess]:
 
 
 def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess | None:
-    """Returns the excess of a rank's time at `location` over comparable ranks; None if there is no excess."""
+    """Returns the excess of the time of `own` at `location` over that of comparable ranks in `others`; None without one."""
     own_spread, ratio = own.window.work[location], MAX_RATIO
     peers = [work for work in others if location in _COMMON_LOCATIONS or work.start.stage == own.start.stage]
     if not peers and (location[0] in _CHUNK_PREFIXES or location in (Location.UPDATE, Location.MESSAGES)):
@@ -199,20 +208,22 @@ def _find_excess(own: RankWork, others: list[RankWork], location: str) -> Excess
     if not peers:
         return None
     times = [
-        # A rank that updates more elements than another needs proportionally longer.
+        # An update takes time in proportion to its number of elements.
         (value * max(1.0, own.start.trained / max(1, work.start.trained)) if location == Location.UPDATE else value)
         for work in peers
         for value in work.window.work.get(location, ZERO_SPREAD)
     ]
     usual = Spread(*(median_low(times[index::3]) for index in range(3)))
-    # The excess must be larger than the spread of steps.
+    # The excess must also be larger than the usual differences between steps.
     if own_spread.median <= max(ratio * usual.median, usual.high) or own_spread.low <= usual.median:
         return None
     return Excess(location, own_spread.median - usual.median, usual.median)
 
 
 def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]]]) -> Cause:
-    """Returns the cause for `rank`, with the location of its largest excess. slow_blocks: blocks with their excesses."""
+    """Returns the cause for `rank` at the location of its largest excess. slow_blocks: blocks with the rank's excesses in
+    them.
+    """
     steps = sum(block.num_steps for block, _ in slow_blocks)
     locations, usual = defaultdict[str, float](float), defaultdict[str, float](float)
     for block, excesses in slow_blocks:
@@ -233,7 +244,7 @@ def _build_rank_cause(rank: int, slow_blocks: Sequence[tuple[Block, list[Excess]
 
 
 def _find_slow_data(blocks: Sequence[Block]) -> list[Cause]:
-    """Returns a cause for the wait for data if every rank waits for its data; else none."""
+    """Returns one cause if every rank waits for its data in most of `blocks`, else []."""
     slow_blocks = [
         block
         for block in blocks
@@ -250,7 +261,7 @@ def _find_slow_data(blocks: Sequence[Block]) -> list[Cause]:
 
 
 def _covers_most(subset: Sequence[Block], blocks: Sequence[Block]) -> bool:
-    """Returns whether `subset` has at least MIN_BLOCK_SHARE of the steps of `blocks`."""
+    """Returns whether the blocks in `subset` have at least MIN_BLOCK_SHARE of the steps in `blocks`."""
     return bool(subset) and sum(block.num_steps for block in subset) >= MIN_BLOCK_SHARE * sum(
         block.num_steps for block in blocks
     )
@@ -279,7 +290,7 @@ _REMEDIES: dict[str, str] = {
 
 
 def describe_cause(cause: Cause) -> str:
-    """Returns a sentence that describes the cause, with figures."""
+    """Returns a sentence that describes the cause and what it costs."""
     step = f"in a step of {_format_seconds(cause.step_s)}"
     if cause.kind == "data":
         return f"every rank waits for its data, {_format_seconds(cause.seconds)} {step}"
@@ -306,7 +317,7 @@ def describe_no_cause(judgement: Judgement) -> str:
 
 
 def describe_work(judgement: Judgement) -> Iterator[str]:
-    """Yields a line for each rank: the medians of its work and its waits in a step."""
+    """Yields a line for each rank, with the medians of its work and of its waits in a step."""
     blocks = judgement.blocks
     for rank in blocks[0].ranks if blocks else ():
         windows = [block.ranks[rank].window for block in blocks]

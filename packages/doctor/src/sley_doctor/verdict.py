@@ -1,11 +1,11 @@
-"""Decides why a run failed, from the reports of its ranks and of its launcher: cause, rank, layer, action, remedy.
+"""Decides why a run failed, from the reports of its ranks and of its launcher: cause, rank, layer, action and remedy.
 
-The verdicts are tried in this order, since each may cause those below:
+The verdicts are tried in this order, since each of these events may cause those below it:
 
     a rank raised an error that no other rank caused
     a rank was killed, or exited without a report
     a rank was stopped, or was busy while others waited for it
-    ranks exchanged different things, or waited for each other
+    ranks started different exchanges, or waited for each other in different exchanges
     a rank left no report while others waited for it
     none of these: the message of the first report
 """
@@ -30,22 +30,22 @@ from train_cli.run_folder import FolderInUseError, check_unlocked
 from train_cli.stopping import WARNING_SIGNALS
 
 RUNNING, KILLED, UNKNOWN = "running", "killed", "unknown"
-"""States in addition to the outcomes of a summary: finished, interrupted, failed."""
+"""The states of a run in addition to the outcomes in a summary: finished, interrupted, failed."""
 
-RECENT_S = 60.0  # a run that wrote so recently may be active on another host: locks work on one host only
-MAX_CLOCK_DIFFERENCE_S = 2.0  # limit of the difference between host clocks; a restart takes longer
+RECENT_S = 60.0  # a run that wrote files more recently may be active on another host, where its lock is not seen
+MAX_CLOCK_DIFFERENCE_S = 2.0  # the largest difference between the clocks of hosts; a restart takes longer
 
 
 @dataclass(frozen=True)
 class RunState:
     """Holds the progress of a run.
 
-    state: RUNNING; the outcome in the run's summary; KILLED if the run has ended without a summary; UNKNOWN if it may be
-    running on another host. step: the last step that all ranks have finished, 0 if none is known. time: the time when its row
-    was written, in seconds since the epoch, or None.
+    state: RUNNING; the outcome in the run's summary; KILLED if the run ended without a summary; UNKNOWN if it may be running on
+    another host. step: the last step that all ranks have finished; 0 if none is known. time: when the row of this step was
+    written, in seconds since the epoch; None if none is known.
 
-    The row of a step is written when all ranks are at the step's end, where they sum the loss. So the last row shows the
-    progress of every rank, even if all were killed at once and no rank could write a report.
+    The row of a step is written when all ranks have reached the end of the step, where they sum the loss. So the last row shows
+    how far all ranks got, even if all were killed at once and none could write a report.
     """
 
     state: str
@@ -54,11 +54,13 @@ class RunState:
 
 
 def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunState:
-    """Returns the progress of the run in folder `run`. now: the time in seconds since the epoch. Raises OSError."""
+    """Returns the progress of the run in folder `run`. now: the current time in seconds since the epoch. Raises OSError if its
+    files cannot be read.
+    """
     steps = [int(row["step"]) for row in read_rows(run)]
     step = max(steps, default=0)
     time = (run / METRICS).stat().st_mtime if step else None
-    if not step and records:  # a run without the writer `core.jsonl`
+    if not step and records:  # a run that does not use the writer `core.jsonl`
         last_window = min(
             (record.windows[-1] for record in records if record.windows), key=lambda window: window.last, default=None
         )
@@ -68,7 +70,7 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
     except FolderInUseError:
         return RunState(RUNNING, step, time)
     outcome = _read_last_outcome(run, len(steps), max((record.start.time for record in records), default=0.0))
-    # A run may be active without a lock on this host: only rank 0's host has the lock.
+    # Without a lock on this host, the run may still be active: only the host of rank 0 has the lock.
     times = [record.windows[-1].time for record in records if record.windows]
     host = records[0].start.host if records else socket.gethostname()
     if outcome == KILLED and (host != socket.gethostname() or now - max([*times, time or 0.0]) < RECENT_S):
@@ -77,8 +79,8 @@ def find_run_state(run: Path, records: Sequence[WorkRecord], now: float) -> RunS
 
 
 def _read_last_outcome(run: Path, num_rows: int, start: float) -> str:
-    """Returns the outcome in the summary of the last start, or KILLED without such a summary. A summary with fewer steps than
-    `num_rows`, or older than `start`, belongs to an earlier start.
+    """Returns the outcome in the summary of the last start, or KILLED if it has none. A summary belongs to an earlier start if
+    it has fewer steps than `num_rows`, or is older than `start`, the time of the last start in seconds since the epoch.
     """
     try:
         content = json.loads((run / SUMMARY).read_text("utf-8"))
@@ -89,7 +91,7 @@ def _read_last_outcome(run: Path, num_rows: int, start: float) -> str:
 
 
 def describe_state(state: RunState, now: float) -> str:
-    """Returns a sentence that describes `state`. now: the time in seconds since the epoch."""
+    """Returns a sentence that describes `state`. now: the current time in seconds since the epoch."""
     ago = ""
     if state.time is not None:
         seconds = max(0.0, now - state.time)
@@ -109,12 +111,12 @@ def describe_state(state: RunState, now: float) -> str:
     return f"the run has ended: {state.state}; {progress}"
 
 
-_MAX_MESSAGE = 240  # limit of an error message in characters: those of C++ are long
+_MAX_MESSAGE = 240  # characters of an error message that are shown; messages from C++ can be very long
 
 _SHARED_CODES = frozenset(
     {"collective-failed", "ranks-differ", "stages-differ", "boundary-mismatch", "group-failed", "start-failed"}
 )
-"""Codes of errors that involve at least two ranks."""
+"""Codes of errors that another rank may have caused."""
 
 _EXPECTED_EXIT_CODES = frozenset(
     {EXIT_INTERRUPTED, EXIT_TERMINATED, *(128 + number for number in WARNING_SIGNALS), -signal.SIGTERM, -signal.SIGINT}
@@ -138,8 +140,9 @@ _UNKNOWN_REMEDY = "check the machine of that rank; the report of every rank is i
 
 @dataclass(frozen=True)
 class Verdict:
-    """Describes the cause of a failure. kind: a keyword. cause: a sentence. ranks: the ranks at fault; empty if two ranks
-    differ and either may be wrong. exchanges: the failed collectives or transfers, the likeliest first. step: 0 if unknown.
+    """Describes why an attempt failed. kind: a keyword for the cause. cause: a sentence. ranks: the ranks at fault; empty if
+    unknown, for example if two ranks differ and either may be wrong. exchanges: the exchanges that failed, the likeliest cause
+    first. step: the optimizer step, from 1; 0 if unknown. action, layer: where the rank was in the step; "" if unknown.
     """
 
     kind: str
@@ -153,7 +156,7 @@ class Verdict:
 
 
 def find_verdict(reports: AttemptReports) -> Verdict:
-    """Returns the verdict on one attempt from all of its reports."""
+    """Returns the verdict on one attempt from all its reports."""
     by_rank = {report.rank: report for report in reports.ranks}
     return (
         _find_error_verdict(by_rank)
@@ -166,7 +169,7 @@ def find_verdict(reports: AttemptReports) -> Verdict:
 
 
 def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict for the first rank that raised an error of its own, not one about other ranks; None without one."""
+    """Returns the verdict on the rank that first raised an error that no other rank caused; None without one."""
     errors = [report for report in by_rank.values() if report.kind != _STUCK and report.code not in _SHARED_CODES]
     if not errors:
         return None
@@ -179,7 +182,7 @@ def _find_error_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchReport | None) -> Verdict | None:
-    """Returns the verdict for a rank without a report that was killed, exited or did not answer its launcher; None without
+    """Returns the verdict on a rank without a report that was killed, exited, or did not respond to its launcher; None without
     one.
     """
     if launch is None:
@@ -189,7 +192,7 @@ def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchRepor
         for rank, code in sorted(launch.codes.items())
         if rank not in by_rank and rank not in launch.silent and code not in _EXPECTED_EXIT_CODES
     }
-    # A rank that native code aborted is the cause only if there is no other.
+    # A rank that native code aborted is named only if no other rank ended unexpectedly.
     for rank, code in sorted(codes.items(), key=lambda item: (item[1] == _ABORT_CODE, item[0] != launch.first)):
         signal_name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         end = f"was killed by {signal_name}" if code < 0 else f"exited with code {code} without a report"
@@ -204,7 +207,7 @@ def _find_launch_verdict(by_rank: Mapping[int, FaultReport], launch: LaunchRepor
 
 
 def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict for a rank that was stuck outside of any exchange; None if there is none."""
+    """Returns the verdict on a rank that was stuck outside any exchange; None without one."""
     for report in by_rank.values():
         if report.kind == _STUCK and report.wait is None:
             cause = f"rank {report.rank} did not reach the others: {report.message}"
@@ -213,7 +216,7 @@ def _find_busy_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict for ranks that ran different exchanges; None if they did not."""
+    """Returns the verdict on ranks that diverged; None if they did not."""
     divergence = find_divergence(by_rank)
     if divergence is None:
         return None
@@ -227,7 +230,7 @@ def _find_divergence_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | No
 
 
 def _find_missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
-    """Returns the verdict for an awaited rank that left no report; None if there is none."""
+    """Returns the verdict on a rank that others waited for and that left no report; None without one."""
     for rank in (rank for report in by_rank.values() for rank in find_late_ranks(report, by_rank)):
         if rank not in by_rank:
             cause = f"rank {rank} left no report: it was killed or stopped, or its machine is down"
@@ -236,7 +239,7 @@ def _find_missing_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict | None:
 
 
 def _build_fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns the verdict that only repeats the first report, if no other fits."""
+    """Returns a verdict that repeats the message of the first report, for use if no other verdict fits."""
     if not by_rank:
         return Verdict("unknown", "no rank has written a report", (), _UNKNOWN_REMEDY)
     first = min(by_rank.values(), key=lambda report: report.time)
@@ -245,9 +248,9 @@ def _build_fallback_verdict(by_rank: Mapping[int, FaultReport]) -> Verdict:
 
 
 def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: Mapping[int, FaultReport]) -> Verdict:
-    """Returns the verdict on a rank without a report, with the exchanges in which other ranks waited for it."""
+    """Returns the verdict `kind` on `rank`, with the exchanges in which other ranks waited for it."""
     waiting = [report for report in by_rank.values() if report.wait is not None and rank in report.wait.exchange.ranks]
-    # Exchanges with few members come first: the last exchange of a step includes all ranks.
+    # Exchanges with few members come first, since they say more than one with all ranks, such as the last of a step.
     waiting.sort(key=lambda report: (len(report.wait.exchange.ranks) if report.wait else 0, report.time))
     if not waiting:
         return Verdict(kind, cause, (rank,), remedy)
@@ -259,12 +262,12 @@ def _build_peer_verdict(rank: int, cause: str, kind: str, remedy: str, by_rank: 
 
 
 def _add_position(report: FaultReport, verdict: Verdict) -> Verdict:
-    """Returns the verdict with the step, the action and the layer of `report`."""
+    """Returns `verdict` with the step, the action and the layer of `report`."""
     return replace(verdict, step=report.step, action=report.pending, layer=report.layer)
 
 
 def describe_report(report: FaultReport) -> str:
-    """Returns one line: the rank's position in its step, its wait, and its error."""
+    """Returns one line about a report: the rank's position in its step, its wait, and its error."""
     stage = "" if report.stage is None else f" (stage {report.stage})"
     parts = [f"step {report.step}" if report.step else "before the first step"]
     if report.finished:

@@ -1,16 +1,16 @@
-"""The record of each rank's work and waits: one file of JSON lines per rank in the run's folder `work`. `train-cli doctor` and
-`train-cli report` find slow ranks in it. Imports no torch unless a run is recorded.
+"""Writes and reads the record of each rank's work and waits, from which `train-cli doctor` and `train-cli report` find slow
+ranks. It is one file of JSON lines per rank, in the folder `work` of the run. Imports no torch unless a run is recorded.
 
-rank-1.jsonl      a start, then a window of steps per line; another start if the run was started again
+rank-1.jsonl      a start, then one window of steps per line; another start if the run was started again
 
     entered F0.0 ──> waited ──> entered B0.0 ... ──> entered "the beginning of the step" ──> a sample
     samples ──> after a while a window
 
-Work is the time between two entries of the action list, without waits for other ranks. An entry costs two reads of a dict and
-one of the clock. Nothing is computed from samples until a window ends. A window has a twentieth of the steps so far, at least 8
-and at most 256 steps, so that all ranks have windows of the same steps, and a million steps have about 4,000 windows.
+Work is the time between two entries of the action list, without waits for other ranks. Recording an entry takes two reads of a
+dict and one of the clock; all else is computed when a window ends. A window has a twentieth of the steps so far, but at least 8
+and at most 256. So all ranks have windows of the same steps, and a million steps have about 4,000 windows.
 
-Times are measured on the host: on CUDA they are the time to launch an action's kernels, not to run them.
+Times are measured on the host. On CUDA they are the times to launch the kernels of an action, not to run them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from sley_core.data.feed import Feed
     from sley_core.engine.parts import Parts
 
-FORMAT = 2  # version of these files; other versions are not read
+FORMAT = 2  # the version of these files; files of other versions are not read
 
 
 class Location(StrEnum):
-    """Names the locations of work that is not part of an action.
+    """Names the kinds of work that are not part of an action.
 
-    DATA: the wait for the feed. MESSAGES: starting sends and receives. REDUCTION: the end of the gradients' reduction. UPDATE:
-    norm, clip and optimizer. DEVICE: the wait until the device has finished a step, which on CUDA includes waits for other
-    ranks. BETWEEN: the time between two steps (rows, checkpoints, listeners).
+    DATA: the wait for the feed. BEGINNING: the beginning of the step, before its first action. MESSAGES: starting sends and
+    receives. REDUCTION: the end of the reduction of gradients. UPDATE: norm, clipping and optimizer. DEVICE: the wait until the
+    device has finished a step, which on CUDA includes its waits for other ranks. BETWEEN: the time between two steps, for
+    metrics, checkpoints and listeners.
     """
 
     DATA = "data"
@@ -60,7 +61,7 @@ class Location(StrEnum):
 
 
 class Spread(NamedTuple):
-    """Holds the quartiles of a number over steps."""
+    """Holds the quartiles of a quantity over steps."""
 
     low: float
     median: float
@@ -72,11 +73,11 @@ ZERO_SPREAD = Spread(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Window:
-    """Holds the measurements of steps `first` to `last`, from 1. time: when the window was written, in seconds since the
-    epoch. seconds: the duration of a step.
+    """Holds the measurements of steps `first` to `last`; the first step of a run is 1. time: when the window was written, in
+    seconds since the epoch. seconds: the duration of a step.
 
-    work: seconds of work per step by location, without waits. `F0` is the forward of chunk 0 over all microbatches; B0, I0,
-    W0, C0 likewise. waits: seconds per step in which the host waits for other ranks.
+    work: seconds of work per step by location, without waits for other ranks. The location of an action is its kind and chunk:
+    `F0` is the forward of chunk 0, over all microbatches. waits: seconds per step in which the host waits for other ranks.
     """
 
     first: int
@@ -88,7 +89,7 @@ class Window:
 
     @property
     def working_s(self) -> float:
-        """Returns the seconds of work per step."""
+        """Returns the seconds of work per step, without the wait for the device."""
         return sum(spread.median for location, spread in self.work.items() if location != Location.DEVICE)
 
     @property
@@ -104,8 +105,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Start:
-    """Describes the rank that writes the file. time: seconds since the epoch. trained: the number of trainable elements in
-    weights that this rank has at least in part.
+    """Describes the start of the rank that writes the file. time: seconds since the epoch. trained: the number of elements in
+    the trainable weights that this rank holds at least in part.
     """
 
     rank: int
@@ -133,8 +134,8 @@ def format_line(entry: Start | Window) -> str:
 
 
 def read_records(run_folder: Path) -> list[WorkRecord]:
-    """Returns the records of all ranks of the newest start, in order of rank: a run may have been resumed with fewer ranks.
-    Skips damaged lines. Raises OSError if a file cannot be read.
+    """Returns the records of all ranks of the newest start, in order of rank. Leaves out ranks that existed only before the run
+    was resumed with fewer ranks. Skips damaged lines. Raises OSError if a file cannot be read.
     """
     root = run_folder / WORK
     paths = root.glob("rank-*.jsonl") if root.is_dir() else ()
@@ -147,8 +148,8 @@ def read_records(run_folder: Path) -> list[WorkRecord]:
 
 
 def read_record(path: Path) -> WorkRecord | None:
-    """Returns a rank's record since its last start, without windows that a resumed run repeated. Returns None
-    without a start.
+    """Returns a rank's record since its last start, or None if the file has no start. Leaves out windows that a resumed run has
+    repeated. Raises OSError if the file cannot be read.
     """
     start: Start | None = None
     windows: list[Window] = []
@@ -167,7 +168,7 @@ _STARTS, _WINDOWS = TypeAdapter(Start), TypeAdapter(Window)
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
-    """Yields the starts and windows in `lines`; skips lines that cannot be read."""
+    """Yields the starts and windows in `lines`. Skips lines that cannot be parsed."""
     for line in lines:
         try:
             content = json.loads(line)
@@ -180,16 +181,16 @@ def _parse_lines(lines: Iterable[bytes]) -> Iterator[Start | Window]:
             continue
 
 
-WINDOW_SHARE = 1 / 20  # the steps of a window: their share of the steps so far, and limits
-MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # quartiles of fewer steps mean little
+WINDOW_SHARE = 1 / 20  # the number of steps in a window, as a share of the steps so far
+MIN_WINDOW_STEPS, MAX_WINDOW_STEPS = 8, 256  # limits of that number; quartiles of fewer steps mean little
 
 
 @contextmanager
 def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Records the steps of a run in its folder `folder` while the context is active. Ranks do not wait for each other.
+    """Records the steps of a run in the run's folder `folder` within the block. Ranks do not wait for each other.
 
-    feed: the sample feed that a step waits for. notes: the run's notes. A file that cannot be written ends the
-    recording and adds a note.
+    feed: the feed of samples that steps wait for, or None. notes: the run's notes. If the file cannot be written, recording
+    ends, and a note is added.
     """
     start = Start(
         parts.world.rank,
@@ -212,8 +213,8 @@ def record_work(parts: Parts, feed: Feed | None, folder: Path, notes: list[str])
 
 
 class WorkRecorder:
-    """Measures the work and the waits of a run. feed: the sample feed that a step waits for. add: writes a line
-    to the file.
+    """Measures the work and the waits of this rank. feed: the feed of samples that steps wait for, or None. add: a function
+    that writes a line to the file.
     """
 
     def __init__(self, parts: Parts, feed: Feed | None, add: Callable[[str], None]) -> None:
@@ -223,7 +224,7 @@ class WorkRecorder:
         from sley_core.comm import progress as entries
 
         self._beginning = entries.BEGINNING
-        # By entry, as far as it is known. Any other string belongs to an evaluation.
+        # The locations of known entries. `on_entry` adds actions, transfers, and other strings, which belong to an evaluation.
         self._locations: dict[object, str] = {
             entries.BEGINNING: Location.BEGINNING,
             entries.REDUCTION: Location.REDUCTION,
@@ -234,7 +235,7 @@ class WorkRecorder:
         self._location: str = Location.BETWEEN
         self._entry_start = self._step_start = time.perf_counter()
         self._step = self._last = self._num_steps = self._num_window_steps = 0
-        # The current step: its seconds of work by location, and the seconds in which the host waits for other ranks.
+        # The current step's seconds of work by location, and of the host's waits for other ranks.
         self._work_s, self._wait_s = defaultdict[str, float](float), 0.0
         self._samples: list[tuple[float, float, Mapping[str, float]]] = []  # seconds, waits and work of the window's steps
 
@@ -264,13 +265,13 @@ class WorkRecorder:
             self._end_step(time_s, was_taken=previous_location in (Location.BETWEEN, Location.EVALUATION))
 
     def on_wait(self, turn: Turn, since: float) -> None:
-        """Records the end of a wait in an exchange that began at time `since`."""
+        """Records the end of a wait in an exchange. since: when the wait began, by `time.perf_counter`."""
         seconds = time.perf_counter() - since
         self._entry_start += seconds
         self._wait_s += seconds
 
     def _end_step(self, time_s: float, *, was_taken: bool) -> None:
-        """Ends the sample of the previous step, if that step was taken, and starts the next sample."""
+        """Adds the sample of the previous step, if it was completed (`was_taken`), and starts the sample of the next step."""
         if was_taken and self._step:
             data_s = min(self._feed.wait_s if self._feed else 0.0, self._work_s[Location.BETWEEN])
             self._work_s[Location.BETWEEN] -= data_s
@@ -286,7 +287,7 @@ class WorkRecorder:
         self._step_start = time_s
 
     def _write(self) -> None:
-        """Writes the samples so far as a window; does nothing without samples."""
+        """Writes the samples since the last window as a window. Does nothing without samples."""
         if not self._samples:
             return
         seconds, waits, works = zip(*self._samples, strict=True)
@@ -299,31 +300,31 @@ class WorkRecorder:
 
 
 def _find_location(entry: object) -> str:
-    """Returns the location of an action list entry: the type and chunk of an action, messages, or an evaluation."""
+    """Returns the location of an entry: the kind and chunk of an action, MESSAGES for a transfer, else EVALUATION."""
     if isinstance(entry, Action):
         return f"{entry.kind.value}{entry.chunk}"
     return Location.MESSAGES if isinstance(entry, Transfer) else Location.EVALUATION
 
 
 def compute_quartiles(values: Iterable[float]) -> Spread:
-    """Returns the quartiles of one or more `values`, without interpolation."""
+    """Returns the quartiles of `values` without interpolation, rounded to 7 decimals. There must be at least one value."""
     ordered = sorted(values)
     return Spread(*(round(ordered[round((len(ordered) - 1) * share)], 7) for share in (0.25, 0.5, 0.75)))
 
 
 class WorkFile:
-    """Appends lines to a file until a write fails; the reason is then added to `notes`.
+    """Appends lines to a file until a write fails, which adds the reason to `notes`.
 
-    The file is created with the first line: a run that fails earlier leaves a folder that the next run may use.
+    The file is created with its first line, so a run that fails earlier leaves a folder that the next run may use.
     """
 
     def __init__(self, path: Path, start: Start, notes: list[str]) -> None:
         self._path, self._notes = path, notes
-        self._head = "\n" + format_line(start)  # also ends a line that an earlier start may have written in part
+        self._head = "\n" + format_line(start)  # also ends a line that an earlier start may have left incomplete
         self._is_over = False
 
     def add(self, text: str) -> None:
-        """Appends the line `text`."""
+        """Appends `text`, which is a line with its line break."""
         if self._is_over:
             return
         try:
