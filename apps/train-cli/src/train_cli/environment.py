@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 START_FILE = "start.json"
+"""The name of the file with the start record in a run folder."""
 
 _ENTRY_POINT_GROUPS = ("[sley.plugins]", "[sley.commands]")
 _VARIABLE_PREFIXES = ("SLEY_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "MALLOC_")
@@ -50,14 +51,14 @@ def cgroup_cores(root: Path) -> float:
     limits = [math.inf]
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            with suppress(OSError, ValueError):  # there is no such file, or its limit is "max"
+            with suppress(OSError, ValueError):  # the file does not exist, or its limit is "max"
                 quota, period = map(float, (root / "sys/fs/cgroup" / group / "cpu.max").read_text("utf-8").split())
                 limits.append(quota / period)
     return min(limits)
 
 
 def machine_info(*, names_gpus: bool = True) -> dict[str, Any]:
-    """Returns the platform, Python, cores, versions of torch and Sley's packages, GPUs and environment variables, by name.
+    """Returns the platform, cores, GPUs, environment variables, and versions of Python, torch and Sley's packages, by name.
 
     names_gpus: whether to list GPUs, which creates a CUDA context in this process.
     """

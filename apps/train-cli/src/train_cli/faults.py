@@ -1,13 +1,13 @@
-"""Explains errors as diagnostics, passes the fault of a rank to its launcher, and finds the rank that failed first.
+"""Turns errors into diagnostics, passes the fault of a rank to its launcher, and finds the rank that failed first.
 
-When a rank dies, its peers see their connections close and fail too, and the agent terminates the remaining ranks. Only the
-first failure is shown. `find_cause` tries these candidates in turn:
+When a rank dies, its peers lose their connections and fail too, and the launcher terminates the remaining ranks. Only the
+first failure is shown. `find_cause` looks for a rank that failed in one of these ways, in this order:
 
-    a rank died of a signal, exited without a report, or reported an error of its own                     the first of them
-    a rank was aborted by C++: the cause, if only its connections failed elsewhere
-    a rank raised KeyboardInterrupt without a signal to the job
-    a rank did not end when it was asked to, while other ranks waited for it
-    a wait for others failed                                                                               the first of them
+    it died of a signal other than SIGABRT, exited without a report, or reported an error of its own        the first of them
+    it died of SIGABRT, which may also be the consequence of a peer's failure                               the first of them
+    it raised KeyboardInterrupt although no signal reached the job
+    it did not end when it was asked to, while other ranks waited for it
+    its wait for other ranks failed                                                                         the first of them
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _SLEY_MODULES = frozenset(
 _LIBRARIES = frozenset(
     {"torch", "numpy", "pydantic", "pydantic_core", "pluggy", "tomli", "tomli_w", "packaging", "typer", "click", "rich"}
 )
-"""Libraries of Sley. An error in them, in Sley or in Python's own library is reported at the innermost frame of other code."""
+"""The libraries that Sley uses. An error in them, in Sley or in the standard library is reported at the innermost frame of
+other code.
+"""
 
 _DISK_HINTS = {
     errno.ENOSPC: "the disk is full: free some space, or choose another `run.folder`",
@@ -58,7 +60,7 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 class Fault:
     """The diagnostics of a failure and the exit code. Without diagnostics nothing is printed, as after Ctrl-C.
 
-    trace: the full traceback. is_unexpected: whether torchrun shows the traceback in place of the message.
+    trace: the full traceback. is_unexpected: whether the error is no SleyError, so that torchrun shows its traceback.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -113,9 +115,9 @@ def _diagnose_error(error: Exception) -> Diagnostic:
 
 
 def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[Place | None, str | None]:
-    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin, or None.
+    """Returns the place and source line of the innermost frame in user code, such as a model, dataset or plugin.
 
-    frames: the outermost first. lines: the line number of each frame.
+    Returns (None, None) if no frame is in user code. frames: the outermost first. lines: the line number of each frame.
     """
     for frame, line in reversed([*zip(frames, lines, strict=True)]):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -127,7 +129,7 @@ def _find_user_code(frames: Sequence[FrameType], lines: Sequence[int]) -> tuple[
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable with the path of a rank's error file, from torchrun or a local launch."""
+"""The environment variable with the path of a rank's error file, which torchrun or a local launch sets."""
 
 _REPORT_KEY = "sley"
 
@@ -135,8 +137,8 @@ _PEER_FAILURE_CODES = frozenset({"collective-failed", "rendezvous-failed", "grou
 """The error codes that ranks report when a peer has ended."""
 
 _PEER_FAILURE_DELAY_S = 10
-"""Seconds added to the time of such a report. torchrun shows the rank with the earliest report, in whole seconds, and notices a
-death only after the dead rank's peers have reported.
+"""Seconds added to the time of a report with a code of `_PEER_FAILURE_CODES`. torchrun shows the rank with the earliest report,
+in whole seconds, and notices a death only after the dead rank's peers have reported.
 """
 
 _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
@@ -144,11 +146,11 @@ _BUSY_CODE, _WAITING_CODE = "rank-late", "rank-waiting"
 
 
 def write_report(fault: Fault) -> None:
-    """Writes this rank's fault into the file that torchrun or the local launcher reads. Does nothing without such a file, or if
-    the file has a fault already.
+    """Writes this rank's fault into the file that torchrun or the local launcher reads. Does nothing if the launcher reads no
+    such file, or if the file exists.
 
     The path and format are those of torchelastic's `record`, so that torchrun names the rank that failed first. The key `sley`
-    has the diagnostics, which the local launcher prints once. The file is written completely or not at all.
+    has the diagnostics, which the local launcher prints once. The file is written completely or, after an OSError, not at all.
     """
     name = os.environ.get(ERROR_FILE_VARIABLE)
     if not name or Path(name).exists():
@@ -169,7 +171,9 @@ def write_report(fault: Fault) -> None:
 
 
 def write_stuck_report() -> Diagnostic:
-    """Writes and returns the report of a rank that was asked to end and cannot. The report names the main thread's place."""
+    """Writes the report of a rank that was asked to end and cannot. Returns its diagnostic, which names the line of user code
+    that the main thread executes.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     trace = "".join(traceback.format_stack(frame)) if frame else ""
     frames = [outer_frame for outer_frame, _ in traceback.walk_stack(frame)][::-1] if frame else []
@@ -199,7 +203,7 @@ _SIGNAL_EXIT_CODES = frozenset(
 )
 
 _REPORT_LEAD_S = 2.0
-"""Seconds by which the launcher notices a death later than peers may report its consequences."""
+"""Seconds subtracted from the time at which the launcher notices a death, since peers may report its consequences earlier."""
 
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "the process was killed from outside: look for the OOM killer in `dmesg`",
@@ -216,8 +220,8 @@ _SIGNAL_HINTS: dict[int, str] = {
 class FailedRank:
     """A rank that has failed.
 
-    code: its exit code; negative for a signal. fault: None without a report. failed_at_s: the time of its failure in seconds
-    since the epoch, estimated if there is no report.
+    code: its exit code; negative for a signal. fault: the fault that it reported, or None. failed_at_s: the time of its failure
+    in seconds since the epoch, estimated if there is no report.
     """
 
     rank: int
@@ -227,7 +231,7 @@ class FailedRank:
 
     @classmethod
     def read(cls, rank: int, code: int, error_file: Path) -> FailedRank:
-        """Returns a rank that has just ended with `code`, with the report in `error_file` if there is one."""
+        """Returns the rank, which has just ended with exit code `code`. error_file: the path of its report, if it wrote one."""
         with suppress(OSError, ValueError):
             if report := read_report(json.loads(error_file.read_text("utf-8"))):
                 return cls(rank, code, *report)
@@ -241,8 +245,8 @@ class FailedRank:
 def find_cause(ranks: Sequence[FailedRank], size: int, killed_states: Mapping[int, str] = MappingProxyType({})) -> Fault:
     """Returns one fault for a run of `size` ranks from its failed `ranks`, of which there must be at least one.
 
-    killed_states: the process state of each rank that had to be killed. Ranks that only obeyed a signal are not blamed; if all
-    ranks did, the fault has no diagnostics and their exit code.
+    killed_states: a description of the process state of each rank that had to be killed. Ranks that only obeyed a signal are
+    not blamed; if all did, the fault has no diagnostics and has their exit code.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     assert ranks, "no rank failed"
@@ -273,7 +277,7 @@ def find_cause(ranks: Sequence[FailedRank], size: int, killed_states: Mapping[in
 
 
 def _describe_failed_rank(first: FailedRank, failed: Sequence[FailedRank], size: int) -> Fault:
-    """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same."""
+    """Returns the fault of the rank that failed first. Its messages name the rank, unless all ranks report the same fault."""
     label = f"rank {first.rank} of {size}"
     if first.fault is not None:
         num_equal = sum(rank.fault is not None and rank.fault.diagnostics == first.fault.diagnostics for rank in failed)

@@ -1,7 +1,7 @@
-"""Builds the model and calls its layers on meta before any process starts, to find wrong shapes and dtypes.
+"""Builds the model and calls its layers on the meta device before any rank starts, to find wrong shapes and dtypes.
 
-A run would find the same mistakes in its first step. Notes list the layers that cannot run on meta, for example because their
-forward reads values.
+Otherwise a run would find these mistakes only in its first step. Notes list the layers that cannot run on meta, for example
+because their forward reads values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def check_model(plan: Plan, world: int, *, calls_layers: bool = False) -> list[str]:
-    """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without memory or peers.
+    """Assembles rank 0 of `world` ranks in a fake world, with the code of a run but without tensor memory or peers.
 
     calls_layers: whether to call all layers and the loss on meta too. Returns notes: the number of parameters and, with
-    `calls_layers`, the host memory of first values and the parts that were not checked.
+    `calls_layers`, the host memory of the initial values and the parts that were not checked.
 
     Raises the errors of `assemble` and `check_layers`, and RunError "no-device" if the plan asks for CUDA and there is none.
     """
@@ -92,7 +92,7 @@ def _describe_host_memory(model: Model, ranks_per_host: int) -> list[str]:
 
 
 def _describe_sharding(plan: Plan, run: Run) -> list[str]:
-    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and the largest other parameter."""
+    """Returns a note on the share of the first stage's parameters that `[weights]` shards, and on the largest unsharded one."""
     if plan.parallel.wp == 1 or plan.weights is None:
         return []
     numels = {param.name: prod(param.shape) for param in run.registry}
@@ -105,11 +105,11 @@ def _describe_sharding(plan: Plan, run: Run) -> list[str]:
 
 
 def meta_micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a microbatch of the plan's data on meta, as for the first rank of `sp`: {field: [micro_size, ...]}.
+    """Returns a microbatch of the plan's data on meta, {field: [micro_size, ...]}, with the slice of coordinate 0 on axis `sp`.
 
-    A dataset of a record whose sequences have one length is not read: `cu_seqlens` has one document, and other fields without
-    a sequence dim are omitted. For other datasets the first sample is read. Raises ValueError for a stream of the latter kind,
-    and the errors of the user's dataset.
+    If a plugin's dataset declares a sequence length, it is not read: `cu_seqlens` has one document, and other fields without a
+    sequence dim are omitted. Otherwise the first sample is read. Raises ValueError for a stream that would have to be read, and
+    the errors of the user's dataset.
     """
     batch = micro_batch(plan, dataset)
     declared = {name: field for name, field in dataset.info.fields.items() if name in batch}
@@ -142,7 +142,7 @@ def meta_output(layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Tensor
 
 
 def micro_batch(plan: Plan, dataset: AnyDataset) -> dict[str, Tensor]:
-    """Returns a microbatch of full sequences on the host, as described at `meta_micro_batch`."""
+    """Returns the microbatch of `meta_micro_batch` on the host, before its sequences are sliced for `sp`."""
     info, size = dataset.info, plan.batch.micro_size
     if plan.data.record is not None and info.sequence is not None:
         lengths = {name: info.sequence for name, field in info.fields.items() if field.sequence_dim is not None}
@@ -163,20 +163,24 @@ _DEVICE_ERROR = re.compile(
     r"|mat_a|grouped|stateless api|jit",
     re.IGNORECASE,
 )
-"""Matches errors that the same call with real tensors might not raise."""
+"""Matches the messages of errors that the same call with real tensors might not raise."""
 
 _LAYER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-"""The exceptions that wrong shapes, types and arguments raise. An AssertionError may come from reading a value."""
+"""The exceptions that wrong shapes, types and arguments raise. AssertionError is not one of them, since reading a value on meta
+may raise it.
+"""
 
 _LOSS_ERRORS = (RuntimeError, ValueError, IndexError)
-"""Like `_LAYER_ERRORS`, for a loss, which may lack attributes that its `weight` or `attach` sets: neither is called here."""
+"""Like `_LAYER_ERRORS`, but for a loss. AttributeError and TypeError are not among them: the loss may lack attributes that its
+methods `weight` and `attach` set, which are not called here.
+"""
 
 
 def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
     """Calls the layers and the loss on a microbatch on meta. Returns a note on the part that was not checked, or None.
 
-    model: a model on meta, which must not be used again. Raises PlanError "layer-fails" with the layer's name and inputs,
-    "model-buffer-written" for running statistics, "loss-fails", and the loss's own errors.
+    model: a model on meta, which must not be used again. Raises PlanError: "layer-fails" with the layer's name and inputs,
+    "model-buffer-written" if a layer updates running statistics, "loss-fails", or the loss's own errors.
     """
     try:
         fields = meta_micro_batch(plan, dataset)
@@ -209,7 +213,7 @@ def check_layers(plan: Plan, model: Model, dataset: AnyDataset) -> str | None:
 
 
 def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | None:
-    """Calls the loss on meta. Returns a note if the loss cannot run on meta. Raises PlanError "loss-fails"."""
+    """Calls the loss on meta. Returns a note if it cannot run there. Raises PlanError: "loss-fails" or the loss's own."""
     loss = plan.loss.build()
     try:
         with torch.device("meta"):
@@ -226,7 +230,7 @@ def _check_loss(plan: Plan, output: Any, fields: Mapping[str, Tensor]) -> str | 
 
 
 def _is_certain(error: Exception, error_types: tuple[type[Exception], ...]) -> bool:
-    """Returns whether a call with real tensors raises the same error."""
+    """Returns whether a call with real tensors would raise the same error."""
     is_expected = isinstance(error, error_types) and not isinstance(error, NotImplementedError)
     return is_expected and not _DEVICE_ERROR.search(str(error))
 
@@ -240,7 +244,8 @@ def _describe_value(value: Any) -> str:
 def _find_written_statistics(layer: Layer, state: Mapping[str, Tensor]) -> list[tuple[str, nn.Module]]:
     """Returns the name and module of each running statistic that a call of `layer` has written.
 
-    state: the buffers of the call, which were new. torch increments only the version of the batch counter.
+    state: the buffers that were passed to the call, whose versions were 0 before it. On meta, torch increments only the version
+    of `num_batches_tracked`, so that buffer stands for all statistics of its module.
     """
     return [
         (f"{layer.name}.{prefix}{attribute}", module)

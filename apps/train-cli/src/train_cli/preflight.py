@@ -1,6 +1,6 @@
 """Starts a rank under a launcher: checks the environment, joins the other ranks, and prints each failure once.
 
-environment ──> refused if a process has no rank, or the world is smaller than the number of started processes
+environment ──> refused if a process has no rank, or if WORLD_SIZE is smaller than the number of started processes
 plan        ──> rendezvous: all ranks have the same plan and versions, or none starts
 failure     ──> reported to the other ranks, which end at once
 """
@@ -24,27 +24,29 @@ if TYPE_CHECKING:
     from train_cli.rendezvous import Rendezvous
 
 PREFLIGHT = "preflight"
-"""The error code of a start that all ranks refuse."""
+"""The error code of ranks that cannot start together."""
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "task", "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID, WORLD_SIZE=$SLURM_NTASKS"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "process", "RANK=$OMPI_COMM_WORLD_RANK, ..., WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"),
     "PET_NNODES": ("the TrainJob", "pod", "nothing: its command must be `torchrun -m train_cli run PLAN`"),
 }
-"""The name of a launcher, its term for a process, and the variables that a process needs, by the variable in which the launcher
-sets the number of processes.
+"""For each launcher, keyed by the environment variable in which it sets the number of processes: its name, its term for a
+process, and the variables that a process needs.
 """
 
 _NOTIFICATION_TIMEOUT_S = 30.0
-"""Seconds for which a rank that cannot start tries to notify rank 0, which may arrive later."""
+"""Seconds for which a rank that cannot start tries to reach rank 0, which may start later."""
 
 _EXIT_DELAY_S = 3.0
-"""Seconds after which a rank exits if another rank prints the same error: a launcher ends all ranks after the first exit."""
+"""Seconds by which a rank delays its exit if another rank prints the error, since a launcher ends all ranks after the first
+exit.
+"""
 
 
 def check_launcher_variables(environ: Mapping[str, str]) -> None:
-    """Raises UsageError "no-ranks" if a launcher has started more processes than `environ` has ranks. Each process would be a
-    separate run, and only one of them could use the run folder.
+    """Raises UsageError "no-ranks" if only one of RANK and WORLD_SIZE is set, or if a launcher has started more processes than
+    WORLD_SIZE. Otherwise each process would be a separate run, and only one of them could use the run folder.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
         name, missing_name = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
@@ -65,10 +67,12 @@ def check_launcher_variables(environ: Mapping[str, str]) -> None:
 
 
 class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
-    """Prints an error of its block, writes the report for the launcher, and raises SystemExit in place of the error.
+    """A context manager that turns an error of its block into SystemExit. It prints the error and writes a report for the
+    launcher.
 
-    An error before `is_training` is set occurs on all ranks, or only on this rank before it joins the others. The first rank of
-    each host prints it, and the other ranks receive it. settings: None in a local launch, whose launcher prints errors.
+    Until `is_training` is set, an error occurs on all ranks, or keeps this rank from joining the others. Only the first rank of
+    each host prints such an error, and this rank sends it to the others. settings: None in a local launch, whose launcher
+    prints errors.
     """
 
     def __init__(self, rank: int, settings: Settings | None = None) -> None:
@@ -100,8 +104,8 @@ class RankErrorReporter(AbstractContextManager["RankErrorReporter"]):
 
 
 def _has_remote_peers() -> bool:
-    """Returns whether this rank meets others over the network. False for a single rank, and in a local launch, which has
-    checked everything and uses a store on this machine.
+    """Returns whether this rank meets other ranks over the network. False for a single rank, and in a local launch, whose
+    launcher has checked the plan and whose store is on this machine.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" not in os.environ or not size.isdecimal() or int(size) == 1 or has_launcher():
@@ -112,7 +116,7 @@ def _has_remote_peers() -> bool:
 
 
 def open_rendezvous(plan: Plan) -> Rendezvous | None:
-    """Checks that all ranks have the same plan and versions, and returns their rendezvous; None without remote peers.
+    """Checks that all ranks have the same plan and versions, and returns their rendezvous. Returns None without remote peers.
 
     Raises RunError "preflight" on all ranks, or only on this rank if it does not find the others.
     """

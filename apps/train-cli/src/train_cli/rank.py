@@ -80,11 +80,11 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
             return signal_handler.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
         with load_recorder().record_steps(run.parts, run.feed, folder, run.notes):
-            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # all ranks have loaded one checkpoint
+            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # the same on all ranks, as is the checkpoint
                 _print_finished(run, _save_final_weights(run, folder))
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
-                run.check_weights_folder(folder / WEIGHTS)  # now, rather than after all steps
+                run.check_weights_folder(folder / WEIGHTS)  # fails now rather than after the last step
             totals = RunTotals()
             reporter = _start_reporter(run, folder, totals, resume) if run.world.rank == 0 else None
             try:
@@ -107,16 +107,16 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
 def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tuple[Run, SignalHandler]]:
     """Joins the world and assembles the run for the block. Yields the run, and the handler of signals.
 
-    folder: the run folder, which gets this rank's report if it fails. writes: whether the run writes its files there.
+    folder: the run folder, in which this rank reports a failure. writes: whether the run also writes its other files there.
     """
-    gc.freeze()  # else each collection would search all modules, for half a second
+    gc.freeze()  # else each collection would search all modules, which takes half a second
     gc.enable()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores():
-        torch.set_num_threads(num_cores())  # torch counts the machine's cores, of which a container may use fewer
+        torch.set_num_threads(num_cores())  # torch counts all cores of the machine, even if a container may use fewer
     worlds: list[World] = []
 
     def report_stuck() -> None:
-        """Reports the place of this rank, which was asked to end and cannot, to the launcher and in the run folder."""
+        """Reports, to the launcher and in the run folder, where this rank hangs after it was asked to end."""
         diagnostic = write_stuck_report()
         for world in worlds:
             load_recorder().report_stuck(folder, world, diagnostic)
@@ -152,7 +152,7 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
     reporter of its steps. Only rank 0 calls this.
     """
     (folder / SUMMARY).unlink(missing_ok=True)  # left by an earlier attempt
-    resolved = run.resolved_plan  # has the values that come from the data
+    resolved = run.resolved_plan  # also has the values that the data determine
     write_plan(resolved, folder)
     copy_run_files(resolved, folder)
     write_start_record(folder, resolved, names_gpus=run.world.device.torch_device.type == "cuda")
@@ -171,7 +171,9 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
 
 
 def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
-    """Returns a reader of a compiled run's rows. It adds notes on the first step's graphs, and on later steps that compile."""
+    """Returns a function that reads the rows of a compiled run. It adds to `notes` the number of graphs that the first step
+    compiled, and each later step, from the fourth, that compiled again.
+    """
     num_steps = 0
     known_ids: set[str] = set()
 
@@ -190,7 +192,7 @@ def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], Non
 
 
 def _print_finished(run: Run, weights: Path | None) -> None:
-    """Prints on rank 0 that the run has finished. weights: the folder of its final weights, if any."""
+    """Prints on rank 0 that the run has finished. weights: the folder of its final weights, or None if it has none."""
     if run.world.rank == 0:
         location = f"; the weights are in {weights}" if weights else ""
         message, key = f"the run has finished all {run.plan.run.steps} steps", "run.steps"
@@ -200,7 +202,7 @@ def _print_finished(run: Run, weights: Path | None) -> None:
 
 
 def _save_final_weights(run: Run, folder: Path) -> Path | None:
-    """Saves the final weights and returns their folder; None if the plan has `final_weights = "none"` or no step was taken."""
+    """Saves the final weights and returns their folder. Returns None if `final_weights` is "none" or no step was taken."""
     precision = run.plan.run.final_weights
     if precision == "none" or run.num_steps_done == 0:
         return None

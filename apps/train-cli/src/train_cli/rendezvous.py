@@ -4,7 +4,7 @@ collective, they compare their plans and versions in the store at MASTER_ADDR. A
     rank 0      info ──> "first"                   all ranks have arrived, or the time is over ──> "verdict" ──> all ranks
     rank n      compares its info with "first" ──> "rank n", or, if it differs or cannot start, "verdict"
 
-The first verdict counts. When the time limit is over, the verdict lists the missing ranks and the hosts that have arrived.
+Only the first verdict counts. When the time limit is over, the verdict lists the missing ranks and the hosts that have arrived.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from train_cli.faults import Fault
 from train_cli.preflight import PREFLIGHT
 
 RESPONSE_TIMEOUT_S = 8.0
-"""Seconds for an operation that fails permanently if it takes longer: resolving a name, opening a port, a store's answer."""
+"""The time limit, in seconds, of an operation that a longer wait would not help: resolving a name, opening a port, or an answer
+of the store.
+"""
 
 ARRIVAL_GRACE_S = 10.0
 BUILD_GRACE_S = 60.0
-"""Seconds for which rank 0 keeps its store after a failure, so that ranks that arrive, or build, can read the reason."""
+"""Seconds for which rank 0 keeps its store after a failure, so that the other ranks can read the reason: those that are still
+arriving (`ARRIVAL_GRACE_S`), or building their model (`BUILD_GRACE_S`).
+"""
 
 _POLL_S, _MAX_POLL_S, _RETRY_S = 0.02, 0.3, 0.3
 
@@ -51,7 +55,7 @@ _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""The part of the message about missing ranks that states what they did not do, and a hint."""
+"""Each has the part of a message that states what the missing ranks did not do, and the hint."""
 
 
 @dataclass
@@ -59,8 +63,8 @@ class Rendezvous:
     """One rank at the rendezvous.
 
     timeout_s: the time limit of a wait for ranks. ends_store: whether the store may end soon after this process. job: the
-    launcher's name for this run, which distinguishes runs at one port. num_rounds: the number of completed rounds, in each of
-    which all ranks have agreed. process: a random name, since an earlier process of the rank may have had the same pid.
+    launcher's name for this run, which distinguishes runs that use the same port. num_rounds: the number of completed rounds,
+    in each of which all ranks have agreed. process: a random id, since a pid may occur twice.
     """
 
     rank: int
@@ -87,7 +91,7 @@ class Rendezvous:
             hint = "set both to the same values on all hosts, the host of rank 0 and a free port on it"
             raise _preflight_error(f"MASTER_ADDR = {address!r}, MASTER_PORT = {port!r}", hint)
         if _is_loopback(address) and int(environ.get("LOCAL_WORLD_SIZE", size)) < size:
-            timeout_s = min(timeout_s, RESPONSE_TIMEOUT_S)  # a loopback address never connects several hosts
+            timeout_s = min(timeout_s, RESPONSE_TIMEOUT_S)  # a loopback address cannot connect several hosts
         serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _open_store(address, int(port), size, timeout_s, serves=serves)
         job = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
@@ -99,8 +103,8 @@ class Rendezvous:
     def agree(self, info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> None:
         """Compares `info`, values by name, with that of rank 0. Returns when all ranks have arrived and agree.
 
-        details: the parts of a value by the name of the value, for messages. Raises RunError "preflight" on all ranks, with the
-        rank that differs, its host, its value and a hint.
+        details: for some names in `info`, the parts of that value by name, so that messages show only those that differ. Raises
+        RunError "preflight" on all ranks, with the rank that differs, its host, its value and a hint.
         """
         if self.rank == 0:
             first = self._identity | {"info": {**info}, "details": {**details}}
@@ -116,7 +120,7 @@ class Rendezvous:
     @contextmanager
     def all_or_none(self, timeout_s: float) -> Iterator[None]:
         """Returns a context manager that all ranks leave together. If the block raises on a rank, that rank raises its error,
-        and the others raise RunError "preflight". timeout_s: the time limit of the wait for ranks in the block.
+        and the others raise RunError "preflight". timeout_s: the time limit of the wait at the end of the block.
         """
         try:
             yield
@@ -128,7 +132,7 @@ class Rendezvous:
         self._end_round(_BUILD_TEXTS, timeout_s)
 
     def report_failure(self, diagnostic: Diagnostic) -> None:
-        """Sends the reason why this rank cannot start to all ranks. Rank 0 waits until they have read it, or a time limit."""
+        """Tells all ranks why this rank cannot start. Rank 0 waits until they have read the reason, or until a time limit."""
         try:
             if self.rank == 0 and not self.num_rounds:
                 self._write_once("first", self._identity)
@@ -139,7 +143,7 @@ class Rendezvous:
             self._write_once("verdict", {"message": message, "hint": diagnostic.hint})
             self._acknowledge_failure(self.size - 1)
         except RunError:
-            return  # nothing listens there, or another run does
+            return  # there is no store, or it belongs to another run
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class Rendezvous:
         return first
 
     def _compare(self, first: dict[str, Any], info: Mapping[str, str], details: Mapping[str, Mapping[str, str]]) -> Verdict:
-        """Returns a verdict with the difference if this rank differs from rank 0, else {}. first: the info of rank 0."""
+        """Returns a verdict that names the first difference from rank 0, or {} if there is none. first: the info of rank 0."""
         rank, rank_0 = f"rank {self.rank} on {self.host}", f"rank 0 on {first['host']}"
         if self.rank >= self.size:
             message = f"a process on {self.host} has RANK {self.rank}, but WORLD_SIZE is {self.size}"
@@ -184,7 +188,7 @@ class Rendezvous:
     def _end_round(self, texts: tuple[str, str], timeout_s: float) -> None:
         """Waits for the verdict, which rank 0 writes when all ranks have arrived or the time is over.
 
-        texts: for a message about missing ranks. Raises RunError "preflight" if the verdict is a failure.
+        texts: `_ARRIVAL_TEXTS` or `_BUILD_TEXTS`. Raises RunError "preflight" if the verdict is a failure.
         """
         num_readers = self.size - 1
         if self.rank == 0:
@@ -247,7 +251,7 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raises RunError "preflight" in place of torch's errors: the process that serves the store has ended."""
+        """Turns torch's errors, which mean that the process that serves the store has ended, into RunError "preflight"."""
         try:
             yield
         except RuntimeError as error:
@@ -272,8 +276,8 @@ def _reused_store_error() -> RunError:
 
 
 def _poll_until(timeout_s: float) -> Iterator[None]:
-    """Yields at once, and then at growing intervals until `timeout_s` are over. `store.wait` would block in C, where Python
-    handles no signals.
+    """Yields at once, and then at growing intervals until `timeout_s` seconds have passed. Used in place of `store.wait`, which
+    blocks in C, where Python handles no signals.
     """
     until, pause_s = time.monotonic() + timeout_s, _POLL_S
     yield
@@ -306,7 +310,7 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
             return _tcp_store(address, port, size, serves)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
-            is_unknown = isinstance(error, socket.gaierror)  # names of pods are known a little after the pods start
+            is_unknown = isinstance(error, socket.gaierror)  # the name of a pod may resolve only some time after the pod starts
             limit_s = RESPONSE_TIMEOUT_S if is_unknown else limit_s
             # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
             num_silent += has_answered and isinstance(error, TimeoutError)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FAULTS = "faults"
 WORK = "work"
-"""The folders in a run folder that a recorder writes: failure reports, and each rank's work."""
+"""The subfolders of a run folder that the recorder writes: failure reports, and a record of each rank's work."""
 
 _LOCK = ".lock"
 
@@ -53,14 +53,15 @@ class RunRecorder:
         """Reports that this rank failed with `error`, before cleanup. diagnostic: the error as the user sees it."""
 
     def report_stuck(self, folder: Path, world: World, diagnostic: Diagnostic) -> None:
-        """Reports the place of a rank that was asked to end and did not end; called in a second thread."""
+        """Reports where a rank hangs that was asked to end. Called in another thread."""
 
     def report_launch(
         self, folder: Path, world: int, codes: Mapping[int, int], silent: Mapping[int, str], first: int | None
     ) -> None:
-        """Reports how the `world` ranks of a local launch ended, after one failed. first: the rank that ended first.
+        """Reports how the `world` ranks of a local launch ended, after at least one failed.
 
-        codes: the exit codes by rank, negative for signals. silent: the states, by rank, of ranks that had to be killed.
+        codes: the exit codes of the failed ranks, negative for signals. silent: the process states of the ranks that had to be
+        killed, by rank. first: the rank that failed first, or None if it is not known.
         """
 
     def delete_reports(self, folder: Path) -> None:
@@ -69,7 +70,7 @@ class RunRecorder:
 
 @cache
 def load_recorder() -> RunRecorder:
-    """Returns the recorder of sley-doctor if that is installed, else one that records nothing."""
+    """Returns the recorder of sley-doctor if that package is installed, else one that records nothing."""
     if find_spec("sley_doctor") is None:
         return RunRecorder()
     doctor_recorder: RunRecorder = import_module("sley_doctor.fault_report").DoctorRecorder()
@@ -85,10 +86,10 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """A lock on `folder`, which is created if it is missing. Raises FolderInUseError, and OSError if it cannot be written.
+    """A lock on `folder`, which is created if it is missing.
 
-    The lock is flock(2) on a file, so the file of a killed run locks nothing. On file systems without such locks, nothing is
-    locked.
+    Raises FolderInUseError if another process holds the lock, and OSError if the lock file cannot be written. The lock is an
+    flock(2) on that file, which the kernel releases when the process ends. On file systems without flock, nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +99,7 @@ class FolderLock:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 _lock_or_raise(self._file)
-                if self._is_file_in_folder():  # else its former owner has just removed it, perhaps with the folder
+                if self._is_file_in_folder():  # else its previous owner has just deleted it
                     break
             except BaseException:
                 os.close(self._file)
@@ -108,7 +109,9 @@ class FolderLock:
         os.write(self._file, json.dumps({"pid": os.getpid(), "starter": torchrun_id()}).encode())
 
     def release(self) -> None:
-        """Unlocks the folder, and removes the lock file unless torchrun may restart this rank, which must find its folder."""
+        """Unlocks the folder. Deletes the lock file, unless torchrun may restart this rank: the file shows that the run owns
+        the folder.
+        """
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
         if self._is_file_in_folder() and int(restarts[0]) >= int(restarts[1]):
             self._path.unlink()
@@ -132,7 +135,7 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _lock_or_raise(file: int) -> None:
-    """Locks `file` for this process and its forks, or raises FolderInUseError; does nothing on file systems without locks."""
+    """Locks the file descriptor `file`, or raises FolderInUseError. Does nothing on file systems without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,7 +149,7 @@ def _lock_or_raise(file: int) -> None:
 
 
 def is_folder_of_restarted_run(folder: Path) -> bool:
-    """Returns whether torchrun has restarted this rank in the run that created `folder`, which may use the folder again."""
+    """Returns whether the run that created `folder` may use it again because torchrun has restarted the run."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:
@@ -183,12 +186,13 @@ def check_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> No
 def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Creates the run folder of `plan` with its `plan.toml`, and locks it until the block ends. Yields the folder.
 
-    resume: whether to keep its files. A run that fails before its first step leaves only reports of ranks, and hosts other than
-    rank 0's have only records of ranks: the next run replaces such folders. Raises the same errors as `check_run_folder`.
+    resume: whether to keep the files of a run folder. Even without `overwrite`, this replaces a folder that has failure reports
+    but no results, and one that has only records of ranks, as on hosts without rank 0. Raises the same errors as
+    `check_run_folder`.
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
-    keeps_reports = is_folder_of_restarted_run(folder)  # those of torchrun's first attempt
+    keeps_reports = is_folder_of_restarted_run(folder)  # those of this torchrun's earlier attempts
     with _folder_errors(plan, folder):
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))
@@ -240,7 +244,7 @@ def _has_protected_files(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     work = folder / WORK
     if names <= {_LOCK, FAULTS, WORK} and WORK in names:
-        # On hosts other than rank 0's a run leaves only records of ranks.
+        # On hosts without rank 0, a run leaves only records of ranks.
         is_folder = work.is_dir() and not work.is_symlink()
         return not is_folder or not all(path.match("rank-*.jsonl") and not path.is_dir() for path in work.iterdir())
     return bool(names - {_LOCK}) and not ((folder / FAULTS).is_dir() and _is_unused(folder))
@@ -256,7 +260,7 @@ def _is_run_folder(folder: Path) -> bool:
 
 @contextmanager
 def _folder_errors(plan: Plan, folder: Path) -> Iterator[None]:
-    """Raises PlanError "run-folder" in place of FolderInUseError and OSError."""
+    """Turns FolderInUseError and OSError into PlanError "run-folder"."""
     try:
         yield
     except FolderInUseError as error:

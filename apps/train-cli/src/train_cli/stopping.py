@@ -1,4 +1,5 @@
-"""Ends a rank at a signal: after its step, within a time limit, together with its launcher, and without waiting for peers.
+"""Ends a rank after a signal, or when its launcher dies. A rank finishes its step, within a time limit, and does not wait for
+dead peers.
 
     training ── first SIGINT ──> run.stop(): the step is finished ── the loop returns ──> cleanup, at most 10 s
         │                              └── second SIGINT ──> exits at once
@@ -6,7 +7,7 @@
                   └── second SIGTERM ──> exits after 6 s: peers have died, and a collective may hang
 
 SIGHUP, from a closed terminal, is handled like SIGTERM with another exit code, unless it is ignored as under `nohup`. A warning
-signal of a batch system (`[run] stop_signals`) also stops the run, without a time limit, since the batch system has one.
+signal of a batch system (`[run] stop_signals`) also stops the run, but sets no time limit, since the batch system has its own.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 CLEANUP_TIMEOUT_S = 10.0
-"""The time limit of a rank's cleanup after its run has ended."""
+"""The time limit, in seconds, of a rank's cleanup after its run has ended."""
 
 SIGTERM_TIMEOUT_S = 8.0
 SAVE_TIMEOUT_S = 25.0
-"""The time limit after SIGTERM for a run that saves a checkpoint or its weights when it stops; torchrun kills after 30 s."""
+"""The time limits, in seconds after SIGTERM, of a run that saves nothing when it stops (`SIGTERM_TIMEOUT_S`) and of one that
+saves a checkpoint or its weights (`SAVE_TIMEOUT_S`). torchrun sends SIGKILL after 30 s.
+"""
 
 SECOND_SIGTERM_TIMEOUT_S = 6.0
-"""The time limit after a second SIGTERM, which a launcher sends if a rank has failed."""
+"""The time limit, in seconds, after a second SIGTERM, which a launcher sends if a rank has failed."""
 
 SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: an interrupt reaches a rank directly and through its launcher."""
+"""Seconds within which signals count as one, since an interrupt may reach a rank both directly and through its launcher."""
 
 STOP_MESSAGE = "stopping after this step; Ctrl-C again stops at once"
+"""The line that is printed after the first signal."""
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """The signals that batch systems send some time before they end a job."""
@@ -49,7 +53,7 @@ LAUNCHER_VARIABLE = "SLEY_LAUNCHER"
 """The environment variable in which a local launch passes its process id to its ranks."""
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""The environment variable that torchrun sets for its workers, which also die with it."""
+"""An environment variable that torchrun sets for its workers. They too die with their launcher."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,13 +66,13 @@ def has_launcher() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Makes the kernel kill this process when its launcher ends, even by SIGKILL. Does nothing without a launcher.
+    """Makes the kernel kill this process when its launcher or torchrun ends, even by SIGKILL. Does nothing without either.
 
-    This works even while the rank hangs in a driver. Must be called before slow imports. Exits if the launcher has already
+    This works even while the rank hangs in a driver. Call it before slow imports. Exits at once if the launcher has already
     died.
     """
     global _has_launcher
-    # Removed, so that processes that the rank starts do not take themselves for ranks.
+    # The variable is removed, so that processes that the rank starts do not act as ranks.
     launcher_pid = int(os.environ.pop(LAUNCHER_VARIABLE, 0))
     _has_launcher = launcher_pid != 0
     if not _has_launcher and TORCHRUN_VARIABLE not in os.environ:
@@ -109,9 +113,9 @@ def _kill_children() -> None:
 
 
 class TerminationInterrupt(BaseException):
-    """Raised at SIGTERM or SIGHUP if there is no step to finish; ends the process with exit code `code`.
+    """Raised by a stop signal other than SIGINT while there is no run to stop. It ends the process with exit code `code`.
 
-    This is not a SystemExit, since a SystemExit of the user's factory is reported as a failure.
+    It does not derive from SystemExit, since a SystemExit of the user's factory is reported as a failure.
     """
 
     def __init__(self, code: int) -> None:
@@ -126,12 +130,12 @@ def sigterm_timeout_s(plan: Plan) -> float:
 
 
 class SignalHandler(AbstractContextManager["SignalHandler"]):
-    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals in `WARNING_SIGNALS` with the names `warnings`.
+    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals `warnings`, such as "SIGUSR1".
 
-    A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when a
-    signal arrives; None if a launcher does. report_stuck: called in the thread before it ends a process that has not ended
-    within `sigterm_timeout_s` after SIGTERM. exit_process: ends this process at once, or the ranks of this launcher. Only the
-    main thread may enter the block.
+    A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when the
+    first signal arrives; None if a launcher prints it. report_stuck: called in the thread before it ends a process that has not
+    ended by its deadline. sigterm_timeout_s: the deadline after SIGTERM, in seconds. exit_process: takes the exit code, and
+    ends this process (or, in a launcher, its ranks) at once. Only the main thread may enter the block.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes signals call `stop` from another thread. Before this call they raise in the main thread."""
+        """Makes the first signal call `stop` in another thread. Until then, signals raise an exception in the main thread."""
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:
@@ -193,24 +197,24 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         os.close(self._writer)
 
     def _restore_in_child(self) -> None:
-        """Restores the handlers in a process forked from this one, such as a `multiprocessing` worker.
+        """Restores the handlers in a process that is forked from this one, such as a `multiprocessing` worker.
 
-        Otherwise SIGTERM would not end it, and this process would wait for it forever.
+        Otherwise SIGTERM would not end the worker, and this process would wait for it forever.
         """
         if not self._is_closed:
             self._is_closed = True
             signal.set_wakeup_fd(-1)
             for number, handler in self._old_handlers.items():
-                # A batch system may warn all processes of a job; the worker must go on.
+                # A batch system may warn all processes of a job, and workers must continue.
                 signal.signal(number, signal.SIG_IGN if number in WARNING_SIGNALS else handler)
 
     def _raise_interrupt(self, number: int, _: FrameType | None) -> None:
-        """Raises in the main thread if there is no run to stop; Python's handler of each signal."""
+        """Python's handler of each signal: raises an exception in the main thread if there is no run to stop."""
         if self._stop is None:
             raise KeyboardInterrupt if number == signal.SIGINT else TerminationInterrupt(self._exit_codes[number])
 
     def _watch(self) -> None:
-        """Waits for signals and the deadline; the body of the thread."""
+        """Runs in the thread: waits for signals and for the deadline."""
         while not self._is_closed:
             wait_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
             if select.select([self._reader], [], [], wait_s)[0]:

@@ -41,7 +41,7 @@ def chat(
     generator, text_ids = open_generator(run, best=best, feature="`train-cli chat`")
     system_messages = [] if system is None else [{"role": "system", "content": system}]
     messages = list(system_messages)
-    generator.encode_chat([*system_messages, {"role": "user", "content": "?"}])  # refuses a model without a template at once
+    generator.encode_chat([*system_messages, {"role": "user", "content": "?"}])  # fails now if the model has no chat template
     print_line("Type a message, /reset to forget the conversation, /quit to leave; Ctrl-C stops an answer.")
     for line in _read_lines():
         if line == "/quit":
@@ -68,7 +68,10 @@ def _read_lines() -> Iterator[str]:
 
 
 def _print_answer(text_ids: TextIds, steps: Any) -> str:
-    """Prints an answer while it is generated, until Ctrl-C. Returns the printed text. steps: yields lists of one token id."""
+    """Prints an answer while it is generated, until Ctrl-C. Returns the printed text.
+
+    steps: yields lists with one element, a token id or, after the end of the answer, None.
+    """
     text, ids = "", []
 
     def tokens() -> Iterator[int]:
@@ -93,7 +96,7 @@ def _print_answer(text_ids: TextIds, steps: Any) -> str:
 
 
 def _encode_messages(generator: Any, messages: list[dict[str, str]], num_system: int) -> list[int]:
-    """Returns the token ids of the conversation. Removes its oldest turns while it fills the model's positions.
+    """Returns the token ids of the conversation, from which it removes the oldest turns until the model has enough positions.
 
     num_system: the number of system messages, which are kept.
     """

@@ -28,7 +28,7 @@ def check(
         ),
     ] = False,
 ) -> None:
-    """Check the tables, files, sizes and layout of plans. Starts and writes nothing."""
+    """Check the tables, files, sizes and layout of plans. Starts no run and writes no files."""
     world = world_size(world, nodes, per_node)
     errors: list[SleyError] = []
     for path in plans:
@@ -44,7 +44,7 @@ def check(
 
 
 def _check_plan(path: Path, overrides: list[str], world: int | None, model: bool) -> None:
-    """Prints notes on one plan. Raises SleyError with its problems. model: whether to build and call the model."""
+    """Prints notes on the plan at `path`. Raises SleyError with its problems. model: whether to build and call the model."""
     plan = load_plan(path, overrides)
     size = plan.world_size(world) if world is None else world
     if problems := check_plan(plan, size):

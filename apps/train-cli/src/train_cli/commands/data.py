@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the data as a plan's model receives it.")
 
 _MAX_COUNTED_SAMPLES = 10_000
-"""The maximum number of samples to count for a dataset that does not count its samples itself."""
+"""The maximum number of samples that are read to count the tokens of a dataset without an attribute `counts`."""
 
 
 @data.command()
@@ -116,7 +116,7 @@ def export(
 
 
 def _open_dataset(data: Component, context: DataContext) -> AnyDataset:
-    """Opens a dataset. Imports torch for a dataset of a factory, and if the dataset's module does."""
+    """Opens the dataset of `data`. Imports torch if a factory makes the dataset, or if the dataset's module imports it."""
     if data.record is not None:
         return cast("AnyDataset", data.build(context))
     from sley_core.data.factory import open_dataset
@@ -130,7 +130,9 @@ def _read_sample(dataset: Dataset, index: int) -> dict[str, list[int]]:
 
 
 def _count_tokens(dataset: Dataset) -> dict[str, Any]:
-    """Returns the counts of documents, tokens and padding, and `packing`: the share of positions that are not padding."""
+    """Returns the dataset's counts of documents, tokens and padding by name. Adds `packing`: the share of positions without
+    padding, or None if unknown.
+    """
     counts = dict(getattr(dataset, "counts", None) or _count_samples(dataset))
     is_known = counts["padding"] is not None and counts["positions"]
     counts["packing"] = 1 - counts["padding"] / counts["positions"] if is_known else None
@@ -138,7 +140,7 @@ def _count_tokens(dataset: Dataset) -> dict[str, Any]:
 
 
 def _count_samples(dataset: Dataset) -> dict[str, Any]:
-    """Counts the tokens of at most `_MAX_COUNTED_SAMPLES` samples, for a dataset with sources also by source."""
+    """Counts the tokens of the first `_MAX_COUNTED_SAMPLES` samples; by source too if the dataset has sources."""
     names: Sequence[str] = getattr(dataset, "sources", ())
     counts = [Counter(samples=0, tokens=0, trained=0) for _ in names or "1"]
     for index in range(min(len(dataset), _MAX_COUNTED_SAMPLES)):
@@ -165,7 +167,7 @@ def _load_text_ids(data: Component) -> TextIds | None:
 def document_lines(fields: Mapping[str, Sequence[int]], ids: TextIds | None) -> Iterator[str]:
     """Yields the documents of a sample as text, each after a line with its positions.
 
-    ids: converts tokens to text; None for token ids as text. A token is in brackets if the previous position is trained to
+    ids: converts token ids to text; None prints the ids. A token is in brackets if the position before it is trained to
     predict it.
     """
     tokens, labels = fields["tokens"], fields["labels"]

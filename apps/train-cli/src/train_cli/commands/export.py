@@ -97,7 +97,7 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
     """Writes the weights in `source` as a transformers model into the new folder `out`; returns the number of weight files.
 
     check: whether to load them with transformers, and compare the logits with those of the run's layers. Raises UsageError
-    "export-format" if transformers has no such model, and RunError "export-differs".
+    "export-format" if transformers has no such model, and RunError "export-differs" if the logits differ.
     """
     from sley_core.weight_files.write import FILE_BYTES, write_tensors
 
@@ -122,7 +122,7 @@ def _export_hugging_face(plan: Plan, source: TensorReader, out: Path, *, check: 
 
 
 def _make_generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: that of the first weights, with the end tokens of the model and data."""
+    """Returns the content of `generation_config.json`: that of the initial weights, with all end tokens of the plan."""
     content: dict[str, Any] = {}
     folder = start_folder(plan)
     if folder is not None and (folder / GENERATION).is_file():
@@ -138,7 +138,7 @@ def _make_generation_config(plan: Plan, model: HuggingFaceModel) -> dict[str, An
 
 
 def _find_tokenizer_files(plan: Plan) -> Iterator[tuple[Path, str]]:
-    """Yields the files of the data's tokenizer, or else of the first weights, with their names in an export."""
+    """Yields the files of the tokenizer of the data, or else of the initial weights, with their names in an export."""
     data = plan.data.config
     tokenizer, template = getattr(data, "tokenizer", None), getattr(data, "template", None)
     if tokenizer is not None and tokenizer.is_file():
@@ -170,7 +170,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
     """Writes the adapters in `source` for peft into the new folder `out`.
 
     Raises UsageError "export-adapters" for a run without adapters, "export-format" for adapters that peft does not have, and
-    RunError "export-differs".
+    RunError "export-differs" if peft computes other values.
     """
     from sley_core.saved_weights import SavedWeights
 
@@ -180,7 +180,7 @@ def _export_adapters(plan: Plan, source: TensorReader, run: Path, out: Path) -> 
         message = "the run has no adapters that could be exported for peft"
         raise UsageError("export-adapters", message, hint="use `--format safetensors`")
     plan_text = source.saved.description.plan if isinstance(source, SavedWeights) else (run / PLAN).read_text("utf-8")
-    tables = tomllib.loads(plan_text)  # `plan` names the copies in the run folder, which have no weights
+    tables = tomllib.loads(plan_text)  # not from `plan`, whose paths lead to copies in the run folder without weights
     weights = tables["model"].get("weights")
     base = None if weights is None else Path(tables.get("source_folder", "."), expand_path(weights))
     record.load(record.export)(plan, source, model.names, base, out)
@@ -219,10 +219,11 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
 
 
 def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | None]:
-    """Calls the factory on meta. Returns the state-dict names of the weights in the module that it has created, and the module.
+    """Calls the factory on meta. Returns for each weight in the registry its state-dict names in the module that the factory
+    has created, of which a tied weight has several, and that module.
 
-    A tied weight has several names. Returns the names of the registry and None if no single module has all weights. Raises the
-    errors of the data and the factory.
+    If no single module has all weights, returns the names in the registry and None. Raises the errors of the data and the
+    factory.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -246,7 +247,7 @@ def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | No
 
 
 def _name_by_module(model: Model, parents: Mapping[int, nn.Module]) -> tuple[dict[str, list[str]], nn.Module | None]:
-    """Returns the outermost module of `parents` that has all parameters, with its names, as `_find_module_names` does."""
+    """Finds the outermost module of `parents` that has all parameters. Returns the same values as `_find_module_names`."""
     from sley_core.engine.registry import ParameterRegistry
 
     registry = ParameterRegistry([model.layers])

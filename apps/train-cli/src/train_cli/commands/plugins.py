@@ -1,5 +1,5 @@
 """`train-cli plugins` lists the installed plugins, their records and options. `train-cli new KIND NAME` writes a plugin package
-that passes its tests, as a starting point.
+with passing tests, as a starting point.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plugins(
 
 
 def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:
-    """Yields the plugin with its distributions, and a line per kind of record; or the error if it cannot be loaded."""
+    """Yields a line with the plugin and its distributions, and a line per kind of record or an error if it cannot load."""
     yield f"{name}  ({', '.join(f'{dist.dist} {dist.version}' for dist in loader.sources(name))})"
     try:
         records = loader.load(name).records.values()
@@ -79,7 +79,7 @@ def _plugin_lines(name: str, loader: Loader) -> Iterator[str]:
 def _record_lines(plugin: Plugin, record_name: str) -> Iterator[str]:
     """Yields each record of the plugin with its summary and options. record_name: the name of a record, or "" for all.
 
-    Raises PlanError "unknown-record" if there is none.
+    Raises PlanError "unknown-record" if the plugin has no such record.
     """
     records = [record for record in plugin.records.values() if record_name in ("", record.name)]
     if not records:
@@ -110,14 +110,14 @@ SLEY_PLUGINS = frozenset({CORE, *FIRST_PARTY})
 """Sley's plugins, installed or not. Other plugins must not have these names."""
 
 _KIND_COLUMNS = 24
-"""The width of the kinds of records in the list of plugins."""
+"""The width, in columns, of the kind of a record in the list of plugins."""
 
 _TEMPLATE_SUFFIX = ".in"
 _PLUGIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class PluginKind(StrEnum):
-    """The kind of record that the new plugin has."""
+    """The kind of the new plugin's record."""
 
     handler = "handler"
     hook = "hook"
@@ -148,9 +148,9 @@ def new(
 
 
 def package_files(plugin_kind: str, name: str) -> dict[str, str]:
-    """Returns the text of each file of a plugin package by its path. Raises the same errors as `check_name`.
+    """Returns the text of each file of a new plugin package, by its path. Raises the same errors as `check_name`.
 
-    docs/write-a-plugin.md explains the package of a gradient handler; examples/plugins/sley-narrow is the same package.
+    docs/write-a-plugin.md explains such a package for a gradient handler, which is also examples/plugins/sley-narrow.
     """
     folder = Path(templates.__file__).parent / plugin_kind
     paths = sorted(path for path in folder.rglob(f"*{_TEMPLATE_SUFFIX}") if path.is_file())
@@ -175,7 +175,7 @@ def write_package(files: Mapping[str, str], out: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError "plugin-name" if the name is not valid in plans and in Python, or if a plugin or module has it."""
+    """Raises UsageError "plugin-name" if `name` is not valid in plans and in Python, or is the name of a plugin or module."""
     if not _PLUGIN_NAME.fullmatch(name) or iskeyword(name):
         message = (
             f"the plugin name `{name}` must consist of lower-case letters, digits and `_`, start with a "

@@ -1,4 +1,4 @@
-"""`train-cli run`: trains, and starts local ranks if the plan has several and no launcher has started them.
+"""`train-cli run`: trains a plan. Starts local ranks if the plan needs several and no launcher has started them.
 
 no launcher, one rank       trains in this process
 no launcher, several ranks  checks everything, makes the run folder, starts the ranks and waits for them
@@ -59,7 +59,7 @@ def run(
         resolved = load_plan(plan, changes)
         size = int(os.environ["WORLD_SIZE"]) if is_rank else nproc or resolved.world_size(num_devices(resolved))
         check_world_size(resolved, size)
-        if start is not None and start != AUTO and not is_restarted():  # a restarted run uses its own checkpoints
+        if start is not None and start != AUTO and not is_restarted():  # a restarted run resumes from its own checkpoints
             check_checkpoint_path(resolved, start)
         folder = run_folder(resolved)
         keeps_folder = is_folder_continued(resolved, resume) or is_folder_of_restarted_run(folder)
@@ -102,7 +102,7 @@ def check_world_size(plan: Plan, world_size: int) -> int:
 
 
 def num_devices(plan: Plan) -> int | None:
-    """Returns the number of CUDA devices if it determines the number of ranks; None otherwise, or if there are none."""
+    """Returns the number of CUDA devices if it determines the number of ranks. Else, or if there are none, returns None."""
     if plan.parallel.dp != "auto" or plan.run.device == "cpu":
         return None
     import torch

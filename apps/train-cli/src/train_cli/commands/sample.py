@@ -1,8 +1,8 @@
 """`train-cli sample RUN --prompt TEXT` generates text from a run's weights; `train-cli eval RUN` prints their held-out loss,
-or the numbers of tasks of lm-eval.
+or their metrics in tasks of lm-eval.
 
-`sample` uses transformers' `generate` and its KV cache if transformers has the model. For other models, and for a text that
-exceeds the model's positions, it recomputes the whole window for each token.
+`sample` uses transformers' `generate` and its KV cache if transformers has the model. For other models, and for texts that
+exceed the model's positions, it recomputes the whole window for each token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sample(
         raise UsageError("empty-prompt", "the prompt is empty", hint="use a `--prompt` of at least one letter")
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
     plan = plan_with_data(Path(run)) if (Path(run) / PLAN).is_file() else None
-    text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # refuses data without a vocabulary first
+    text_ids = None if plan is None else load_text_ids(plan, tokenizer)  # first, to fail at once if the data have no vocabulary
     windows_plan = plan if len(prompt) == 1 and not chat else None
     if windows_plan is None or _has_cache(windows_plan):
         generator, text_ids = open_generator(run, best=best, tokenizer=tokenizer, feature="`train-cli sample`")
@@ -92,13 +92,13 @@ def sample(
 
 
 def _has_cache(plan: Plan) -> bool:
-    """Returns whether transformers can generate with the plan's model."""
+    """Returns whether transformers can generate with the plan's model, and sley-hf is installed."""
     record = plan.model.record
     return isinstance(record, ModelRecord) and record.hugging_face is not None and find_spec("sley_hf") is not None
 
 
 def _encode_prompt(text_ids: TextIds, prompt: str) -> list[int]:
-    """Returns the ids of a prompt. Raises UsageError "empty-prompt" if there are none."""
+    """Returns the token ids of a prompt. Raises UsageError "empty-prompt" if the prompt itself has none."""
     ids = text_ids.encode(prompt)
     if len(ids) == text_ids.num_before:
         raise UsageError("empty-prompt", "the tokenizer has no tokens for the prompt", hint="use another `--prompt`")
@@ -114,9 +114,10 @@ def _print_text(text_ids: TextIds, ids: Iterable[int]) -> None:
 
 
 def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top_k: int | None, seed: int) -> Iterator[int]:
-    """Yields token ids that continue `ids`, without an end. The context of each id is as long as a sample at most.
+    """Yields token ids that continue `ids`, endlessly. The context of each id is at most as long as a sample.
 
-    size: the number of possible ids. temperature: 0 takes the most likely id. top_k: samples from this number of likely ids.
+    size: the number of possible ids. temperature: 0 takes the most likely id. top_k: the number of most likely ids from which
+    to sample; None for all.
     Raises UsageError "sample-fields" or "no-logits" if the model does not predict tokens, and RunError "not-finite".
     """
     import torch
@@ -134,7 +135,7 @@ def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top
         else:
             if top_k is not None and top_k < len(logits):
                 logits = logits.where(logits >= logits.topk(top_k).values[-1], -torch.inf)
-            # Relative to the largest, so that no temperature overflows.
+            # Subtracting the largest logit prevents an overflow at any temperature.
             weights = ((logits - logits.max()) / temperature).exp()
             token = int(torch.multinomial(weights, 1, generator=generator))
         sequence.append(token)
@@ -142,7 +143,10 @@ def generate(run: Run, ids: Sequence[int], size: int, *, temperature: float, top
 
 
 def _field_contents(run: Run) -> dict[str, str]:
-    """Returns the content of each batch field that the model reads: "tokens", "positions" or "cu_seqlens"."""
+    """Returns the content of each batch field that the model reads, by name: "tokens", "positions" or "cu_seqlens".
+
+    Raises UsageError "sample-fields" if the model reads another field.
+    """
     info = run.dataset.info
     ids = [name for name, field in info.fields.items() if field.ids == "token"]
     contents = dict.fromkeys(ids[:1], "tokens") | {name: name for name in ("positions", "cu_seqlens")}
@@ -159,7 +163,10 @@ def _field_contents(run: Run) -> dict[str, str]:
 
 
 def _predict_logits(run: Run, contents: Mapping[str, str], ids: Sequence[int], size: int) -> Tensor:
-    """Returns the logits of the next token, float64 [size], on the host. contents: from `_field_contents`."""
+    """Returns the logits of the next token, float64 [size], on the host. contents: from `_field_contents`.
+
+    Raises UsageError "no-logits" if the model's output does not have the shape of logits.
+    """
     import torch
 
     values = {"tokens": [list(ids)], "positions": [list(range(len(ids)))], "cu_seqlens": [[0, len(ids)]]}
@@ -224,13 +231,13 @@ def _evaluate_tasks(run: str, tasks: list[str], include: Path | None, *, best: b
 
 
 def _evaluate_run(run: Path, data: list[str], *, best: bool) -> None:
-    """Prints the metrics of `[evaluation]`. data: changes of `[data]`."""
+    """Prints the metrics of `[evaluation]`. data: changes of keys of `[data]`, as "key=VALUE"."""
     plan = plan_with_data(run, data)
     with ExitStack() as stack:
         try:
             model = stack.enter_context(open_trained_run(run, plan, best=best, with_evaluation=True))
         except PlanError as error:
-            # Another split of the run's own data would hold out samples on which it was trained.
+            # Another split of the run's own data would hold out samples on which the run was trained.
             hint = "use other data: `--data 'held_out_files=[\"other.txt\"]'`"
             diagnostics = (replace(each, hint=hint) if each.code == "held-out" else each for each in error.diagnostics)
             raise PlanError.from_diagnostics(diagnostics) from error
@@ -262,7 +269,10 @@ def _is_nats_per_byte(plan: Plan) -> bool:
 
 
 def _describe_overlap(run_plan: Plan, plan: Plan) -> str:
-    """Returns a note if the run was trained on evaluated documents, else "". plan: the run's plan with the evaluated data."""
+    """Returns a note if the run was trained on documents that are now evaluated, else "".
+
+    run_plan: the run's plan. plan: the same plan with the evaluated data.
+    """
     record = plan.data.record
     if not isinstance(record, DatasetRecord) or record.describe_overlap is None or run_plan.data.name != plan.data.name:
         return ""

@@ -21,10 +21,10 @@ from train_cli.console import NodesOption, PerNodeOption, PlanArgument, SetOptio
 from train_cli.main import import_optional
 
 WIDTH = 110
-"""The number of columns without a terminal."""
+"""The number of columns of a timeline if stdout is not a terminal."""
 
 _ORIGIN_COLUMN = 44
-"""The column of the origins of values."""
+"""The column in which the origins of values begin."""
 
 _MAX_RANKS = 32
 """The maximum number of ranks to list."""
@@ -91,7 +91,7 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`; in a large world, of the first ranks and the last."""
+    """Yields a table of the coordinates of all ranks, or of `rank`. A large world has only the first ranks and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
     is_large = rank is None and topology.world > _MAX_RANKS
     last = topology.world - 1
@@ -103,7 +103,9 @@ def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
 
 
 def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
-    """Yields a line per axis and channel with its groups, in the order of `entries`, or the first and last of many."""
+    """Yields a line per axis and channel with its groups, in the order of `entries`. Of more than `_MAX_GROUPS` groups, lists
+    the first two and the last.
+    """
     groups_by_channel: dict[tuple[str, str], list[GroupEntry]] = {}
     for entry in entries:
         groups_by_channel.setdefault((entry.axis, entry.channel), []).append(entry)
@@ -117,7 +119,7 @@ def group_lines(entries: Sequence[GroupEntry]) -> Iterator[str]:
 
 
 def _timeline_lines(plan: Plan, topology: Topology) -> Iterator[str]:
-    """Yields the drawing of the schedule, and each stage's idle share and peak. A full backward costs two forwards.
+    """Yields a drawing of the schedule, and each stage's idle share and peak. A full backward takes as long as two forwards.
 
     Raises PlanError "no-pipeline" if the plan has no pipeline, and the errors of its schedule.
     """
@@ -151,7 +153,7 @@ _COLUMNS_PER_ACTION = 3
 """The number of columns of the shortest action, if the width allows it: room for a label of two characters."""
 
 _OMISSION = " / "
-"""Replaces the middle of a long step."""
+"""The text that replaces the middle of a step that is longer than the width."""
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
@@ -161,8 +163,8 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
         stage 1  ...F0-F1-F2-......B0====F3-B1====B2====B3====...
 
     Every stage is a row, and time goes to the right. An action begins with its letter and its microbatch, if they fit, and
-    fills its time. Dots are time in which no action runs. Small letters are all chunks but the first. The middle of a step with
-    too many actions for the width is omitted.
+    fills its time. Dots are time in which no action runs. Small letters stand for all chunks but the first. The middle of a
+    step that is longer than the width is omitted.
     """
     stages = range(timeline.stages)
     notes = [f"  {timeline.idle_share(stage):4.0%} idle" for stage in stages]

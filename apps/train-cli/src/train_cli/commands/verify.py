@@ -1,4 +1,4 @@
-"""`train-cli verify`: trains a plan's layout and the same plan in one process for a few steps, and compares them.
+"""`train-cli verify`: trains a plan for a few steps in its layout and in one process, and compares the two runs.
 
     this process     trains the plan in one process ──> losses, gradients, weights of each step, in a temporary folder
     its ranks        train the plan's layout        ──> each rank compares its tensors ──> findings
@@ -126,7 +126,7 @@ def _compare_with_one_process(plan: Plan, world_size: int, arguments: dict[str, 
 
 
 def compare_on_rank(path: str, overrides: list[str], steps: int, folder: str) -> int:
-    """Takes the steps of one rank, compares them with the reference in `folder`, and returns the exit code."""
+    """Takes the steps of one rank and compares them with the reference in `folder`. Returns the rank's exit code."""
     from sley_testing.verify import compare_steps
     from train_cli.rank import open_run
 
