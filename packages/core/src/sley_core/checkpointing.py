@@ -1,4 +1,4 @@
-"""What a run and its checkpointer exchange: parts of tensors, the description of the run, and the run's state.
+"""The objects that a run and its checkpointer exchange: pieces of tensors, the description of the run, and the run's state.
 
 elements 2 to 9 of a [3, 4]     . . a a      three rectangles, each contiguous in the flattened tensor
                                 b b b b
@@ -33,7 +33,7 @@ WEIGHTS, AVERAGES, OPTIMIZER, BUFFERS = "weights/", "averages/", "optimizer/", "
 
 
 class Rectangle(NamedTuple):
-    """A rectangular part of a tensor: `sizes` elements from `offsets` on along each dim; () and () for a scalar."""
+    """A rectangular part of a tensor. Along each dim, it has `sizes` elements from `offsets` on; both are () for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -77,9 +77,9 @@ class Rectangle(NamedTuple):
 
 
 def covering_rectangles(shape: Sequence[int], first: int, last: int) -> Iterator[Rectangle]:
-    """Yields the rectangles that cover the elements [first, last) of a flattened tensor of `shape`.
+    """Yields rectangles that together cover the elements [first, last) of the flattened tensor of `shape`.
 
-    Each rectangle is contiguous in the flattened tensor, and they are in ascending order. For n dims there are at most 2n - 1.
+    The rectangles are in ascending order, and each is contiguous in the flattened tensor. For n dims, there are at most 2n - 1.
     """
     if first >= last:
         return
@@ -106,7 +106,9 @@ def _row_rectangles(row: int, shape: Sequence[int], first: int, last: int) -> It
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor to save. shape: the shape of the whole tensor. tensor: the part, often a view of live memory."""
+    """A piece of a tensor to save. name, shape: of the whole tensor. rectangle: the piece's position in the tensor. tensor: the
+    piece, often a view of live memory.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -119,13 +121,13 @@ class TensorPiece:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the tensor changes only in updates, as weights, their averages and optimizer states do."""
+        """Whether only updates change the tensor, as is true of weights, their averages and optimizer states."""
         return self.name.startswith((WEIGHTS, AVERAGES, OPTIMIZER))
 
 
 class Region(NamedTuple):
-    """A rank's part of a tensor of `shape`. shard: the rank's padded shard, or None for the whole tensor. elements: the rank's
-    elements of the flattened shard or tensor; None for all.
+    """The part of a tensor of `shape` that a rank holds. shard: the rank's padded shard, or None if the rank holds no shard but
+    the whole tensor. elements: the range of the flattened shard or tensor that the rank holds, or None if it holds all of it.
     """
 
     shape: tuple[int, ...]
@@ -139,7 +141,9 @@ class Region(NamedTuple):
         return shape if self.elements is None else self.elements.stepped_shape(shape)
 
     def split(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
-        """Splits the rank's tensor `shard` into rectangles of the whole tensor, without padding; yields each with its view."""
+        """Splits the rank's tensor `shard` into rectangles of the whole tensor. Yields each rectangle with its view of `shard`;
+        leaves out padding.
+        """
         assert tuple(shard.shape) == self.own_shape, f"a tensor of {list(shard.shape)} for {self}"
         for rectangle, view in self._split_shard(shard):
             if self.shard is None:
@@ -169,13 +173,13 @@ def region_of(param: Param, elements: ElementRange | None = None) -> Region:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """The description of a saved run: everything in a checkpoint except the tensors. All fields are JSON.
+    """The description of a saved run: everything in a checkpoint except the tensors. All fields can be written as JSON.
 
     run: the name of the run. step: the number of completed steps. lineage: the attempts that ran these steps. plan: the
     resolved plan in TOML. versions: the versions of torch and the plugins. layout: the number of ranks along each axis, and
     `world`. optimizer: the optimizer's name in the plan. state: the loss scale, the position in the data and other states that
-    are equal on all ranks. `with_ranks` adds the fields of all ranks. values: the optimizer's values that are not tensors, by
-    name. paths: the paths of tensors in nested optimizer states. ranks: the state of each rank.
+    are equal on all ranks. `with_ranks` sets the remaining fields. values: the values by name that are not tensors. trees: the
+    nested structure of a parameter's optimizer states, by the parameter's name. ranks: the state of each rank.
     """
 
     run: str
@@ -195,21 +199,21 @@ class SavedRun:
 
     @property
     def is_best(self) -> bool:
-        """Whether this checkpoint has the best evaluation so far, by `[evaluation] keep_best`."""
+        """Whether the evaluation after this step is the best so far, according to `[evaluation] keep_best`."""
         best = self.state.get("best")
         return best is not None and bool(best["step"] == self.step)
 
     def with_ranks(self, rank_values: Sequence[Mapping[str, Any]]) -> Self:
-        """Returns the description with the results of `TrainingState.rank_values` on all ranks.
+        """Returns the description completed with the results of `TrainingState.rank_values` on all ranks.
 
-        Raises RunError "checkpoint-ranks" if a value differs between ranks.
+        Raises RunError "checkpoint-ranks" if two ranks have different values for a name.
         """
         values, trees = (_merge_equal([rank[part] for rank in rank_values]) for part in ("values", "trees"))
         return replace(self, values=values, trees=trees, ranks=[rank["rank"] for rank in rank_values])
 
 
 def _merge_equal(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the mappings of all ranks. Raises RunError "checkpoint-ranks" if they have different values for a key."""
+    """Returns the union of all ranks' mappings. Raises RunError "checkpoint-ranks" if two have different values for a key."""
     merged: dict[str, Any] = {}
     for rank, mapping in enumerate(mappings):
         for name, value in mapping.items():
@@ -220,7 +224,7 @@ def _merge_equal(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class CheckpointReader(TensorReader, Protocol):
-    """Reads a checkpoint: its description, and its tensors by the names of `TrainingState.pieces`."""
+    """Reads a checkpoint. `names` has the names of tensors in `TrainingState.pieces`."""
 
     @property
     def description(self) -> SavedRun: ...
@@ -231,11 +235,11 @@ class CheckpointReader(TensorReader, Protocol):
         ...
 
     def read_into(self, name: str, part: Rectangle, target: Tensor) -> None:
-        """Reads `part` of the tensor `name` into `target`, which has the sizes of `part` and may have a different dtype."""
+        """Reads `part` of the tensor `name` into `target`, which has the sizes of `part`; converts to the dtype of `target`."""
 
 
 class WholeTensors:
-    """A checkpoint reader whose tensors are all in memory, for a checkpointer that reads whole files."""
+    """A checkpoint reader with all tensors in memory, for checkpointers that read whole files."""
 
     def __init__(self, description: SavedRun, tensors: Mapping[str, Tensor], place: str = "the checkpoint") -> None:
         self.description = description
@@ -257,9 +261,10 @@ class WholeTensors:
 
 
 class TrainingState(Protocol):
-    """The state of one rank of a run. All methods must be called between two steps.
+    """The state of one rank of a run, which a checkpointer saves and restores. All methods must be called between two steps.
 
-    attempt: the present attempt of the run. folder: the checkpoint folder, or None. notes: messages for the user.
+    attempt: the present attempt of the run. folder: the checkpoint folder, or None. notes: messages for the user, to which the
+    checkpointer may add.
     """
 
     plan: Plan
@@ -269,26 +274,29 @@ class TrainingState(Protocol):
     notes: list[str]
 
     def agree(self, label: str) -> None:
-        """Checks that all ranks perform the operation `label`. A collective of all ranks. Raises RunError "ranks-differ"."""
+        """Raises RunError "ranks-differ" unless all ranks call it with the same `label`. A collective of all ranks. label: the
+        operation, such as "saving a checkpoint".
+        """
 
     def all_or_none(self, work: Callable[[], T], label: str, code: str = "checkpoint-load") -> T:
-        """Calls `work` on each rank and returns its result. Raises RunError `code` on all ranks if it fails on any rank.
+        """Calls `work` and returns its result. A collective of all ranks. Raises RunError `code` on all ranks if `work` fails
+        on any rank.
 
-        label: a description of the work for errors, such as "load the checkpoint". A collective of all ranks.
+        label: a description of the work for errors, such as "load the checkpoint".
         """
         ...
 
     def pieces(self) -> list[TensorPiece]:
         """Returns this rank's tensors, which are views of live memory. Must not communicate.
 
-        Names do not depend on the layout. Parts that several ranks hold are equal bit for bit. Weights, master weights and
-        optimizer states may change after `Checkpointer.copy_unwritten_state`, other tensors at any time. Raises RunError
-        "checkpoint-type" for an unsupported dtype.
+        The names of tensors do not depend on the layout. A part of a tensor that several ranks hold has the same bits on all of
+        them. Weights, master weights and optimizer states may change after `Checkpointer.copy_unwritten_state`, other tensors
+        at any time. Raises RunError "checkpoint-type" for an unsupported dtype.
         """
         ...
 
     def rank_values(self) -> dict[str, Any]:
-        """Returns this rank's state except tensors as JSON, for `SavedRun.with_ranks`."""
+        """Returns this rank's state, except tensors, as JSON types, for `SavedRun.with_ranks`."""
         ...
 
     def describe(self, step: int) -> SavedRun:
@@ -298,10 +306,11 @@ class TrainingState(Protocol):
         ...
 
     def restore(self, saved: CheckpointReader) -> list[str]:
-        """Restores the run from a checkpoint of any layout; returns notes for the user. Must be called on all ranks.
+        """Restores the run from a checkpoint that was saved in any layout; returns notes for the user. Must be called on all
+        ranks.
 
-        Raises the same error on all ranks, with nothing changed: PlanError "resume-differs" or "data-changed" if the plan or
-        the data would give different results, RunError "checkpoint-mismatch" if the model or optimizer differs, and RunError
-        "checkpoint-load" if a rank cannot read the checkpoint.
+        If it raises, it raises the same error on all ranks and changes nothing: PlanError "resume-differs" or "data-changed" if
+        the plan or the data would give different results, RunError "checkpoint-mismatch" if the model or optimizer differs, and
+        RunError "checkpoint-load" if a rank cannot read the checkpoint.
         """
         ...

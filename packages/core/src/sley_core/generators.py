@@ -1,7 +1,7 @@
-"""Seeds the random generators of this process for each use: those of torch, `random` and numpy, and those in modules.
+"""Seeds the random generators of this process before each use: those of torch, `random` and numpy, and those in modules.
 
-A use is a layer's forward of a microbatch, or a read of a sample. Its seed does not depend on the layout, so the same numbers
-are drawn on every rank and in recomputation. `GENERATOR_LOCK` excludes uses in other threads.
+A use is the forward of a layer for a microbatch, or the read of a sample. Its seed does not depend on the layout, so every
+layout, and every recomputation, draws the same numbers. `GENERATOR_LOCK` keeps two threads from using the generators at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from sley_core.errors import PlanError
 
 GENERATOR_LOCK: Any = threading.RLock()
-"""The lock that is held for a seeded use of the generators."""
+"""The lock that a thread holds during a seeded use of the generators."""
 
 _STATE_LOCK: Any = threading.RLock()
-"""The lock of `_outer_states`, which is held only briefly."""
+"""The lock that protects `_outer_states`. A thread holds it only briefly."""
 
 for _lock in (GENERATOR_LOCK, _STATE_LOCK):
     os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # a thread that holds the lock does not exist in the child
@@ -53,7 +53,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 def seed_host(seed: int) -> None:
     """Seeds torch's default CPU generator, `random` and numpy's legacy generator. seed: an integer in [0, 2**63).
 
-    numpy uses the bits that torch ignores, because both have the same algorithm and would draw the same numbers.
+    numpy gets the bits of the seed that torch ignores: both use the same algorithm, and would draw the same numbers from the
+    same seed.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -66,17 +67,19 @@ State = tuple[Tensor, Any, Any]
 
 
 _outer_states: list[State] = []
-"""The states to restore at the end of each seeded use that runs, the innermost last."""
+"""The states that will be restored at the end of each seeded use in progress, the innermost use last."""
 
 
 def host_state() -> State:
-    """Returns the states of the generators that `seed_host` seeds, without the effect of a seeded use in another thread."""
+    """Returns the states of the generators that `seed_host` seeds. During a seeded use in another thread, returns the states
+    before it.
+    """
     with _STATE_LOCK:
         return _outer_states[-1] if _outer_states else _read_state()
 
 
 def set_host_state(state: State) -> None:
-    """Restores a result of `host_state`, if necessary after a seeded use in another thread."""
+    """Restores a result of `host_state`. During a seeded use in another thread, the states take effect when that use ends."""
     with _STATE_LOCK:
         if _outer_states:
             _outer_states[-1] = state
@@ -86,7 +89,7 @@ def set_host_state(state: State) -> None:
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Seeds the generators of the host within the block, and restores their states afterwards."""
+    """Seeds the host's generators for the block, and restores their states afterwards."""
     with GENERATOR_LOCK:
         with _STATE_LOCK:
             _outer_states.append(_read_state())
@@ -100,8 +103,9 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def use_program_seed(seed: int) -> Iterator[None]:
-    """Seeds the generators within the block as a program does by `torch.manual_seed(seed)`, `random.seed(seed)` and
-    `numpy.random.seed(seed % 2**32)`, including that of the current CUDA device.
+    """Seeds the generators for the block, and restores their states afterwards. The seeds are those of a program that calls
+    `torch.manual_seed(seed)`, `random.seed(seed)` and `numpy.random.seed(seed % 2**32)`; the generator of the current CUDA
+    device is included.
     """
     cuda_generator = torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     with use_seed(seed):
@@ -131,7 +135,7 @@ def _write_state(state: State) -> None:
 
 
 def comparable_state() -> tuple[Any, ...]:
-    """Returns the present states of the host's generators in a form that supports `==`."""
+    """Returns the present states of the host's generators in a form that can be compared by `==`."""
     torch_state, python_state, numpy_state = _read_state()
     numpy_values = (numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
     return torch_state.numpy().tobytes(), python_state, numpy_values
@@ -153,7 +157,7 @@ def seed_generators(generators: Iterable[Any], seed: int) -> None:
 
 
 def module_generators(module: nn.Module, name: str) -> list[Any]:
-    """Returns the generators to which the attributes and functions of a module and its submodules refer.
+    """Returns the generators that are reachable from the attributes and functions of a module and its submodules.
 
     name: the name of the module, for errors. Raises PlanError "model-random" for a generator that cannot be seeded.
     """
@@ -166,19 +170,23 @@ def module_generators(module: nn.Module, name: str) -> list[Any]:
 
 
 def function_generators(function: Any) -> list[Any]:
-    """Returns the generators in the closure, arguments and globals of a function or partial function."""
+    """Returns the generators in the closure, default arguments and globals of a function, or in a partial function."""
     return list(filter(_is_generator, iterate_leaves(function, set())))
 
 
 def optimizer_generators(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the generators of an optimizer, as `module_generators` does. Raises PlanError "model-random"."""
+    """Returns the generators that are reachable from the attributes and functions of an optimizer. Raises PlanError
+    "model-random" for a generator that cannot be seeded.
+    """
     owner = f"the optimizer {type(optimizer).__name__}"
     generators = _attribute_generators(optimizer, ("state", "param_groups"), set())
     return [_check_seedable(generator, owner, "optimizer") for generator in generators]
 
 
 def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[int]) -> Iterator[Any]:
-    """Yields the generators in the attributes of an object, except `excluded`, and of its classes, except torch's."""
+    """Yields the generators that are reachable from the attributes of an object, except `excluded`, and of its classes, except
+    torch's.
+    """
     bases = [base for base in type(owner).__mro__ if base is not object and not base.__module__.startswith("torch.")]
     values = [value for key, value in vars(owner).items() if key not in excluded]
     for value in (*values, *(value for base in bases for value in vars(base).values())):
@@ -186,7 +194,9 @@ def _attribute_generators(owner: object, excluded: Sequence[str], visited: set[i
 
 
 def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yields the generators, modules and tensors that are reachable from `value`. visited: the ids of objects to skip."""
+    """Yields the generators, modules and tensors that are reachable from `value` in at most `depth` steps. visited: the ids of
+    objects to skip; is extended.
+    """
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
@@ -198,7 +208,7 @@ def iterate_leaves(value: Any, visited: set[int], depth: int = _MAX_DEPTH) -> It
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yields the objects to which `value` refers; of a function's globals only those that may refer to generators."""
+    """Yields the objects to which `value` refers. Of a function's globals, yields only those that may refer to generators."""
     if isinstance(value, Mapping):
         yield from list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -222,7 +232,7 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
-    """Yields the global names in the code of a function and its inner functions."""
+    """Yields the names of globals and attributes in the code of a function and of its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -239,7 +249,9 @@ def _is_generator(value: Any) -> bool:
 
 
 def _check_seedable(generator: Any, owner: str, table: str) -> Any:
-    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: its owner, for the error."""
+    """Returns `generator`. Raises PlanError "model-random" if it cannot be seeded. owner, table: its owner and the owner's
+    table, for the error.
+    """
     try:
         if isinstance(generator, random.SystemRandom):
             raise TypeError("it draws from the operating system")
@@ -257,9 +269,9 @@ def _check_seedable(generator: Any, owner: str, table: str) -> Any:
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of every part.
+    """Returns a seed in [0, 2**63) that depends on `seed` and on the type, value and position of each of `parts`.
 
-    The result is the same in every process and version, because it is computed by SHA-256.
+    The seed is computed by SHA-256, so it is the same in every process and in every version of Python.
     """
     digest = sha256()
     for part in (seed, *parts):

@@ -101,7 +101,7 @@ class OffloadManager(Protocol):
 
     def require(self, part: Part, caller: str) -> None:
         """Makes the device wait for the onload of `part`, if one is in progress. Raises StateError "memory-away" if the part is
-        offloaded. caller: the operation that needs the part, for the error.
+        offloaded and the manager does not onload it by itself. caller: the operation that needs the part, for the error.
         """
         ...
 

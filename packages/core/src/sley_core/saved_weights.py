@@ -1,4 +1,4 @@
-"""The weights in checkpoints and run folders, without the run that wrote them: for exports, samples and later runs."""
+"""Reads the weights in checkpoints and run folders without a run, for exports, samples and later runs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ SHARED = "shared/"
 
 
 def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFiles | None:
-    """Returns the checkpoint files of the plan's checkpointer, or None if it has no such class.
+    """Returns the `CheckpointFiles` of the plan's checkpointer, or None if the checkpointer has no such class.
 
-    Without a plan or `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it is not installed.
+    If `plan` is None or has no table `[checkpoint]`, uses the default checkpointer. Raises PluginError "plugin-missing" if it
+    is not installed.
     """
     if plan is not None and plan.checkpoint is not None:
         record = plan.checkpoint.record
@@ -61,7 +62,11 @@ def checkpoint_files(loader: Loader, plan: Plan | None = None) -> CheckpointFile
 
 
 def open_run_weights(path: Path, run: Path) -> TensorReader:
-    """Returns the final weights in the folder of a `run`, or those of its checkpoint `path`, with adapters merged in."""
+    """Returns a reader of the final weights in the run folder `run` if `path` equals it, or else of the weights in the
+    checkpoint `path`. Adapters are merged into the weights.
+
+    Raises RunError "weight-files" if there is no checkpoint in `path`.
+    """
     plan = resolve_plan(use_copied_files(read_file(run / PLAN), run), Loader())
     source: TensorReader
     if path == run:
@@ -74,13 +79,15 @@ def open_run_weights(path: Path, run: Path) -> TensorReader:
         plan, source = load_plan_and_weights(checkpoint)
     if plan.adapters is None:
         return source
-    from sley_core.hugging_face import merge_adapters  # runs do not load it
+    from sley_core.hugging_face import merge_adapters  # imported late, because runs do not need it
 
     return merge_adapters(plan, source)
 
 
 def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
-    """Returns the name in the checkpoint of each extra state, for the first rank that has the state."""
+    """Returns the name in the checkpoint of each module's extra state, by the state's name; if several ranks have saved it,
+    that of the first.
+    """
     names: dict[str, str] = {}
     for saved_name in saved.names:
         prefix, separator, name = saved_name.partition("/extra/")
@@ -90,7 +97,7 @@ def extra_state_names(saved: CheckpointReader) -> dict[str, str]:
 
 
 def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointReader, name: str) -> None:
-    """Restores the state of the parameter `name` in an optimizer of only this whole parameter, on the host."""
+    """Restores the saved state of the parameter `name` in `optimizer`, whose only parameter it is, whole and on the host."""
     (parameter,) = optimizer.param_groups[0]["params"]
     values = saved.description.values
     leaves = {
@@ -104,13 +111,13 @@ def load_parameter_state(optimizer: torch.optim.Optimizer, saved: CheckpointRead
 
 
 def shared_states(saved: CheckpointReader) -> shared.Shared:
-    """Returns the optimizer's values that belong to no parameter, except options, by location."""
+    """Returns the optimizer's saved values that belong to no parameter, except options of groups, by location."""
     pairs = (decode_value(value) for name, value in saved.description.values.items() if name.startswith(SHARED))
     return {tuple(path): value for path, value in pairs}
 
 
 def names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
-    """Returns the name in the checkpoint of each leaf of each parameter's state, by the names of parameter and leaf."""
+    """Returns, by the names of a parameter and of a leaf of its optimizer state, the leaf's name in the checkpoint."""
     names: dict[str, dict[str, str]] = {}
     for name in (*saved.names, *saved.description.values):
         if name.startswith(OPTIMIZER):
@@ -120,10 +127,11 @@ def names_by_parameter(saved: CheckpointReader) -> dict[str, dict[str, str]]:
 
 
 class SavedWeights:
-    """The weights and buffers of a checkpoint by their names in the registry. Weights are the averages if there are any, else
-    the master weights, or those after the optimizer's `eval()`.
+    """Reads the weights and buffers of a checkpoint by their names in the registry. The weights are the averages if there are
+    any, else the full-precision weights; if the optimizer has modes, those after its `eval()`.
 
-    plan: of the run. base: reads the frozen parameters of a model with adapters, which are not in the checkpoint.
+    plan: the plan of the run that wrote the checkpoint. base: a function that returns the reader of the frozen parameters,
+    which the checkpoint of a model with adapters does not contain.
     """
 
     def __init__(self, saved: CheckpointReader, plan: Plan, base: Callable[[], BaseWeights]) -> None:
@@ -147,7 +155,9 @@ class SavedWeights:
         return self.saved.kind(self._saved_names[name])
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a weight or buffer. Raises RunError "adapters-base" for a base with other values than the checkpoint's."""
+        """Returns the weight or buffer `name`. Raises RunError "adapters-base" if it is a frozen parameter whose value differs
+        from the one in the run that wrote the checkpoint.
+        """
         if self._saved_names[name].startswith(BASE):
             value = self._base().tensor(name)
             if checksum(value) != self.saved.description.values[BASE + name]:
@@ -166,7 +176,7 @@ class SavedWeights:
 
 
 class BaseWeights:
-    """Reads the initial parameters of the model of `plan`, with one layer in memory at a time."""
+    """Reads the initial parameters of the model of `plan`. Of layers with builders, only one is in memory at a time."""
 
     def __init__(self, plan: Plan) -> None:
         info = open_dataset(plan.data, DataContext(plan.run.seed, "train")).info
@@ -185,7 +195,9 @@ class BaseWeights:
 
 
 def base_error(place: str, name: str) -> RunError:
-    """Returns RunError "adapters-base": the base of the checkpoint at `place` has other values of the parameter `name`."""
+    """Returns RunError "adapters-base": the parameter `name` of the base differs from that in the run of the checkpoint at
+    `place`.
+    """
     hint = "restore the files and the seed of the base model; a checkpoint of adapters does not contain its weights"
     message = f"{place} was trained on a different base model: {name!r} has other values"
     return RunError("adapters-base", message, hint=hint)
@@ -194,14 +206,16 @@ def base_error(place: str, name: str) -> RunError:
 def load_plan_and_weights(saved: CheckpointReader) -> tuple[Plan, SavedWeights]:
     """Returns the resolved plan of the run that wrote the checkpoint `saved`, and its weights.
 
-    If the checkpoint is in the run's folder, the plan's files are replaced by their copies in this folder.
+    If the checkpoint is in the run's folder, the plan names the copies of its files in this folder instead of the originals.
     """
     document = read_text(saved.description.plan, saved.place, Path())
     plan = resolve_plan(use_copied_files(document, Path(saved.place).parent.parent), Loader())
-    # the copies are without weights
+    # The copied files contain no weights, so the base is read from the original files.
     return plan, SavedWeights(saved, plan, lambda: BaseWeights(resolve_plan(document, Loader())))
 
 
 def join_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns a nested state from its `leaves` by name. tree: the result of `name_leaves`; None for a flat dict."""
+    """Returns the nested state whose leaves are `leaves`, by name. tree: the structure of the state, with names in place of the
+    leaves; None for a flat dict.
+    """
     return dict(leaves) if tree is None else tree_map(leaves.__getitem__, tree)
