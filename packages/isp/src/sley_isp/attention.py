@@ -2,13 +2,14 @@
 
     q, k, v [b, s/n, h, d] ──all_to_all──> [b, s, h/n, d] ──attention──> context [b, s, h/n, d] ──all_to_all──> [b, s/n, h, d]
 
-The attention receives full sequences of some heads. Its other arguments, such as `cu_seqlens` or a mask, must describe the full
-sequence, so packed documents stay separate. Position-dependent operations on q and k, such as rotary embeddings, must come
-before. Heads must be independent of one another and of their indices, since each rank counts its heads from 0. No check proves
-this, but `train-cli verify` compares the model with a run of one process.
+Here n is the number of ranks, b the batch size, s the length of the full sequence, h the number of heads, and d the size of a
+head. The attention receives full sequences of some heads. Its other arguments, such as `cu_seqlens` or a mask, must describe
+the full sequence, so that packed documents stay separate. Position-dependent operations on q and k, such as rotary embeddings,
+must be applied before it. Heads must be independent of one another and of their indices, since each rank counts its heads from
+0. No check proves this, but `train-cli verify` compares the model with a run of one process.
 
-Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1), and the backward of
-the other. w is the number of elements of a position for one rank:
+Each exchange is one all-to-all of one buffer (Ulysses: Jacobs et al. 2023, arXiv 2309.14509, section 3.1). The backward of each
+of the two exchanges is the other one. w is the number of elements that one rank receives for a position:
 
     by heads       [b, s/n, ..., h, d]  ──>  buffer [n, b, s/n, w]    row i: the heads of rank i
     by positions   [b, s, ..., h/n, d]  ──>  buffer [n, b, s/n, w]    row i: the positions of slice i
@@ -45,10 +46,10 @@ class SequenceAttention(nn.Module):
     """Wraps an attention for a custom model: `self.attend = SequenceAttention(attention)`.
 
     attention: a module or a function. Its first positional arguments are `q, k, v`, each [b, s, h, d], or `q, kv` with kv
-    [b, s, 2, h_kv, d], or `qkv` [b, s, 3, h, d]. Other arguments are passed on unchanged. It returns only the context, [b, s,
-    h, d] or [b, s, h x d].
+    [b, s, 2, h_kv, d], or `qkv` [b, s, 3, h, d]. Other arguments are passed on unchanged. It must return only the context,
+    [b, s, h, d] or [b, s, h x d].
 
-    A run that splits sequences replaces the forward.
+    A run that splits sequences replaces the module's forward.
     """
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
@@ -56,18 +57,18 @@ class SequenceAttention(nn.Module):
         self.attention = attention
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the context of full sequences."""
+        """Returns the context that the attention computes from full sequences."""
         return self.attention(*args, **kwargs)
 
 
 def wrap_attention(attention: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
     """Returns a function that applies `attention` to slices, for custom training loops with `run.groups["sp"]`.
 
-    attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in order. A call makes one
-    exchange before and one after the attention, and two more in its backward.
+    attention: as for `SequenceAttention`. group: the ranks that hold the slices of the same samples, in the order of the
+    slices. A call makes one exchange before and one after the attention, and two more in its backward.
 
-    The function raises RunError "sequence-attention" or "sequence-heads" for unsupported shapes and numbers of heads, and
-    "ranks-differ" if functions, options or shapes differ between ranks.
+    The returned function raises RunError "sequence-attention" for unsupported shapes, "sequence-heads" for unsupported numbers
+    of heads, and "ranks-differ" if functions, options or shapes differ between ranks.
     """
     return attention if group.size == 1 else partial(_attend, attention, group)
 
@@ -83,7 +84,9 @@ def _attend(attention: Callable[..., Tensor], group: Group, /, *args: Any, **kwa
 def _exchange_and_attend(
     attention: Callable[..., Tensor], group: Group, tensors: Sequence[Tensor], options: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Exchanges `tensors` (q, k, v) for full sequences, calls the attention, and returns this rank's slice of its context."""
+    """Exchanges `tensors`, such as q, k, v, for full sequences, calls the attention, and returns this rank's slice of its
+    context. Raises RunError "sequence-attention" if the context has another shape.
+    """
     contents = _checksum_call(attention, options, kwargs)
     scatter = partial(_Exchange.apply, group, True, "queries, keys and values", contents)
     repeated = [repeat_heads(tensor, group.size) for tensor in tensors]
@@ -91,7 +94,7 @@ def _exchange_and_attend(
     full = scatter(*repeated) if is_one_dtype else tuple(scatter(tensor)[0] for tensor in repeated)
     try:
         context = attention(*full, *options, **kwargs)
-    except Exception as error:  # of the user's attention
+    except Exception as error:  # an error in the user's attention
         error.add_note("with `sp` each rank attends with some heads over full sequences, so masks must cover the full sequence")
         raise
     shape = *full[0].shape[:2], full[0].shape[-2]
@@ -110,7 +113,11 @@ def _exchange_and_attend(
 
 
 def _select_tensors(args: Sequence[Any], num_ranks: int) -> tuple[Tensor, ...]:
-    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v. Raises RunError for unsupported shapes."""
+    """Returns the leading tensors of `args`: qkv, or q and kv, or q, k and v.
+
+    Raises RunError "sequence-attention" for unsupported shapes, and "sequence-heads" if the number of query heads is not a
+    multiple of `num_ranks`.
+    """
     ndims = [arg.ndim if isinstance(arg, Tensor) else 0 for arg in args[:3]]
     num_tensors = next((len(form) for form in ([5], [4, 5], [4, 4, 4]) if ndims[: len(form)] == form), 0)
     tensors = tuple(args[:num_tensors])
@@ -138,7 +145,9 @@ def _checksum_call(attention: Callable[..., Tensor], options: Sequence[Any], kwa
 
 
 class AllToAllAttention(SequenceCommunicator):
-    """Makes attention modules work on slices: core's `Attention`, `SequenceAttention`, and those that the plan names."""
+    """Makes attention modules work on slices of sequences: core's `Attention`, `SequenceAttention`, and those that the plan
+    names.
+    """
 
     def __init__(self, config: AllToAllConfig, group: Group) -> None:
         self.patterns = config.modules
@@ -154,7 +163,7 @@ class AllToAllAttention(SequenceCommunicator):
         """Patches every attention in `layers`, or none if it raises an error.
 
         Raises PlanError "sequence-attention" if a pattern matches nothing or there is no attention, and "sequence-mixing" for
-        modules that mix positions by their type. The first step finds the others.
+        torch modules of types that mix positions. `call_layer` finds other layers that do so in the first step.
         """
         with ExitStack() as undo:
             modules = [item for layer in layers for item in layer.module.named_modules(prefix=layer.name)]
@@ -190,7 +199,9 @@ class AllToAllAttention(SequenceCommunicator):
     def call_layer(
         self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall
     ) -> Any:
-        """Returns `call(args, fields)`. Raises RunError "sequence-mixing" if the layer mixes positions outside attention."""
+        """Returns `call(args, fields)`. Raises RunError "sequence-mixing" if the layer mixes positions outside its attention,
+        which only its first call checks.
+        """
         return self._probe.call(layer, args, fields, call, rerun)
 
     def detach(self) -> None:
@@ -199,7 +210,7 @@ class AllToAllAttention(SequenceCommunicator):
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges tensors of one dtype as `_exchange` does, and their gradients the opposite way. Blocks."""
+    """Exchanges tensors of one dtype with `_exchange`, and their gradients in the opposite direction. Blocks."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, is_by_heads: bool, label: str, contents: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -213,8 +224,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], or the
-    opposite unless `is_by_heads`. Packs and unpacks with one copy each. contents: a checksum, which must be equal on all ranks.
+    """Exchanges slices of all heads, [b, s/n, ..., h, d], for full sequences of this rank's heads, [b, s, ..., h/n, d], if
+    `is_by_heads`, or does the reverse otherwise. Packing and unpacking take one copy each.
+
+    contents: a checksum, which must be equal on all ranks. tensors: tensors of one dtype.
     """
     split_dim, rank_dim = (-2, -3) if is_by_heads else (1, 1)
     parts = [torch.unflatten(tensor, split_dim, (group.size, -1)).movedim(rank_dim, 0) for tensor in tensors]
@@ -233,9 +246,10 @@ def _exchange(group: Group, is_by_heads: bool, label: str, contents: int, tensor
 
 
 def repeat_heads(tensor: Tensor, num_ranks: int) -> Tensor:
-    """Repeats each head of [b, s, ..., h, d], so that there are lcm(h, n) heads and all ranks get the same number.
+    """Repeats each head of `tensor` [b, s, ..., h, d], so that there are lcm(h, num_ranks) heads and all ranks get the same
+    number.
 
-    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums their gradients.
+    Copies of a head are adjacent, so each query head still matches a copy of its key head. Autograd sums the copies' gradients.
     """
     num_copies = math.lcm(tensor.shape[-2], num_ranks) // tensor.shape[-2]
     if num_copies == 1:

@@ -3,9 +3,10 @@
     forward    ids [n] ──all_gather──> [wp n] ──local columns──> [wp, n, h / wp] ──all_to_all──> local tokens' vectors [n, h]
     backward   g [n, h] ──all_to_all, in the background──> local columns' g [wp n, h / wp] ──summed by id──> store
 
-Tables are not gathered and their gradients are not reduced, so no rank holds them in full. The exchanges are as large as the
-vectors of the tokens, once in each direction. The sum over all tokens of `wp` is already the sum over `wp`, so the store needs
-no other reduction. Ranks may have different numbers of tokens, which are padded to the largest number.
+Here n is the number of tokens of a rank, h the size of a vector, and wp the number of ranks. Tables are not gathered and their
+gradients are not reduced, so no rank holds them in full. Forward and backward each exchange as many elements as the tokens'
+vectors have. Each rank sums its columns' gradient over the tokens of all ranks, so no reduction over `wp` follows. Ranks may
+have different numbers of tokens, which are padded to the largest number.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TokenGather:
-    """Gathers token tensors over `group`, whose ranks must run the same microbatches in the same order."""
+    """Gathers tensors that have one row per token over `group`, whose ranks must run the same microbatches in the same order."""
 
     def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group
@@ -38,9 +39,9 @@ class TokenGather:
         self.counters = counters
 
     def gather_with_padding(self, tensors: Sequence[Tensor], fill_values: Sequence[int], label: str) -> list[Tensor]:
-        """Gathers `tensors` [n, ...] with two exchanges, and returns them as [size x largest n, ...]. Blocks.
+        """Gathers `tensors` [n, ...] of all ranks, each padded to the largest n, and returns them as [size x largest n, ...].
 
-        fill_values: the value that pads each tensor to the largest n, which the first exchange finds.
+        fill_values: the padding value of each tensor. Makes two exchanges, of which the first finds the largest n. Blocks.
         """
         num_tokens, device = len(tensors[0]), self.device.torch_device
         counts = torch.empty(self.group.size, dtype=torch.int64, device=device)
@@ -56,7 +57,9 @@ class TokenGather:
         return full
 
     def gather(self, full: Sequence[Tensor], tensors: Sequence[Tensor], label: str) -> None:
-        """Fills each of `full` [size x n, ...] with the `tensors` [n, ...] of all ranks. Blocks until sends are complete."""
+        """Fills each of `full` [size x n, ...] with the corresponding one of `tensors` [n, ...] of all ranks. Blocks until
+        sends are complete.
+        """
         work = self.group.transport("gather").all_gather(full, tensors, label=label)
         for tensor in full:
             self.counters.add(tensor, self.group, passes=1)
@@ -64,7 +67,7 @@ class TokenGather:
         work.wait_sent()
 
     def all_to_all(self, tensor: Tensor, channel: str, label: str) -> tuple[Tensor, Work]:
-        """Starts an all-to-all of the rows of `tensor` [size, ...], and returns its output."""
+        """Starts an all-to-all of the rows of `tensor` [size, ...], and returns its output and the handle."""
         output = torch.empty_like(tensor)
         self.counters.add(tensor, self.group, passes=1)
         return output, self.group.transport(channel).all_to_all(output, tensor, label=label)
@@ -73,7 +76,7 @@ class TokenGather:
 class ColumnEmbedding(ShardedModule):
     """Replaces the forward of an embedding whose table is sharded by columns.
 
-    All ranks of the group run the same actions on the same layers in the same order, and so make the same exchanges.
+    All ranks of the group must call it for the same microbatches in the same order, since it makes exchanges.
     """
 
     def compute(self, x: Tensor, *, num_holds: int = 0) -> tuple[Tensor, Tensor]:
@@ -89,7 +92,9 @@ class ColumnEmbedding(ShardedModule):
         return vectors.reshape(*x.shape, -1), ids
 
     def _reduce(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Sends the gradient [n, h] of the vectors to the ranks that hold the columns. inputs: the tokens of all ranks."""
+        """Starts to send the gradient [n, h] of the vectors to the ranks that hold the columns, and to add what this rank
+        receives to the store. inputs: the tokens of all ranks.
+        """
         gather, store = self.communicator.token_gather, self.parts.store
         store.check_open(self.weight)  # before anything is sent
         size, width = gather.group.size, self.weight.parameter.shape[1]

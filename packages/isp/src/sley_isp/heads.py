@@ -5,12 +5,15 @@
     VocabularyHead   x [n, h] ──all_gather──> [wp n, h] ──> chunks: local rows ──> logits [c, v / wp] ──statistics, gathered──>
                      losses, the logits' gradient P, in place;   P W ──reduce_scatter──> dx [n, h]   while   P^T x ──> store
 
-Both compute the gradients in the forward, so their backward does not communicate. The weight of the vocabulary-parallel head is
-not gathered and its gradient is not reduced. Instead, there are two exchanges as large as the tokens. Without `chunk_tokens` it
-has one chunk, whose logits need as much memory as those of a rank's tokens over the full vocabulary.
+Here n is the number of tokens of a rank, c that of a chunk, h the size of a hidden state, v the size of the vocabulary, and wp
+the number of ranks.
 
-Megatron-LM computes the same cross-entropy with three all-reduces of maxima, targets and sums (Shoeybi et al. 2019, section 3).
-This module needs one gather of the statistics of each slice. It processes logits in chunks, so the extra memory is one chunk.
+Both heads compute the gradients in the forward, so their backward does not communicate. The weight of the vocabulary-parallel
+head is not gathered and its gradient is not reduced. Instead, there are two exchanges as large as the hidden states. Without
+`chunk_tokens` it has one chunk, whose logits need as much memory as those of one rank's tokens over the full vocabulary.
+
+Megatron-LM computes the same cross-entropy with three all-reduces, of maxima, targets and sums (Shoeybi et al. 2019, section
+3). This module needs one gather, of the statistics of each slice.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ if TYPE_CHECKING:
     from sley_core.api.model import Layer
 
 NO_TARGET = -(1 << 62)
-"""The target of a token with an ignored label. It equals no label, so that an invalid label is not ignored too."""
+"""The target of a token with an ignored label. It differs from every label, so that invalid labels are not ignored too."""
 
 
 def find_head(layers: Sequence[Layer]) -> HeadChunks:
-    """Returns the model's last linear, with one chunk.
+    """Returns the model's last linear as a head with a single chunk.
 
-    Raises PlanError "head-chunks" unless the last layer has exactly one plain linear, and "head-vocabulary" if a module that
-    needs the full weight also holds it. The first forward checks that the layer returns the linear's output.
+    Raises PlanError "head-chunks" unless the last layer has exactly one plain linear, and "head-vocabulary" if another module
+    holds the same weight and needs it in full. The first forward checks that the layer returns the linear's output.
     """
     head = HeadChunks.find(layers, sys.maxsize, *VocabularyHead.refusal)
     weight = cast(nn.Parameter, layers[-1].module.get_submodule(head.path).weight)
@@ -53,7 +56,9 @@ def find_head(layers: Sequence[Layer]) -> HeadChunks:
 
 
 class GatheredHead(LogitsHead):
-    """The head whose weight `sharded` gathers once per microbatch. All ranks of `wp` compute their losses in the same order."""
+    """A head whose weight is gathered once per microbatch, as the module `sharded`. All ranks of `wp` must compute losses in
+    the same order.
+    """
 
     is_collective = True
 
@@ -63,14 +68,14 @@ class GatheredHead(LogitsHead):
         self.sharded = sharded
 
     def forward(self, input: Tensor) -> Any:
-        """Returns `LazyLogits` if the loss follows, and logits otherwise."""
+        """Returns `LazyLogits` if a loss computes the logits in chunks, and the logits otherwise."""
         if self.sharded.has_replaced_weights or not self.chunks.is_active:
             return self.sharded.forward(input)
         return LazyLogits(self, autocast_input(input))
 
     @property
     def parameters(self) -> tuple[Any, Any]:
-        """The shards, which are leaves of the graph."""
+        """The shards of the weight and the bias, which are leaves of the graph. The bias is None if the head has none."""
         bias = self.sharded.bias
         return self.sharded.weight.parameter, None if bias is None else bias.parameter
 
@@ -83,7 +88,9 @@ class GatheredHead(LogitsHead):
             yield unsharded.full_tensors[sharded.weight], None if sharded.bias is None else unsharded.full_tensors[sharded.bias]
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the weights' gradients of a chunk, from the logits' `gradient` [c, classes] and the `inputs` [c, h]."""
+        """Adds a chunk's part of the gradients of weight and bias, from the logits' `gradient` [c, classes] and the `inputs`
+        [c, h].
+        """
         self.sharded.sink(gradient, inputs)
 
 
@@ -104,7 +111,7 @@ class VocabularyHead(GatheredHead):
         self.classes = ClassRange(shard.index * shard.size, shard.own_size, shard.shape[0])
 
     def local_logits(self, inputs: Tensor) -> Tensor:
-        """Returns the logits [n, rows of a shard] of this rank's classes, including the columns of padding rows."""
+        """Returns the logits [tokens, rows of a shard] of this rank's classes, including columns for the shard's padding rows."""
         return F.linear(inputs, *(param.parameter.to(inputs.dtype) for param in self.sharded.params))
 
     def full_logits(self, logits: LazyLogits) -> Tensor:
@@ -118,7 +125,7 @@ class VocabularyHead(GatheredHead):
         return logits.apply(output.transpose(0, 1).flatten(1)[: len(x), : self.classes.total].view(logits.shape))
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the shards' gradients, which include all tokens of `wp`, to the store."""
+        """Adds the gradients of this rank's shards to the store. They already include the tokens of all ranks of `wp`."""
         for param in self.sharded.trainable_params:
             if param is self.sharded.bias:
                 self.store.add(param, gradient.sum(0, dtype=self.store.dtype))
@@ -126,9 +133,10 @@ class VocabularyHead(GatheredHead):
                 self.store.add_product(param, gradient, inputs)
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of this rank's `hidden` [n, h]. A collective over `wp`.
+        """Returns the sum of the losses of this rank's `hidden` [n, h] with `labels` [n]. A collective over `wp`.
 
-        With gradients, it reduce-scatters that of the inputs while it computes that of the last chunk's weight.
+        If gradients are needed, also computes them: reduce-scatters the gradient of `hidden` into `loss.hidden_gradient` while
+        it computes the last chunk's part of the weight's gradient.
         """
         targets = labels.masked_fill(labels == loss.ignore_index, NO_TARGET)
         inputs, targets = self.token_gather.gather_with_padding([hidden, targets], [0, NO_TARGET], "the head's inputs")
@@ -160,7 +168,7 @@ class VocabularyHead(GatheredHead):
         return losses.narrow(0, self.group.coord * tokens_per_rank, len(hidden)).sum()
 
     def _chunk_losses(self, logits: Tensor, targets: Tensor, loss: HeadLoss) -> Tensor:
-        """Returns the losses [c] of a chunk. Overwrites its `logits` with their gradient if `loss` has a scale. Blocks."""
+        """Returns the losses [c] of a chunk. If `loss` has a scale, overwrites `logits` with their gradient. Blocks."""
         output, run_backward = loss.apply(logits[:, : self.classes.size])
         local = logit_statistics(output, targets, self.classes, loss.smoothing)
         statistics = local.new_empty((self.group.size * local.shape[0], local.shape[1]))
@@ -174,7 +182,7 @@ class VocabularyHead(GatheredHead):
 
 
 class ClassRange(NamedTuple):
-    """The classes of a slice: `size` of all `total` classes, from `start` on. The last slices may be empty."""
+    """The classes of a slice: `size` classes from `start` on, of `total` classes in all. The last slices may be empty."""
 
     start: int
     size: int
@@ -184,8 +192,8 @@ class ClassRange(NamedTuple):
 def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoothing: float) -> Tensor:
     """Returns statistics of a slice's `logits` [n, size] as [2, n], or [3, n] with smoothing, in fp32 or higher precision.
 
-    They are the log-sum-exp of the logits, the target's logit, or -inf if the slice does not contain the target, and the sum of
-    all logits. targets: int64 [n], indices over all classes, or NO_TARGET.
+    The rows are the log-sum-exp of the logits; the target's logit, or -inf if the slice does not contain the target; and with
+    smoothing the sum of the logits. targets: int64 [n], indices over all classes, or NO_TARGET.
     """
     result = logits.new_full(
         (3 if smoothing else 2, len(logits)), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -206,9 +214,9 @@ def logit_statistics(logits: Tensor, targets: Tensor, classes: ClassRange, smoot
 def token_losses(statistics: Tensor, targets: Tensor, num_classes: int, smoothing: float) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropy [n] with label smoothing, and the log-sum-exp [n] of all logits.
 
-    statistics: the statistics of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) target - smoothing
-    mean, and 0 for tokens without a target. If no slice has the target, it is infinite, which ends the run without a device
-    synchronisation here.
+    statistics: the statistics of all slices, [slices, 2 or 3, n]. The loss is log_sum - (1 - smoothing) * (target's logit) -
+    smoothing * (mean logit), and 0 for tokens without a target. If no slice contains the target, it is infinite. The run then
+    ends when it reads the loss, so no device synchronisation is needed here.
     """
     log_sum = statistics[:, 0].logsumexp(0)
     losses = log_sum - (1.0 - smoothing) * statistics[:, 1].amax(0)
@@ -222,7 +230,8 @@ def logits_to_gradient(
 ) -> None:
     """Overwrites a slice's `logits` [n, size] with the gradient of the sum of losses, times the scalar `scale`.
 
-    The gradient is the softmax minus the smoothed target, and 0 for tokens without a target.
+    The gradient is the softmax minus the smoothed target, and 0 for tokens without a target. log_sum: the log-sum-exp [n] over
+    all classes.
     """
     if not classes.size:
         return
@@ -238,7 +247,7 @@ def logits_to_gradient(
 
 
 def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
-    """Returns whether each target is in the slice [n], and its index there [n, 1], clamped to a valid index."""
+    """Returns whether each target is in the slice, bool [n], and its index within the slice, int64 [n, 1], clamped to be valid."""
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)

@@ -1,12 +1,13 @@
 """Refuses layers that mix positions outside their attention, since each rank has only a slice of a sequence.
 
-`check_module_types` finds modules of torch that do so, without a run. `PositionProbe` finds all layers in the first step:
+`check_module_types` finds torch modules that do so by their types, without a call. `PositionProbe` calls each layer twice in
+the first step, and so finds other layers, too:
 
-    first run     the layer, as it is called in training; the inputs and contexts of its attentions are recorded
-    second run    the same with another input at the first and the last position but one, and with the recorded contexts
+    first call    as in training; the inputs and contexts of the layer's attentions are recorded
+    second call   with other inputs at the first and the second-last position; attentions return the recorded contexts
 
-A difference at any other position, in the layer's output or in its attentions' inputs, did not pass through attention. The
-second run does not communicate in attention.
+If the layer's output or its attentions' inputs then differ at any other position, the difference did not pass through
+attention. Attentions do not communicate in the second call.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ MIXING_TYPES = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm1d),
     *(nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
 )
-"""Types of modules that mix positions. An `nn.MultiheadAttention` includes its projections, so it cannot be wrapped."""
+"""Types of modules that mix positions. `nn.MultiheadAttention` is one, since it includes its projections and cannot be wrapped.
+"""
 
 
 def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -> None:
-    """Raises PlanError "sequence-mixing" if a module of `layer` mixes positions by its type, as convolutions with overlapping
-    windows do. attention_modules: the modules within attentions, which see full sequences.
+    """Raises PlanError "sequence-mixing" if `layer` has a module whose type mixes positions, or a convolution with overlapping
+    windows.
+
+    attention_modules: the modules within attentions, which are not checked since they see full sequences.
     """
     for name, module in layer.module.named_modules(prefix=layer.name):
         is_convolution = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
@@ -52,9 +56,12 @@ def check_module_types(layer: Layer, attention_modules: Collection[nn.Module]) -
 class PositionProbe:
     """Probes each layer once, in its first call in training, except layers that match `unchecked_layers`.
 
-    The probe runs a layer twice, with inputs that differ at the first and the second-last position, so that it detects reversed
-    positions. The first run records the attentions of the layer, and the second run returns their contexts. data: the
-    declaration of the data. num_slices: the number of slices of each sequence. dim: the dim of a slice's `length` positions.
+    The probe runs a layer twice, with inputs that differ at the first and the second-last position. These are not mirror images
+    of each other, so the probe also detects a reversal of positions. The first run records the calls of the layer's attentions,
+    and in the second run they return the recorded contexts.
+
+    data: the declaration of the data. num_slices: the number of slices of each sequence. length: the number of positions of a
+    slice. dim: their dim in the layer's inputs and output.
     """
 
     def __init__(self, data: DataInfo, num_slices: int, unchecked_layers: Sequence[str]) -> None:
@@ -66,8 +73,9 @@ class PositionProbe:
         self._probed_layers: set[str] = set()
 
     def call(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], call: LayerCall, rerun: LayerCall) -> Any:
-        """Returns `call(args, fields)`, and compares it with a `rerun` if the layer was not probed before. All ranks that share
-        sequences call it for the same layers. Raises RunError "sequence-mixing".
+        """Returns `call(args, fields)`. If the layer was not probed before, also calls `rerun` with perturbed inputs, and
+        raises RunError "sequence-mixing" if the layer mixes positions. All ranks that share sequences call it for the same
+        layers.
         """
         is_probed = layer.name in self._probed_layers
         self._probed_layers.add(layer.name)
@@ -103,19 +111,19 @@ class PositionProbe:
         return output
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns `attention()`, the context of `tensors` [b, s, ...], or in the second run the recorded context."""
+        """Returns the context of `tensors` [b, s, ...]: that of `attention()` in the first run, the recorded one in the second."""
         if not self.is_second:
             context = attention()
             state = _default_generator(context.device).get_state()
             self._calls.append(([tensor.detach().clone() for tensor in tensors], context.detach().clone(), state))
             return context
         before, context, state = self._calls.pop(0)
-        _default_generator(context.device).set_state(state)  # as if it had drawn
+        _default_generator(context.device).set_state(state)  # as if the attention had drawn random numbers
         self.is_mixed |= any(self.has_difference(expected, actual, 1) for expected, actual in zip(before, tensors, strict=True))
         return context.clone()
 
     def perturb(self, tensor: Tensor) -> None:
-        """Overwrites two positions of `tensor`, if its `dim` has the size of this slice."""
+        """Overwrites the first and the second-last position of `tensor`, if its size along `dim` is the length of a slice."""
         if tensor.ndim <= self.dim or tensor.shape[self.dim] != self.length:
             return
         for row in (tensor.select(self.dim, 0), tensor.select(self.dim, self.length - 2)):
@@ -128,17 +136,20 @@ class PositionProbe:
                 row.copy_(torch.where(row == lowest, highest, lowest))
 
     def has_difference(self, before: Tensor, after: Tensor, dim: int) -> bool:
-        """Returns whether two tensors with this slice's positions along `dim` differ at positions with equal inputs."""
+        """Returns whether `before` and `after` differ at positions whose inputs were not perturbed. Returns False if their
+        shapes differ, or if they do not have the slice's positions along `dim`.
+        """
         if before.shape != after.shape or before.ndim <= dim or before.shape[dim] != self.length:
             return False
         spans = (1, self.length - 3), (self.length - 1, 1)
         pairs = [(before.narrow(dim, *span), after.narrow(dim, *span)) for span in spans]
-        if all(torch.equal(*pair) for pair in pairs):  # as a rule, without any memory
+        if all(torch.equal(*pair) for pair in pairs):  # the usual case, which needs no extra memory
             return False
         if not before.is_floating_point():
             return True
         eps = torch.finfo(before.dtype).eps
-        # Only a few digits for narrow types: tokens that change places, as with experts, are multiplied in other blocks.
+        # Narrow dtypes have few digits. Small differences are allowed, since matrix products round differently if tokens change
+        # places in a batch, as with experts.
         digits = 4 if eps > 1e-3 else 64
         limit = max(float(tensor.nan_to_num(0.0, 0.0, 0.0).abs().max()) for tensor, _ in pairs if tensor.numel()) * digits * eps
         return not all(torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True) for pair in pairs)
@@ -151,12 +162,12 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 RUNNING_PROBE: ContextVar[PositionProbe | None] = ContextVar("probe", default=None)
-"""The probe whose layer is running, to which attentions report their calls."""
+"""The probe whose layer is running, or None. Attentions report their calls to it."""
 
 
 @contextmanager
 def _restore_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores attributes and buffers of `modules` after the block, such as counters and running averages."""
+    """Restores the attributes and buffers of `modules`, such as counters and running averages, after the block."""
     mappings: list[dict[str, Any]] = [mapping for module in modules for mapping in (vars(module), module._buffers)]
     previous = [(mapping, dict(mapping)) for mapping in mappings]
     buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]

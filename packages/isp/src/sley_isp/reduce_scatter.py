@@ -2,11 +2,11 @@
 
 lease ──> products written ──> sent and received ──> local rows summed ──> store.add ──> lease ends
           `add`                in the background     `advance`             `finish`, at the limit of reductions in flight
-                                                                           or at the end of a pass
+                                                                           or after the last gradients of a chunk
 
-A bucket holds the gradients of one parameter group. With one reduction per microbatch, it is sent when the backward continues
-with another group. With one reduction per step, it is sent after the last action that can add to it, which saves exchanges but
-needs memory for all full gradients.
+A bucket holds full gradients of parameters of one parameter group. With one reduction per microbatch, it is sent when the
+backward continues with another group. With one reduction per step, it is sent once nothing can add to it any more, which saves
+exchanges but needs memory for all full gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from sley_isp.param_group import ParamGroup
 
 WriteGradient = Callable[[Tensor, bool], None]
-"""Writes a gradient into a tensor of the store's dtype, or adds the gradient if the flag is true."""
+"""A function `(full, accumulate)` that writes a gradient into `full`, a tensor of the store's dtype, or adds the gradient to it
+if `accumulate` is true.
+"""
 
 MAX_IN_FLIGHT = 2
-"""The number of reductions in flight, including the one being written, if they may overlap with the backward."""
+"""The maximum number of reductions in flight, including the one being written, if they may overlap with the backward."""
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class Bucket:
     number: the bucket's index in layer order. group: the group of the parameters. chunks: the chunks that use the parameters,
     for one reduction per step. users: the groups whose backwards add to each parameter's gradient. full_gradients: the full
     gradients with padding while the bucket is open. written_params: the parameters whose full gradients have been written.
+    lease: the lease of the gradients' memory.
     """
 
     number: int
@@ -56,9 +59,10 @@ class Bucket:
 
 
 class Reduction(NamedTuple):
-    """An exchange of gradients in flight. add_sums: adds its result to the store once `handles` are done.
+    """An exchange of gradients in flight.
 
-    sent: a tensor outside of the leased memory that peers receive.
+    add_sums: a function that adds the result to the store once `handles` are done. lease: the lease of the memory in use.
+    sent: a tensor outside the leased memory that must stay alive until peers have received it, or None.
     """
 
     handles: list[Work]
@@ -70,8 +74,8 @@ class Reduction(NamedTuple):
 class GradientReducer:
     """Reduces full gradients over `group`, and adds this rank's rows to the store of `parts`.
 
-    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. A parameter of several groups that
-    is reduced once per step is only in the bucket of the first group. Otherwise, it is in a bucket of each group.
+    max_in_flight: the maximum number of reductions in flight, or 0 to wait for each at once. If several groups share a
+    parameter, it is only in a bucket of the first group with one reduction per step, and in a bucket of each group otherwise.
     """
 
     def __init__(self, max_in_flight: int, parts: Parts, group: Group, counters: Counters) -> None:
@@ -100,13 +104,14 @@ class GradientReducer:
     def add(self, group: ParamGroup, param: Param, write: WriteGradient) -> None:
         """Adds to the gradient of `param` in a backward of `group`. May start or finish earlier reductions.
 
-        write: writes the contribution into the full gradient, or adds it. All ranks must pass the groups in the same order. The
-        data may decide which modules of a group contribute, so they do not show when a bucket is complete.
+        write: writes the contribution into the full gradient, or adds it. All ranks must pass the groups in the same order. A
+        bucket counts as complete when the backward has passed its groups, not when all parameters have contributed, since the
+        data may decide which modules of a group run.
         """
         self.advance()
         if group is not self._current:
-            # Compares groups, not buckets. A tied weight may be in the bucket of another layer, and the data may decide how
-            # often a backward alternates between the two layers.
+            # Compares groups, not buckets: a tied weight may be in the bucket of another layer, and the data may decide how
+            # often a backward alternates between the buckets of the two layers.
             if self._current is not None:
                 self._passed_groups.add(self._current)
             self._current = group
@@ -120,9 +125,11 @@ class GradientReducer:
         bucket.written_params.add(param)
 
     def flush(self, *, all_buckets: bool = False) -> None:
-        """Starts the reduction of every bucket to which no later action of the list can add. Called at the end of an action.
+        """Starts the reduction of every open bucket to which no later action of the list can add. With one reduction per
+        microbatch, these are all open buckets. Called at the end of an action.
 
-        all_buckets: whether to reduce all buckets, for a backward outside a step, whose last contribution is not known.
+        all_buckets: whether to reduce all open buckets in any case. Used after each contribution of a backward outside a step,
+        since the last one is not known.
         """
         for bucket in self._ordered_buckets():
             if all_buckets or bucket.group.options.reduce != "step" or self.store.state.are_gradients_final(bucket.chunks):
@@ -131,9 +138,9 @@ class GradientReducer:
         self._passed_groups.clear()
 
     def advance(self) -> None:
-        """Sums the data that have arrived, so that faster peers do not wait for this rank. Never blocks.
+        """Advances the exchanges whose data have arrived, so that faster peers do not wait for this rank. Never blocks.
 
-        Only `finish` adds the sums to the store, since the store may start collectives, which need the same order on all ranks.
+        Only `finish` adds sums to the store: the store may then start collectives, which need the same order on all ranks.
         """
         for reduction in self._reductions:
             are_done = [handle.is_completed() for handle in reduction.handles]  # a list, since this advances each handle
@@ -153,7 +160,7 @@ class GradientReducer:
                 self._release(reduction)
 
     def discard(self) -> None:
-        """Waits for all reductions of a failed step and discards their sums."""
+        """Discards the gradients and sums of a failed step. Waits until peers have received what this rank has sent."""
         for bucket in self._open_buckets:
             bucket.lease.close()
         self._open_buckets.clear()
@@ -163,11 +170,13 @@ class GradientReducer:
             self._release(self._reductions.popleft())
 
     def _ordered_buckets(self) -> list[Bucket]:
-        """Returns the open buckets, later layers first, since the order in which they were opened may depend on the data."""
+        """Returns the open buckets, those of later layers first. The order of opening may depend on the data, so it differs
+        between ranks.
+        """
         return sorted(self._open_buckets, key=lambda bucket: -bucket.number)
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Returns whether no group adds to the bucket's gradients any more, in this and later actions of the list."""
+        """Returns whether nothing adds to the bucket's gradients any more, in this action and later ones of the list."""
         has_passed = all(bucket.users[param] <= self._passed_groups for param in bucket.full_gradients)
         return has_passed and self.store.state.are_gradients_final(bucket.chunks)
 
@@ -206,7 +215,9 @@ class GradientReducer:
         self.enqueue(reduction)
 
     def enqueue(self, reduction: Reduction) -> None:
-        """Keeps `reduction`, which has started, until it is finished in the order of all ranks."""
+        """Adds `reduction`, which has started, to those in flight. Finishes the oldest ones beyond the limit, in the same order
+        on all ranks.
+        """
         self._reductions.append(reduction)
         self.finish(self.max_in_flight)
 
@@ -225,7 +236,11 @@ class GradientReducer:
         return Reduction([handle], add_sums, bucket.lease)
 
     def _start_all_to_all(self, bucket: Bucket, microbatches: range) -> Reduction:
-        """Starts to receive this rank's rows of every rank's gradients, which the store sums in a fixed order."""
+        """Starts to exchange the gradients. This rank receives its rows of every rank's gradients, and the store sums them in a
+        fixed order.
+
+        microbatches: the numbers of the microbatches that the ranks have run, in rank order.
+        """
         transport, gradients, group = self.group.transport("reduce"), bucket.full_gradients, bucket.group
         shapes = [(self.group.size, param.row_shard.size, *param.shape[1:]) for param in gradients]
         rows = dict(zip(gradients, self._lease(group, shapes, bucket.lease), strict=True))
@@ -241,7 +256,9 @@ class GradientReducer:
         return Reduction(handles, add_sums, bucket.lease)
 
     def _lease(self, group: ParamGroup, shapes: Sequence[tuple[int, ...]], lease: ExitStack) -> list[Tensor]:
-        """Leases one buffer of the store's dtype from the pool of `group` until `lease` closes, and returns views of it."""
+        """Leases one buffer of the store's dtype from the pool of `group` until `lease` closes, and returns a view for each of
+        `shapes`.
+        """
         dtype, device = self.store.dtype, self.store.device
         layout = FlatLayout(shapes, ALIGNMENT_BYTES // dtype.itemsize)
         if not layout.numel:
@@ -250,7 +267,7 @@ class GradientReducer:
         return layout.views(flat)
 
     def _release(self, reduction: Reduction) -> None:
-        """Waits until peers have received this rank's data, and returns the buffer to the pool."""
+        """Waits until peers have received this rank's data, and returns the leased memory to the pool."""
         for handle in reduction.handles:
             handle.wait_sent()
         reduction.lease.close()
