@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TokenGather:
-    """Gathers tensors that have one row per token over `group`, whose ranks must run the same microbatches in the same order."""
+    """Gathers tensors with one row per token over `group`, whose ranks must run the same microbatches in the same order."""
 
     def __init__(self, group: Group, device: Device, counters: Counters) -> None:
         self.group = group

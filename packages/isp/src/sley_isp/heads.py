@@ -111,7 +111,7 @@ class VocabularyHead(GatheredHead):
         self.classes = ClassRange(shard.index * shard.size, shard.own_size, shard.shape[0])
 
     def local_logits(self, inputs: Tensor) -> Tensor:
-        """Returns the logits [tokens, rows of a shard] of this rank's classes, including columns for the shard's padding rows."""
+        """Returns the logits [tokens, rows of a shard] of this rank's classes, including columns for padding rows."""
         return F.linear(inputs, *(param.parameter.to(inputs.dtype) for param in self.sharded.params))
 
     def full_logits(self, logits: LazyLogits) -> Tensor:
@@ -247,7 +247,7 @@ def logits_to_gradient(
 
 
 def _local_targets(targets: Tensor, classes: ClassRange) -> tuple[Tensor, Tensor]:
-    """Returns whether each target is in the slice, bool [n], and its index within the slice, int64 [n, 1], clamped to be valid."""
+    """Returns whether each target is in the slice, bool [n], and its index within the slice, int64 [n, 1], clamped if not."""
     indices = targets - classes.start
     is_local = (indices >= 0) & (indices < classes.size)
     return is_local, indices.clamp(0, classes.size - 1).unsqueeze(-1)

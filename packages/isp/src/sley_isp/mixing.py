@@ -111,7 +111,7 @@ class PositionProbe:
         return output
 
     def attend(self, tensors: Sequence[Tensor], attention: Callable[[], Tensor]) -> Tensor:
-        """Returns the context of `tensors` [b, s, ...]: that of `attention()` in the first run, the recorded one in the second."""
+        """Returns the context of `tensors` [b, s, ...]: `attention()` in the first run, the recorded context in the second."""
         if not self.is_second:
             context = attention()
             state = _default_generator(context.device).get_state()
