@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from sley_checkpoint.plugin import AnyLayoutConfig
 
 FAILURE_CODE = "checkpoint-failed"
+"""The code of the RunError of a failed save."""
 
 
 class AnyLayout(Checkpointer):
-    """Saves and loads the checkpoints of a run on one rank. table: the plan's table, or None if only the program saves."""
+    """Saves and loads a run's checkpoints on one rank. table: the plan's `[checkpoint]`, or None if only the program saves."""
 
     def __init__(self, table: AnyLayoutConfig | None, state: TrainingState) -> None:
         self.table = table
@@ -41,11 +42,17 @@ class AnyLayout(Checkpointer):
         state.parts.events.gradients_done.append(self.copy_unwritten_state)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns the numbers of complete and failed saves, and the seconds that training waited for saves."""
+        """Returns the numbers of complete and failed saves (`saved`, `failed`), and the seconds for which training waited: for
+        saves to start (`seconds_blocked`) and to finish (`seconds_waited`).
+        """
         return dict(self._counts)
 
     def save(self, path: str | Path | None, step: int) -> str:
-        """Writes a checkpoint, and returns its folder once it is complete on all ranks. All ranks call it."""
+        """Writes a checkpoint at `path`, or in the run's folder if `path` is None. All ranks call it.
+
+        Returns the checkpoint's folder once all ranks have written their parts. Raises RunError `checkpoint-failed` on all
+        ranks if the save fails.
+        """
         self.finish()
         writer = self._prepare(path, step)
         failure = ""
@@ -88,19 +95,19 @@ class AnyLayout(Checkpointer):
         return self._is_save_requested or (table.every_steps is not None and step % table.every_steps == 0)
 
     def wants_save(self) -> bool:
-        """Returns whether the plan's `every_minutes` have passed on rank 0; False on the other ranks."""
+        """Returns whether the plan's `every_minutes` have passed since the last save; always False on ranks other than 0."""
         minutes = self.table.every_minutes if self.table else None
         is_voter = self.state.parts.world.rank == 0
         return is_voter and minutes is not None and time.monotonic() - self._save_time > 60 * minutes
 
     def request_save(self) -> None:
-        """Makes a save due after the running step."""
+        """Makes a save due after the current step."""
         self._is_save_requested = True
 
     def start_save(self, step: int) -> None:
         """Starts the due save in mode "async", or completes it in mode "sync". All ranks call it.
 
-        If the save fails, adds a note, counts the failure, and the run continues.
+        If the save fails, this counts the failure and adds a note, and the run continues.
         """
         assert self.table is not None, "no save is due without a table"
         with self._tolerate_failure("seconds_blocked"):
@@ -131,7 +138,7 @@ class AnyLayout(Checkpointer):
 
     @contextmanager
     def _tolerate_failure(self, count: str) -> Iterator[None]:
-        """Returns a context manager that turns a failed save into a note, and adds the seconds of the block to `count`."""
+        """A context manager that turns a failed save into a note, and adds the seconds of its block to `count`."""
         start = time.perf_counter()
         try:
             yield
@@ -156,7 +163,7 @@ class AnyLayout(Checkpointer):
                 self.state.attempt.record_save(background.writer.index.step)
 
     def close(self) -> None:
-        """Finishes the save in progress, or cancels it if the other ranks do not answer. Does not communicate."""
+        """Finishes the save in progress, or cancels it if the other ranks do not finish. Joins no collective."""
         background, self._background_writer = self._background_writer, None
         if background is not None:
             background.copy_unwritten_state()
@@ -192,7 +199,9 @@ class AnyLayout(Checkpointer):
     def load(self, path: str | Path, *, allow_fresh_start: bool = False) -> RestoreResult | None:
         """Loads the checkpoint at `path`, or the newest intact one in a folder of checkpoints. All ranks call it.
 
-        path: "auto" loads this run's newest checkpoint, and returns None if the run has none.
+        path: "auto" loads this run's newest checkpoint, and returns None if the run has none. allow_fresh_start: see
+        `list_candidates`. Raises the errors of `list_candidates` and `choose_checkpoint`, and RunError: `no-checkpoint` if
+        there is none at `path`, and `checkpoint-mismatch` if "auto" finds a checkpoint of another run.
         """
         self.finish()
         self.state.agree("loading a checkpoint")
@@ -226,7 +235,7 @@ class AnyLayout(Checkpointer):
 
 
 def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Returns the first intact checkpoint, or None if `paths` is empty, and the damaged ones before it.
+    """Returns the first intact checkpoint in `paths`, or None if `paths` is empty, and the damaged ones before it.
 
     All ranks call it, and each verifies a share of the files. Raises the same RunError on all ranks: `checkpoint-damaged` if
     all checkpoints are damaged, and `checkpoint-load` if the ranks see different ones.
@@ -255,7 +264,7 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
 
 def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start: bool) -> tuple[list[str], list[str]]:
     """Returns the paths of the checkpoints to load, in the order in which to try them, and notes for the user. All ranks call
-    it, and rank 0 lists the checkpoints, by its own arguments.
+    it, and rank 0 lists the checkpoints by its own arguments.
 
     path: the path of a checkpoint or of a folder of checkpoints; None for this run's newest checkpoint. allow_fresh_start:
     whether a run without a checkpoint may repeat its steps.
@@ -292,8 +301,8 @@ def _list_resumable(state: TrainingState, folder: Folder, *, allow_fresh_start: 
     """Returns the paths of the checkpoints that this run's own steps reached, from new to old, and then the checkpoint from
     which its attempt started; also returns notes for the user.
 
-    Raises UsageError `never-anew` if there is none although the run has done steps, or if only attempts that the run's folder
-    does not know wrote the checkpoints.
+    Raises UsageError `never-anew` if there is none although the run has done steps, or if all checkpoints are of attempts that
+    the run's folder does not know.
     """
     names = list_checkpoints(folder)
     if state.attempt.folder is None:  # without a run folder, there is no list of attempts and no rows

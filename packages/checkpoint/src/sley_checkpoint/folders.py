@@ -1,4 +1,4 @@
-"""Checkpoint folders, on a disk or at a URL. A file is complete once it has its name, and a folder appears all at once."""
+"""Checkpoint folders, on a disk or at a URL. On a disk, files and folders get their final names once they are complete."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class FileDigest(NamedTuple):
 
 
 STAGING_PREFIX = ".saving-"
-"""The name prefix of incomplete folders."""
+"""The prefix of the names of incomplete folders on a disk."""
 
 DELETED = "gone"
-"""The name suffix of incomplete folders that are being deleted."""
+"""The suffix of the names of folders that are being deleted."""
 
 _READ_BYTES = 16 << 20
 
 
 class LocalFolder:
-    """A folder in a mounted file system. The first written file creates the folder.
+    """A folder in a mounted file system. Writing its first file creates it.
 
     All methods raise OSError if the file system reports an error.
     """
@@ -49,7 +49,7 @@ class LocalFolder:
         return LocalFolder(self.path / name)
 
     def names(self) -> list[str]:
-        """Returns the sorted names of the folder's entries; [] if the folder does not exist."""
+        """Returns the sorted names of the folder's files and subfolders; [] if the folder does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(path.name for path in self.path.iterdir())
         return []
@@ -92,11 +92,11 @@ class LocalFolder:
         (self.path / name).unlink()
 
     def staging(self, token: str) -> LocalFolder:
-        """Returns the temporary folder of a save; its `publish` renames the temporary folder to this folder."""
+        """Returns the temporary folder of a save. Its `publish` renames it to this folder."""
         return LocalFolder(self.path.parent / f"{STAGING_PREFIX}{self.path.name}-{token}")
 
     def is_unfinished(self, name: str, last_file: str) -> bool:
-        """Returns whether the subfolder `name` is an unfinished checkpoint, without the file `last_file`."""
+        """Returns whether the subfolder `name` is an unfinished checkpoint. On an object store, it then lacks `last_file`."""
         return name.startswith(STAGING_PREFIX)
 
     def publish(self, target: Folder) -> None:

@@ -2,12 +2,13 @@
 
 A checkpoint has safetensors files with tensor parts, and the index `checkpoint.json`, which is written last: a folder without
 it is not a checkpoint. A file header stores the offset of each part in the full tensor, in the format of
-torch.distributed.checkpoint (`HuggingFaceStorageReader`), and the run, step and rank of the file. No file can run code.
+torch.distributed.checkpoint (`HuggingFaceStorageReader`), and the run, step and rank of the file. Reading a file cannot execute
+code.
 
-checkpoint = read("runs/small/checkpoints/step-00000100")
-checkpoint.step, checkpoint.names
-weight = checkpoint["weights/blocks.0.norm.weight"]
-state = dict(checkpoint.weights())                   # by parameter name
+    checkpoint = read("runs/small/checkpoints/step-00000100")
+    checkpoint.step, checkpoint.names
+    weight = checkpoint["weights/blocks.0.norm.weight"]
+    state = dict(checkpoint.weights())               # by parameter name
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from sley_core.api.state import (
 from sley_core.errors import RunError, format_cause
 
 INDEX = "checkpoint.json"
+"""The name of the index file."""
+
 FORMAT = 3
+"""The version of the format of the index."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class TensorInfo:
 class CheckpointIndex(SavedRun):
     """Holds all data of a checkpoint except its tensors.
 
-    token: a random text for each save, which begins with the id of the saving attempt. files: the digest of each file.
+    token: a text that is unique to each save, and begins with the id of the attempt that saved. files: the digest of each file.
+    tensors: the description of each tensor, by name.
     """
 
     token: str
@@ -64,7 +69,7 @@ class CheckpointIndex(SavedRun):
     tensors: dict[str, TensorInfo]
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the index file, which includes a checksum of the index."""
+        """Returns the content of the index file, which begins with a checksum of the index."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
         return f'{{"checksum":"{sha256(content.encode()).hexdigest()}",\n"index":{content}}}\n'.encode()
 
@@ -104,11 +109,11 @@ def _parse_tensor_info(fields: Mapping[str, Any]) -> TensorInfo:
 
 
 CHUNK_BYTES = 16 << 20
-"""The size of one write in bytes. Python's lock is free during each write."""
+"""The maximum size of one write, in bytes. The GIL is free during each write."""
 
 
 class StoredTensor(NamedTuple):
-    """Describes a rectangle in a file: its row-major bytes are in the range [start, end)."""
+    """Describes a rectangle in a file: its row-major data are the bytes [start, end) of the file."""
 
     dtype: torch.dtype
     rectangle: Rectangle
@@ -202,7 +207,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each parameter, for `run.load_weights`: its master weight if the run had any."""
+        """Yields the name and value of each parameter, as for `run.load_weights`. It is the master weight if there is one."""
         return ((name.removeprefix(WEIGHTS), self[name]) for name in self.names if name.startswith(WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -222,7 +227,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, requested: Rectangle, target: Tensor) -> None:
-        """Reads the rectangle `requested` of a tensor into `target`, a tensor of the same sizes and any dtype.
+        """Reads the rectangle `requested` of the tensor `name` into `target`, a tensor of the same sizes and any dtype.
 
         Raises RunError `checkpoint-damaged` if the files do not match the index.
         """
@@ -236,8 +241,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise self._damage_error(f"{num_missing} elements of {name!r} are in no file")
 
     def _read_common(self, file: str, name: str, rectangle: Rectangle, common: Rectangle, target: Tensor) -> None:
-        """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows, and directly into `target` if the
-        rows have no other elements.
+        """Copies the part `common` of the file's `rectangle` to `target`. Reads full rows of `rectangle`: directly into
+        `target` if `common` is as wide as the rows and the dtypes match.
         """
         stored = self._read_header(file).get(name)
         if stored is None or stored.rectangle != rectangle:
@@ -302,7 +307,7 @@ DamagedCheckpoint = tuple[str, list[Damage]]
 
 
 class NewestCheckpoint(NamedTuple):
-    """Holds the path of the newest intact checkpoint, or None, and the paths and damages of newer, damaged checkpoints."""
+    """Holds the path of the newest intact checkpoint, or None if there is none, and the newer, damaged checkpoints."""
 
     path: str | None
     damaged_checkpoints: list[DamagedCheckpoint]
@@ -345,7 +350,7 @@ def is_checkpoint_name(name: str) -> bool:
 def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
     """Returns an unused name for the checkpoint after `step`, which sorts as the newest checkpoint.
 
-    After a run resumes from an older checkpoint, or saves a step again, the name ends with the number of these rewinds.
+    If the run has resumed from an older checkpoint or saves a step again, the name ends with the number of such rewinds.
     """
     keys = [_sort_key(name) for name in used_names if _STEP.fullmatch(name)]
     num_rewinds, last_step = max(keys, default=(0, -1))

@@ -35,8 +35,8 @@ from sley_core.errors import RunError, SleyError, format_cause
 class SavePreparation:
     """Prepares the saves of one rank of the run with `state`.
 
-    Caches the assignment of tensors to ranks until the tensors of a rank change, and the lineage of each checkpoint in the
-    folder with whether it was the best.
+    Caches the assignment of tensors to ranks until the tensors of a rank change. Also caches, for each checkpoint in the
+    folder, its lineage and whether it was the best when it was saved.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -49,8 +49,8 @@ class SavePreparation:
     def prepare(self, folder: Folder, step: int, keep: int | None, *, is_run_folder: bool) -> RankWriter:
         """Agrees on a save with all ranks, and returns the writer of this rank's part.
 
-        folder: the run's folder of checkpoints, or the folder of the checkpoint itself. keep: the number of checkpoints to keep
-        in the run's folder; None for all.
+        folder: the run's folder of checkpoints if `is_run_folder`, else the folder of the checkpoint itself. keep: the number
+        of checkpoints to keep in the run's folder; None for all.
 
         All ranks call it. It blocks in one exchange over `control`, and in a second one if the tensors of a rank have changed.
         Raises the same RunError on all ranks.
@@ -59,14 +59,14 @@ class SavePreparation:
         description = self.state.describe(step)
         pieces, rank_values, problem = self._rank_values()
         infos = [PieceInfo(piece.name, DTYPES[piece.tensor.dtype], piece.shape, piece.rectangle) for piece in pieces]
-        # Only rank 0 has the attempt.
+        # Only rank 0 has an attempt, so only rank 0 chooses the target.
         target = (
             ["", "", ""]
             if attempt is None or problem
             else self._choose_target(folder, step, attempt, is_run_folder=is_run_folder)
         )
         state_digest = _compute_digest(description.state)
-        # All ranks join the exchange, even after an error, so no rank waits for another.
+        # All ranks join the exchange, even after an error, so that no rank waits in vain.
         reports = control.gather_objects(
             [problem, folder.text, state_digest, _compute_digest(infos), target], label="the contents of a save"
         )
@@ -103,9 +103,10 @@ class SavePreparation:
         return f"the folder {folder.text} has checkpoints of the run {newest.run!r}, but this run is {self._run!r}"
 
     def _prune(self, folder: Folder, keep: int, attempt: Attempt) -> None:
-        """Deletes this run's checkpoints in `folder`, except the newest `keep` and the newest that was the best at its save.
+        """Deletes this run's checkpoints in `folder`, except the newest `keep` and the newest that was the best when it was
+        saved.
 
-        The newest checkpoint has just been verified.
+        The files of the newest checkpoint have just been verified.
         """
         with suppress(Exception):  # a failed deletion must not fail the save
             names = list_checkpoints(folder)
@@ -133,11 +134,11 @@ class SavePreparation:
             diagnostic = error.diagnostics[0]
             hint = f" ({diagnostic.hint})" if diagnostic.hint else ""
             return [], {}, f"{diagnostic.message}{hint}"
-        except Exception as error:  # any error of a stateful part: the other ranks wait for the report
+        except Exception as error:  # a stateful part may raise any error, and the other ranks wait for the report
             return [], {}, format_cause(error)
 
     def _choose_target(self, folder: Folder, step: int, attempt: Attempt, *, is_run_folder: bool) -> list[str]:
-        """Removes unfinished saves. Returns the folder of the checkpoint, a token for this save, and an error message or ""."""
+        """Deletes unfinished saves. Returns the folder for the checkpoint, a token for the save, and an error message or ""."""
         try:
             names = folder.names()
             token = f"{attempt.id}.{secrets.token_hex(8)}"
@@ -152,7 +153,10 @@ class SavePreparation:
             return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:
-        """Returns the tensors that each rank writes. The ranks exchange their lists only if a list has changed."""
+        """Returns the pieces that each rank writes. The ranks exchange their lists of pieces only if a list has changed.
+
+        digests: the digest of each rank's list. infos: this rank's list.
+        """
         if self._assignment is None or self._assignment[0] != digests:
             # All ranks join this exchange or none: they compare the same digests with those of the last save.
             lists = self._control.gather_objects(infos, label="the tensors of all ranks")
@@ -161,7 +165,7 @@ class SavePreparation:
 
 
 def remove_unfinished(folder: Folder, attempt: Attempt) -> None:
-    """Deletes the unfinished saves of this run in a folder of checkpoints."""
+    """Deletes this run's unfinished saves, and half-deleted checkpoints, in a folder of checkpoints."""
     for name in folder.names():
         is_unfinished = is_checkpoint_name(name) and folder.is_unfinished(name, INDEX)
         if is_unfinished and _find_writing_attempt(folder, name) in {*attempt.ids, DELETED}:
@@ -172,7 +176,7 @@ def _find_writing_attempt(folder: Folder, name: str) -> str:
     """Returns the id of the attempt that wrote the unfinished checkpoint `name`; `DELETED` if it is being deleted."""
     if name.startswith(STAGING_PREFIX):
         return name.rpartition("-")[2].partition(".")[0]
-    with suppress(Exception):  # a store has no staging folders; any file system error
+    with suppress(Exception):  # an object store has no staging folders; a file system may raise any error
         for file in folder.child(name).names():
             if file.endswith(".safetensors"):
                 return str(read_header(folder.child(name), file)[1]["token"]).partition(".")[0]
@@ -219,8 +223,8 @@ def parse_pieces(lists: Sequence[Sequence[Any]]) -> list[PieceInfo]:
 
 
 class WriteAssignment(NamedTuple):
-    """Assigns tensor pieces to ranks. file_indices: for each rank, for each of its files, the indices of the rank's pieces in
-    the file. tensors: the tensor index of the checkpoint.
+    """Assigns tensor pieces to ranks. file_indices: for each rank and each of its files, the indices in the rank's list of the
+    pieces in the file. tensors: the description of each tensor of the checkpoint, by name.
     """
 
     file_indices: list[list[list[int]]]

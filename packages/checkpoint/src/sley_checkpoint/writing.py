@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sley_core.api.comm import CopyEvent, CopyStream, Device, HostMemory
 
 PATIENCE_S = 10.0
-"""The seconds that the end of a run waits for ranks that may have died."""
+"""Seconds for which a rank whose run ends waits for ranks that may have died."""
 
 _JOIN_POLL_S = 0.1
 
@@ -45,11 +45,11 @@ class RankWriter:
 
     staging: the folder of the save until it is complete. target: its final folder. files: the pieces of each file.
     header_info: JSON data for the headers of all files. rank_values: JSON data of this rank. index: the index without file
-    sizes and rank data. timeout_s: the time limit of rank 0 for the other ranks. chunks: yields the bytes of a piece.
-    on_publish: a callback on rank 0 after the checkpoint is complete.
+    digests and rank data. timeout_s: the time limit, in seconds, of rank 0's wait for the other ranks. chunks: a function that
+    yields the bytes of a piece. on_publish: a function that rank 0 calls once the checkpoint is complete.
 
     is_cancelled: set it to end the save soon, without a checkpoint. wait_start: the monotonic time at which rank 0 began to
-    wait or the last rank finished.
+    wait, or last saw that a rank had finished; None before the wait and on other ranks.
     """
 
     rank: int
@@ -69,13 +69,13 @@ class RankWriter:
     def run(self) -> None:
         """Writes this rank's files; rank 0 then waits for the other ranks and publishes the checkpoint.
 
-        Raises RunError `checkpoint-failed` and removes the new files if the save fails.
+        If the save fails, raises RunError `checkpoint-failed`, and rank 0 deletes the new files.
         """
         try:
             self._write()
             if self.rank == 0:
                 self._publish()
-        except Exception as error:  # any file system error: no rank may wait for this one
+        except Exception as error:  # a file system may raise any error, of which rank 0 must learn
             self._clean_up(error)
             message = f"the checkpoint {self.target.text} could not be written by rank {self.rank}: {format_cause(error)}"
             raise RunError("checkpoint-failed", message) from error
@@ -104,7 +104,7 @@ class RankWriter:
             raise RunError("checkpoint-failed", "the run ended during the save")
 
     def _publish(self) -> None:
-        """Waits for all notes, checks the file sizes, writes the index, and renames the folder."""
+        """Waits for all notes, checks the file sizes, writes the index, renames the folder, and calls `on_publish`."""
         notes = self._wait_for_notes()
         files = {name: FileDigest(*digest) for note in notes for name, digest in note["files"].items()}
         for name, digest in files.items():
@@ -112,7 +112,7 @@ class RankWriter:
                 raise RunError("checkpoint-failed", f"the size of {name} must be {digest.num_bytes} bytes, but is {num_bytes}")
         index = replace(self.index, files=files).with_ranks([note["rank_values"] for note in notes])
         for rank in range(self.num_ranks):
-            self.staging.delete(_note_name(rank))  # the index has all of its data
+            self.staging.delete(_note_name(rank))  # the index has all data of the notes
         self.staging.write(INDEX, [index.to_bytes()])
         self.staging.publish(self.target)
         self.on_publish()
@@ -161,8 +161,8 @@ def _failure_name(rank: int) -> str:
 
 
 class HostCopies:
-    """Copies tensors to host memory that all saves share, because page faults in new memory and the locking of its pages each
-    take longer than the copy itself.
+    """Copies tensors to host memory. All saves share this memory, because page faults in new memory and the locking of its
+    pages each take longer than the copy itself.
     """
 
     def __init__(self, device: Device) -> None:
@@ -171,8 +171,8 @@ class HostCopies:
         self._stream: CopyStream | None = None
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyEvent]:
-        """Starts to copy `tensors`. Returns the contiguous copies and the event at the end of the copies. Invalidates earlier
-        copies.
+        """Starts to copy `tensors`. Returns the contiguous copies and an event that is done once the copies are complete.
+        Invalidates earlier copies.
         """
         offsets = [0]
         for tensor in tensors:
@@ -190,7 +190,7 @@ class HostCopies:
         return copies, self._stream.record()
 
     def free(self) -> None:
-        """Frees the memory. No thread may read the copies any more."""
+        """Frees the memory. Call it once no thread reads the copies any more."""
         if self._stream is not None:
             self._stream.record().wait()  # copies of a cancelled save may still write to the memory
         self._memory = None
@@ -198,9 +198,9 @@ class HostCopies:
 
 class BackgroundWriter:
     """Runs `writer` in a thread, which writes host copies of the tensors. The constructor starts the copies. An update may
-    change the tensors after `copy_unwritten_state`.
+    change the tensors once `copy_unwritten_state` has returned.
 
-    failure: the error message, after `wait`; "" if the checkpoint is complete.
+    failure: the error message once `wait` has returned; "" if the save succeeded.
     """
 
     def __init__(self, writer: RankWriter, host: HostCopies) -> None:
@@ -223,7 +223,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def copy_unwritten_state(self) -> None:
-        """Makes later work on the device wait for the copies."""
+        """Makes work that is submitted to the device later wait for the copies."""
         self._event.hold_device()
         self._check_versions()
 
@@ -232,7 +232,7 @@ class BackgroundWriter:
         self._thread.join()
 
     def wait_or_cancel(self) -> None:
-        """Waits for the save, but cancels it if no other rank finishes within `PATIENCE_S`."""
+        """Waits for the save, but cancels it on rank 0 if no other rank finishes its part within `PATIENCE_S` seconds."""
         while self._thread.is_alive():
             self._thread.join(_JOIN_POLL_S)
             start = self.writer.wait_start
@@ -240,7 +240,7 @@ class BackgroundWriter:
                 self.writer.is_cancelled = True
 
     def _check_versions(self) -> None:
-        """Records the name of a tensor that the program changed during the copies. Only the first call examines the tensors."""
+        """Records the name of a tensor that the program changed during the copies. Only the first call checks the tensors."""
         with self._lock:
             if self._changed_name is None:
                 changed = (piece.name for piece, version in self._versions if version_of(piece.tensor) != version)
@@ -255,7 +255,7 @@ class BackgroundWriter:
         yield from split_into_chunks(self._copies[id(piece)])
 
     def _run(self) -> None:
-        """Runs in the thread: writes the files, and stores an error message in `failure`."""
+        """Runs in the thread: writes the files. If that fails, stores the error message in `failure`."""
         try:
             self.writer.run()
         except RunError as error:

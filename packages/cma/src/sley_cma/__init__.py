@@ -11,6 +11,6 @@
     rows          exchanges of rows
     transport     the transport `CmaTransport`, and sums
 
-Peers push addresses and numbers into a rank's inbox, so that a rank waits by polling its own memory. Exchanges advance only in
-the ranks' calls, so they need no thread between calls.
+Peers push addresses and numbers into a rank's inbox, so that a rank waits by polling its own memory. Exchanges advance only
+during the ranks' calls, so they need no thread.
 """

@@ -1,6 +1,6 @@
 """Connects the members of a group, so that they can read each other's memory and write to each other's inboxes.
 
-Both need the right to trace the peer's process. Processes of one user have this right unless Yama or a container forbids it.
+Both require the right to trace the peer's process. Processes of one user have this right unless Yama or a container forbids it.
 `Connection.open` returns None if any pair of ranks lacks it. A process descriptor (`pidfd_open`) identifies each peer, and is
 checked before every copy, since the kernel may reuse the pid of a process that has ended. Only x86-64 is supported, since other
 processors may reorder the writes of an offer (`offers`).
@@ -29,14 +29,14 @@ from sley_core.api.comm import Members, Turn, gather_values
 from sley_core.errors import RunError
 
 WORD_BYTES = 8
-"""The bytes of a word of an inbox."""
+"""The size of a word of an inbox, in bytes."""
 
 SLOTS = 1024
-"""The number of offers in a ring."""
+"""The number of offers that a ring can hold."""
 
 
 class Offer(ctypes.Structure):
-    """An offer of tensors to a peer.
+    """An offer of tensors to a peer. Addresses are those of the offering process.
 
     table: the address of a table with the addresses of `num_tensors` tensors. mark: the number of the exchange's `Mark`.
     num_bytes: the size of the exchange. text, text_bytes: the address and size of the mark's text. number: the number of the
@@ -57,10 +57,10 @@ class Offer(ctypes.Structure):
 
 
 OFFER_BYTES = ctypes.sizeof(Offer)
-"""The bytes of an offer."""
+"""The size of an offer, in bytes."""
 
 NUMBER_OFFSET = OFFER_BYTES - WORD_BYTES
-"""The byte offset of the number in an offer."""
+"""The offset of the field `number` in an offer, in bytes."""
 
 _OFFER_WORDS = OFFER_BYTES // WORD_BYTES
 _RING_WORDS = SLOTS * (_OFFER_WORDS + 1)
@@ -70,8 +70,8 @@ _inboxes: list[ctypes.Array[ctypes.c_int64]] = []
 
 
 class Inbox:
-    """An inbox for `size` ranks with `num_rings` rings each. words: its memory, which is initially zero and needs no pages for
-    rings that are never written.
+    """The memory to which `size` ranks write, in `num_rings` rings each. words: that memory, which is initially zero. Rings
+    that are never written take up no physical memory.
 
         token | for each peer and ring: SLOTS offers, then SLOTS numbers of this rank's offers that the peer has read
 
@@ -112,18 +112,18 @@ _YIELD_S = 1e-3
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 5e-4
 _SLEEP_DIVISOR = 64
-"""A waiting rank yields for a millisecond, and then repeatedly sleeps for 1/64 of its waiting time, which delays it little.
-Polling every 50 us would use 15 % of a core, which the peer may need.
+"""A waiting rank yields its core for the first millisecond. Then it repeatedly sleeps for 1/64 of the time that it has waited,
+from 50 us to 0.5 ms, which delays it little. Polling always at 50 us would use 15% of a core, which the peer may need.
 """
 
 _PEER_CHECK_S = 0.5
-"""The interval at which a waiting rank checks whether its peer is alive."""
+"""The interval, in seconds, at which a waiting rank checks whether its peer is alive."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""The file with a random number of the running kernel."""
+"""The file with the random id that Linux creates at each boot."""
 
 PID_NAMESPACE = Path("/proc/self/ns/pid")
-"""The file whose inode identifies the namespace of this process's pid."""
+"""The file whose inode identifies the pid namespace of this process."""
 
 
 class _Address(NamedTuple):
@@ -158,7 +158,7 @@ class Connection:
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}
-        # Opens the descriptors before reading the tokens, so that a token proves the identity of the descriptor's process.
+        # Descriptors are opened before tokens are read, so that a correct token proves that the descriptor is of the peer.
         is_connected = (
             len(hosts) == 1
             and None not in hosts
@@ -192,8 +192,8 @@ class Connection:
     def wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Turn) -> None:
         """Calls `condition` until it returns True. After a millisecond, sleeps between the calls.
 
-        late_peer: returns the coordinate of a peer that delays the wait, or None. turn: the description of the exchange. Raises
-        RunError `collective-failed` if that peer has ended or exceeds `timeout_s`.
+        late_peer: a function that returns the coordinate of a peer that delays the wait, or None. turn: the description of the
+        exchange. Raises RunError `collective-failed` if that peer has ended or exceeds `timeout_s`.
         """
         start = last_check = time.perf_counter()
         progress = turn.members.progress
@@ -247,11 +247,11 @@ class Connection:
         return True
 
     def _has_ended(self, peer: int) -> bool:
-        """Returns whether the peer's process has ended, so that another process may have its pid. This takes 1 us."""
+        """Returns whether the peer's process has ended, so that another process may have its pid. The check takes 1 us."""
         return bool(self._process_polls[peer].poll(0))
 
     def _can_reach(self, peer: int) -> bool:
-        """Returns whether the peer is alive, and its inbox can be read and written and has the expected token."""
+        """Returns whether the peer is alive, its inbox can be read and written, and the inbox has the expected token."""
         if self._has_ended(peer):
             return False
         address = self._addresses[peer]
@@ -263,7 +263,7 @@ class Connection:
 
 
 def _host_id() -> Hashable:
-    """Returns the boot id and the pid namespace, which are equal for processes that can read each other's memory.
+    """Returns the boot id and the inode of the pid namespace, which only processes on one host and in one namespace share.
 
     Returns None if they are unknown, or if this is not Linux on x86-64.
     """

@@ -1,4 +1,4 @@
-"""Manages a sequence of offers: tensors that each member lets its peers read, in the same order on all members."""
+"""Manages a sequence of offers, which all members make in the same order. An offer lets peers read some tensors of a member."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from sley_core.api.comm import Mark, Turn
 from sley_core.errors import RunError
 
 MAX_OPEN_OFFERS = SLOTS
-"""The maximum number of open offers. If all are open, the next offer of every rank first completes the oldest."""
+"""The maximum number of open offers. If that many are open, a rank completes the oldest before it makes the next."""
 
 _Table = ctypes.Array[ctypes.c_int64]
-"""The addresses of an offer's tensors."""
+"""An array of the addresses of an offer's tensors."""
 
 
 class Offers:
-    """Makes and reads the offers, numbered from 1, of the members of `connection` in ring `ring` of their inboxes.
+    """Makes this rank's offers to the members of `connection`, and reads theirs, in ring `ring` of the inboxes. Offers are
+    numbered from 1.
 
     channel: the channel's name for errors. The tensors of an offer must be contiguous, and must not be written before
     `wait_read` returns.
@@ -63,7 +64,7 @@ class Offers:
             self._open_offers[number] = complete
         table = (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         text = _mark_text(mark)
-        self._buffers[slot] = table, text  # peers may read them
+        self._buffers[slot] = table, text  # keeps them alive, since peers may read them
         self._marks[slot] = mark
         mark_fields = (mark.number, mark.num_bytes, ctypes.addressof(text), len(text))
         self._push(Offer(ctypes.addressof(table), len(tensors), *mark_fields, number), slot, mark.label)
@@ -90,7 +91,7 @@ class Offers:
         return list(addresses)
 
     def finish_read(self, peer: int, number: int, label: str) -> None:
-        """Confirms to the peer that this rank no longer reads the peer's offer `number`, and records it as progress."""
+        """Tells the peer that this rank no longer reads the peer's offer `number`, and records that as progress."""
         word = ctypes.c_int64(number)
         index = self._inbox.confirmation_index(self.coord, self._ring, number % MAX_OPEN_OFFERS)
         self.connection.push(peer, [MemorySpan(ctypes.addressof(word), WORD_BYTES)], index, label)
@@ -98,11 +99,11 @@ class Offers:
         numbers[queue] = max(number, numbers.get(queue, 0))
 
     def late_offerer(self, number: int) -> int | None:
-        """Returns the coordinate of a peer that has not made its offer `number`, or None. Never blocks."""
+        """Returns the coordinate of a peer that has not yet made its offer `number`, or None. Never blocks."""
         return self._late_peer(self._inbox.number_index, number)
 
     def late_reader(self, number: int) -> int | None:
-        """Returns the coordinate of a peer that has not read this rank's offer `number`, or None. Never blocks."""
+        """Returns the coordinate of a peer that has not yet read this rank's offer `number`, or None. Never blocks."""
         return self._late_peer(self._inbox.confirmation_index, number)
 
     def wait_read(self, number: int, label: str) -> None:
@@ -130,7 +131,7 @@ class Offers:
     def _late_peer(self, word_index: Callable[[int, int, int], int], number: int) -> int | None:
         """Returns the first peer whose word in this rank's inbox is below `number`, or None.
 
-        word_index: returns the index of the word for a peer, a ring and a slot.
+        word_index: a function that returns the index of the word for a peer, a ring and a slot.
         """
         words, slot = self._inbox.words, number % MAX_OPEN_OFFERS
         return next((peer for peer in self.peers if words[word_index(peer, self._ring, slot)] < number), None)
@@ -161,5 +162,5 @@ class Offers:
 
 @lru_cache(maxsize=4096)
 def _mark_text(mark: Mark) -> ctypes.Array[ctypes.c_char]:
-    """Returns the text of `mark` in a buffer that peers can read."""
+    """Returns the text of `mark` in a buffer that peers can read. The cache shares buffers between offers."""
     return ctypes.create_string_buffer(mark.encoded_text)

@@ -25,7 +25,7 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # ranks of other systems never connect
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # on other systems, ranks never connect
 
 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:

@@ -1,6 +1,7 @@
-"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory, with the same bits as with messages.
+"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory. Results have the same bits as with
+messages.
 
-Ranks read data only in a wait, so the copy runs in the wait and not in the background.
+Ranks copy data only in `wait`, not in the background.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sley_cma.process_vm import MemorySpan
 from sley_core.api.comm import Mark, Published, Work
 
 BLOCK_BYTES = 1 << 18
-"""The size of the blocks of a gradient that are read and added one at a time, so that each stays in the cache."""
+"""The size, in bytes, of the blocks of a tensor that are read and added one at a time, so that each stays in the cache."""
 
 
 class _Exchange(Work):
@@ -24,7 +25,7 @@ class _Exchange(Work):
     def __init__(self, offers: Offers, tensors: Sequence[Tensor], mark: Mark) -> None:
         self._offers = offers
         self._label = mark.label
-        self._tensors = tensors  # peers may read them
+        self._tensors = tensors  # keeps them alive, since peers may read them
         self._is_open = True
         self._number = offers.offer(tensors, mark, self._complete)
 
@@ -37,7 +38,7 @@ class _Exchange(Work):
             self._read_peers()
 
     def release(self) -> None:
-        """Completes the exchange: by default, its tensors may be changed only after all peers have been read."""
+        """Gives up the result, but still completes the exchange, which confirms the reads that peers wait for."""
         self.wait()
 
     def wait_sent(self) -> None:
@@ -45,12 +46,12 @@ class _Exchange(Work):
         self._offers.wait_read(self._number, self._label)
 
     def _complete(self) -> None:
-        """Completes the exchange and waits for the peers' reads, but keeps the result. Called if the ring is full."""
+        """Completes the exchange, waits for the peers' reads, and keeps the result. Called if the ring is full."""
         self.wait()
         self._offers.wait_read(self._number, self._label)
 
     def _read_peers(self) -> None:
-        """Reads the data of all peers, and confirms it to them."""
+        """Reads the data of all peers, and tells them so."""
         raise NotImplementedError
 
 
@@ -115,13 +116,13 @@ class AllToAll(_Exchange):
 
 
 class PublishedOffer(Published):
-    """A single offer of `shards`, which peers may read until `wait_sent`. The gathers wait only once for each peer."""
+    """A single offer of `shards`, which peers may read until `wait_sent`. Its gathers wait for each peer only once."""
 
     def __init__(self, offers: Offers, shards: Sequence[Tensor], mark: Mark) -> None:
         self.offers = offers
         self._label = mark.label
-        self._shards = shards  # peers may read them
-        self._number = offers.offer(shards, mark)  # the only open offer of its ring
+        self._shards = shards  # keeps them alive, since peers may read them
+        self._number = offers.offer(shards, mark)  # no other offer is open in its ring
         self._indices = {shard.data_ptr(): index for index, shard in enumerate(shards)}
         self._tables: dict[int, Sequence[int]] = {}
 

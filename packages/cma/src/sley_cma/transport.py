@@ -15,8 +15,8 @@ from sley_cma.rows import AllToAll, Gather, PublishedOffer, ReduceScatter, add_p
 from sley_core.api.comm import Mark, Members, Published, Transport, Turn, Work
 
 RINGS = 4
-"""The number of rings of a channel: one for exchanges of rows, one for published shards, and two for sums. Each ring has its
-own order, so shards may stay published for a whole step without blocking exchanges.
+"""The number of rings of a channel: one for exchanges of rows, one for published shards, and two for sums. Only offers in the
+same ring must be in order, so shards may stay published for a whole step without blocking exchanges.
 """
 
 
@@ -53,8 +53,8 @@ class CmaTransport(Transport):
 def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout_s: float) -> dict[str, Transport]:
     """Connects `members` by cross-memory attach, and returns a transport of host tensors for each of `channels`.
 
-    timeout_s: the time limit of every wait. Returns {} on all ranks if a rank cannot read a peer's memory. A collective over
-    `members`.
+    timeout_s: the time limit of every wait. Returns {} on all ranks if any rank cannot read a peer's memory. This is a
+    collective over `members`.
     """
     # Over the first channel's members, in the order of the table of groups.
     connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
@@ -66,8 +66,8 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
 class SumQueue:
     """Holds the sums of a group, which all members start in the same order.
 
-    inputs, slices: the offers of the two halves of a sum. num_reduced: the number of sums whose local slice is complete.
-    open_sums: the sums that are not complete, in order.
+    inputs, slices: the offers of each rank's input and of its summed slice. num_reduced: the number of sums whose local slice
+    is complete. open_sums: the sums that are not complete, in order.
 
         offer input ──> sum local slice ──> offer local slice ──> read the peers' slices ──> wait_sent
                           ^ all have offered                       ^ all have summed, and have read this rank's input
@@ -157,8 +157,8 @@ class Sum(Work):
     def _wait_until(self, condition: Callable[[], bool], late_peer: Callable[[], int | None], turn: Callable[[], Turn]) -> None:
         """Waits until `condition()`, and advances all sums meanwhile, since ranks may wait for their sums in different orders.
 
-        late_peer: returns a peer that delays the wait. turn: returns the description of the wait. The time limit restarts when
-        a sum advances.
+        late_peer: a function that returns a peer that delays the wait, or None. turn: a function that returns the description
+        of the wait. The time limit restarts when a sum advances.
         """
         while not condition():
             self._queue.inputs.connection.wait_until(lambda: self._queue.advance() or condition(), late_peer, turn())
