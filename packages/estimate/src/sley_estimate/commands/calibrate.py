@@ -1,4 +1,4 @@
-"""`train-cli calibrate`: measures this machine for estimates of seconds, in this process or on local ranks that it starts."""
+"""Implements `train-cli calibrate`, which measures this machine, in its own process or on local ranks that it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sley_estimate.machine import MachineFile, machine_text
 from train_cli.console import SetOption, Settings, print_fault, print_line
 from train_cli.faults import Fault, write_report
 
-TIMEOUT_S = 60.0  # the time limit of every wait between ranks
+TIMEOUT_S = 60.0  # the limit of every wait between ranks
 
 
 def calibrate(
@@ -52,7 +52,9 @@ def calibrate(
 
 
 def measure_on_rank(out: str, plan: str | None, overrides: list[str]) -> int:
-    """Measures in this process, the only rank or one of a local launch. Rank 0 writes the file. Returns the exit code."""
+    """Measures this machine in a process that is the only rank, or one rank of a local launch. Rank 0 writes the file `out`.
+    plan: the path of a plan, or None. Returns the exit code.
+    """
     from sley_core.comm.world import World
     from sley_estimate.calibrate.links import measure_machine
 

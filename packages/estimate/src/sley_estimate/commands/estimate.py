@@ -1,6 +1,6 @@
-"""`train-cli estimate`: the bytes of every stage of a run and the seconds of a step, without a device.
+"""Implements `train-cli estimate`, which shows the memory of every stage of a run and the seconds of a step, without a device.
 
-`show --timeline --machine` uses it too.
+`draw_step` implements `train-cli show --timeline --machine`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WAITS = {
     "to_host": "copies to the host",
     "to_device": "copies from the host",
 }
-"""Descriptions of waits by the first word of an exchange's channel."""
+"""Descriptions of what a stage waits for, by the first word of the channel of the exchange."""
 
 
 def estimate(
@@ -118,7 +118,9 @@ def estimate(
 
 
 def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
-    """Returns the machine in `file`, with `per_node` ranks per host if not None. Raises the errors of `load_machine`."""
+    """Returns the machine in `file`, with `per_node` ranks on each host unless it is None. Raises the errors of
+    `load_machine`.
+    """
     machine = load_machine(file)
     if per_node is None:
         return machine
@@ -127,7 +129,7 @@ def load_machine_with_ranks(file: Path, per_node: int | None) -> MachineFile:
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of a size such as 80GiB or 512 MB. Raises UsageError `memory-size` for other texts."""
+    """Returns the number of bytes in a size such as "80GiB" or "512 MB". Raises UsageError `memory-size` for any other text."""
     try:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError:
@@ -136,7 +138,7 @@ def parse_size(text: str) -> int:
 
 
 def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None) -> Iterator[str]:
-    """Yields the report lines on each stage's memory."""
+    """Yields the lines about the memory of each stage. limit: the bytes of a device, or None."""
     per_stage = world_size // len(stages)
     for stage in stages:
         ranks = f"rank {stage.rank}" if per_stage == 1 else f"ranks {stage.rank} to {stage.rank + per_stage - 1}"
@@ -157,7 +159,9 @@ def memory_lines(stages: Sequence[RankBytes], world_size: int, limit: int | None
 
 
 def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
-    """Yields a drawing of a step of `plan` and the work of each stage. Raises SleyError with its location in the plan."""
+    """Yields a drawing of an estimated step of `plan` on `size` ranks, then the lines of `seconds_lines`. Raises the errors of
+    `estimate_plan`, with their places in the plan.
+    """
     from sley_estimate.step.estimate import estimate_plan
 
     try:
@@ -170,7 +174,7 @@ def draw_step(plan: Plan, size: int, machine: MachineFile) -> Iterator[str]:
 
 
 def seconds_lines(estimate: PlanEstimate, machine: MachineFile) -> Iterator[str]:
-    """Yields the report lines on the seconds of a step, the work of each stage, and the source of the layer seconds."""
+    """Yields lines about the seconds of a step, the work and waits of each stage, and the source of the layers' seconds."""
     step = estimate.step
     host_wait_s = step.seconds - step.devices_s
     waiting = f", of which devices wait {host_wait_s:.4g} s for a host" if host_wait_s else ""
@@ -205,7 +209,7 @@ def _describe_sources(estimate: PlanEstimate) -> str:
 
 
 def seconds_data(estimate: PlanEstimate) -> dict[str, Any]:
-    """Returns the estimated seconds as JSON data."""
+    """Returns the estimated seconds of a step, its stages and its layers, as data for JSON."""
     step = estimate.step
     return {
         "step": step.seconds,

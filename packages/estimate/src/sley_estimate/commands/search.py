@@ -1,4 +1,4 @@
-"""`train-cli search`: the fastest layouts of a plan that fit, without a device."""
+"""Implements `train-cli search`, which finds the fastest layouts of a plan that fit in memory, without a device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def search(
     resolved = load_plan(plan, overrides or [])
     machine_file = load_machine(machine)
     try:
-        # Finds faults such as missing files, which would exclude every layout.
+        # Reports faults such as missing files first, since they would exclude every layout.
         problems = check_data(resolved.data, resolved.model, evaluates=resolved.evaluation is not None)
         if located := [resolved.diagnostic(problem.code, problem.message, problem.path, problem.hint) for problem in problems]:
             raise PlanError.from_diagnostics(located)
@@ -83,7 +83,7 @@ def search(
 
 
 def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int | None) -> Iterator[str]:
-    """Yields the report lines of a search. skip_reasons: as in `Choices`. limit: the bytes of a device."""
+    """Yields the lines about the result of a search. skip_reasons: as in `Choices`. limit: the bytes of a device, or None."""
     too_large = "" if limit is None else f"; {result.num_too_large:,} exceed {format_bytes(limit)}"
     yield f"{result.num_layouts:,} layouts considered; the best {result.num_exact:,} of the formula were verified{too_large}"
     yield from (f"  {count:,} excluded: {reason}" for reason, count in result.refusals.most_common())
@@ -107,7 +107,9 @@ def result_lines(result: SearchResult, skip_reasons: Sequence[str], limit: int |
 
 
 def plan_text(plan: Plan, world: int, best: VerifiedLayout) -> str:
-    """Returns the plan file for a layout of `plan`. A comment at its top describes the layout and its estimate."""
+    """Returns the text of a plan file with the layout `best` of `plan`. A comment at its top describes the layout and its
+    estimate. world: the number of ranks.
+    """
     size = format_bytes(best.num_bytes)
     head = f"# {world} ranks: {best.seconds:.4g} s per step, {size} at the peak of a rank, verified by estimate\n"
     return f"{head}# {best.layout}\n" + "\n".join(plan_sections(best.layout.apply(plan, world).tables))

@@ -1,1 +1,1 @@
-"""The layouts that a plan could have in a world, from what is installed, and the fastest of them that fit."""
+"""Lists the layouts that a plan can have with the installed plugins, and finds the fastest that fit in memory."""

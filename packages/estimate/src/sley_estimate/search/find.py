@@ -1,9 +1,11 @@
-"""Finds the fastest layouts that fit: the roofline formula ranks all layouts, and the best run their own steps.
+"""Finds the fastest layouts that fit in memory. The roofline formula ranks all layouts, and the best of them run their own
+steps.
 
 all layouts ──roofline──> ranked ──one of each group of nearly equal ones first──> steps of the best `NUM_EXACT` ──> the fastest
                  └──> too large
 
-Both run in forked processes, since torch refuses a backward in a process that was forked after a backward.
+Both parts run in forked processes, so that this process never runs a backward: torch refuses a backward in a process that was
+forked after one.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from sley_estimate.search.roofline import Roofline, RooflineEstimate
 from sley_estimate.step.estimate import estimate_plan, plan_for_machine
 from train_cli.main import disable_gc
 
-NUM_EXACT = 30  # the best layouts that run their own steps; as many follow if too few of them fit
-MAX_ROUNDS = 4  # the largest number of times that so many layouts run their steps
-SIMILARITY = 0.01  # layouts whose seconds and bytes differ by about this share count as nearly equal
+NUM_EXACT = 30  # the number of the best layouts that run their own steps; as many more follow if too few of them fit
+MAX_ROUNDS = 4  # the largest number of such rounds
+SIMILARITY = 0.01  # layouts count as nearly equal if their seconds and bytes differ by about this share
 
 
 class VerifiedLayout(NamedTuple):
-    """A layout and its estimate from its own steps, as in `train-cli estimate`. num_bytes: the bytes of the fullest stage.
-    sources: the sources of its layer seconds.
+    """A layout and its estimate from its own steps, as `train-cli estimate` computes it. seconds: the seconds of a step.
+    num_bytes: the peak bytes of the fullest stage. sources: where the times of its layers come from.
     """
 
     layout: Layout
@@ -45,11 +47,12 @@ class VerifiedLayout(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """The result of a search. num_too_large: the number of layouts that do not fit by the formula. refusals: the numbers of
-    invalid layouts by reason. fastest_layouts: the layouts that fit, fastest first.
+    """The result of a search. num_layouts: the number of all layouts. num_too_large: the number that the formula finds too
+    large. refusals: the number of invalid layouts by reason. fastest_layouts: the fastest layouts that fit, in this order.
 
-    smallest_layout, min_bytes: the layout with the fewest bytes by the formula. num_exact: the number of layouts that ran their
-    own steps. num_dropped: the number of these that fit only by the formula.
+    smallest_layout, min_bytes: the layout with the fewest bytes by the formula, and these bytes; None and infinity if no layout
+    is valid. num_exact: the number of layouts that ran their own steps. num_dropped: the number of these that turned out to be
+    too large.
     """
 
     num_layouts: int = 0
@@ -62,7 +65,7 @@ class SearchResult:
     num_dropped: int = 0
 
     def refuse(self, error: SleyError) -> None:
-        """Counts a layout that is invalid because of `error`."""
+        """Counts a layout as invalid because of `error`."""
         problem = error.diagnostics[0]
         self.refusals[f"{problem.code}: {problem.message}" + (f" (hint: {problem.hint})" if problem.hint else "")] += 1
 
@@ -76,10 +79,11 @@ def search_layouts(
     cores: int = 1,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """Returns the `top` fastest layouts of `space` that need at most `memory` bytes on every rank.
+    """Searches for the `top` fastest layouts of `space` that need at most `memory` bytes on every rank.
 
-    cores: the number of parallel processes. report_progress: a function called with the number of finished layouts and of all
-    layouts that run steps. Raises PlanError for a model or dataset that cannot be built.
+    memory: None means no limit. cores: the number of parallel processes. report_progress: a function called with the number of
+    layouts whose steps have run, and the number of all layouts whose steps are to run. Sets the device type of `space.plan` to
+    that of `machine`. Raises PlanError for a model or dataset that cannot be built.
     """
     space.plan = plan_for_machine(space.plan, machine)
     ((_, (result, best, smallest)),) = run_calls([partial(rank_layouts, space, machine, memory)], cores)
@@ -119,8 +123,10 @@ def search_layouts(
 def rank_layouts(
     space: Layouts, machine: MachineFile, memory: int | None
 ) -> tuple[SearchResult, list[tuple[int, RooflineEstimate]], int]:
-    """Returns the counts of a search, the layouts that fit by the formula, fastest first, and the layout with the fewest bytes,
-    or -1. The layouts are indices in `Layouts.all_layouts`, since plugin records may not be picklable.
+    """Ranks all layouts by the formula. Returns a result with their counts; the fastest layouts that fit, in this order, with
+    their estimates; and the layout with the fewest bytes, or -1 if none is valid.
+
+    Layouts are returned as indices into `Layouts.all_layouts`, since records of plugins may not be picklable.
     """
     result, roofline = SearchResult(), Roofline(space.plan, space.world, machine, space.choices)
     smallest, ranked = -1, list[tuple[int, RooflineEstimate]]()
@@ -142,10 +148,11 @@ def rank_layouts(
 
 
 def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Layouts) -> list[Layout]:
-    """Returns the layouts of `best` in order, but the first layout of each group of nearly equal ones before all others.
+    """Returns the layouts of `best` in an order in which the first layout of each group of nearly equal ones precedes all
+    others.
 
-    Nearly equal layouts have about the same seconds and bytes. They differ only in `sp` and `micro_size`, or, with one
-    microbatch, in the options of their weight communicator.
+    Nearly equal layouts have about the same seconds and bytes, and differ only in `sp`, in `micro_size` or, with one
+    microbatch, in the options of the weight communicator.
     """
     groups: dict[Hashable, list[Layout]] = defaultdict(list)
     for layout, estimate in best:
@@ -157,7 +164,7 @@ def order_by_variety(best: Sequence[tuple[Layout, RooflineEstimate]], space: Lay
 
 
 def _check_layout(layout: Layout, space: Layouts, result: SearchResult) -> bool:
-    """Returns whether the layout passes the plan checks. Records it as refused in `result` if it does not."""
+    """Returns whether the layout passes the checks of a plan. Counts it as invalid in `result` if it does not."""
     try:
         if problems := check_plan(layout.apply(space.plan, space.world), space.world):
             raise PlanError.from_diagnostics(problems)

@@ -1,8 +1,8 @@
 """Lists the possible layouts of a plan in a world: sizes, microbatches, and the choices for its tables.
 
-A layout changes the plan's tables. `Layout.apply` applies it, with the same checks as for any plan. The choices are the plan's
-own, which come first, and all records of installed plugins with variants in a hint. A plugin that gives hints neither imports
-nor requires this package: it returns plain mappings, and `optionalhook` allows an unknown hook.
+A layout replaces some tables of a plan; `Layout.apply` returns the resulting plan, which is checked like any other. The choices
+for a table are the plan's own, which comes first, and the variants that installed plugins list in their hints. A plugin gives
+hints without importing or requiring this package, since it returns plain mappings, and `optionalhook` allows an unknown hook.
 
     @hookimpl(optionalhook=True)
     def sley_estimate_hints():
@@ -28,7 +28,7 @@ from sley_core.plan.loader import CORE, Plugin
 from sley_core.plan.plan import Component, Plan
 
 Axis = Literal["pp", "sp", "wp", "micro_size", "schedule", "activations", "reducer"]
-"""The axes on which layouts differ; `dp` follows from them. Offload is that of the plan."""
+"""The axes along which layouts differ. `dp` follows from them. Offload is always that of the plan."""
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -37,13 +37,14 @@ MAX_SLICES = 64  # the largest number of ranks per sequence, since attention sel
 
 @hookspec
 def sley_estimate_hints() -> Mapping[str, Mapping[str, Any]]:  # type: ignore[empty-body]
-    """Returns hints for `train-cli search`, by the names of records in a plan (`"plugin.record"`):
+    """Returns hints for `train-cli search`, keyed by the full name of a record (`"plugin.record"`):
 
-    variants: tables, without `use`, that a search tries if the plan does not fix the choice. `[{}]` is one with the defaults.
-        Without variants, a search uses the record only if the plan names it.
-    copies: whether an activation policy copies saved tensors of the layers in its attribute `names` to the host.
-    in_steps: for an offload manager, a function from its config to whether it moves optimizer states in every step. The default
-        returns True.
+    variants: the tables, without `use`, that a search tries. `[{}]` means one table with the defaults. Without variants, a
+        search uses the record only if the plan does.
+    copies: whether the activation policy copies saved tensors to the host, for the layers in its attribute `names`. The default
+        is False.
+    in_steps: for an offload manager, a function that takes the manager's config and returns whether it moves optimizer states
+        in every step. The default returns True.
     """
 
 
@@ -62,7 +63,9 @@ CORE_HINTS = {f"{CORE}.{name}": Hint(variants=({},)) for name in ("each", "keep"
 
 
 def plugin_hints(plugin: Plugin) -> Mapping[str, Hint]:
-    """Returns a plugin's hints by full record name. Raises PluginError "plugin-invalid" if they are wrong or the hook fails."""
+    """Returns a plugin's hints by the full name of the record. Raises PluginError "plugin-invalid" if the hook fails, or
+    returns invalid hints.
+    """
     if plugin.name == CORE:
         return CORE_HINTS
     hook = getattr(plugin.hooks, sley_estimate_hints.__name__, None)
@@ -86,8 +89,8 @@ def component_hint(component: Component) -> Hint:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to fill a table. name: the name of the record. options: the other keys of the table. config: the whole table.
-    copies: whether it is a policy that copies saved tensors to the host.
+    """One way to fill a table. name: the full name of the record. options: the keys of the table except `use`. record, config:
+    the record and its config with these options. copies: whether it is a policy that copies saved tensors to the host.
     """
 
     name: str
@@ -98,7 +101,7 @@ class Choice:
 
     @property
     def table(self) -> dict[str, Any]:
-        """Returns the table for a plan."""
+        """Returns the table as it is in a plan."""
         return {"use": self.name, **self.options}
 
     def __str__(self) -> str:
@@ -108,16 +111,17 @@ class Choice:
         return hash(self._text)
 
     @cached_property
-    def _text(self) -> str:  # used for every layout
+    def _text(self) -> str:  # cached, since every layout uses it
         options = ", ".join(f"{key} = {value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for each table. weights, attention: empty if no installed plugin shards weights or attends over slices.
+    """The choices for each table. weights, attention: empty if no installed plugin can shard weights, or compute attention over
+    slices of a sequence.
 
-    skip_reasons: plugins that could not be loaded and variants that their records refuse, with the reason.
+    skip_reasons: one text for each plugin that could not be loaded, and for each variant that its record refuses.
     """
 
     schedules: tuple[Choice, ...]
@@ -129,7 +133,7 @@ class Choices:
 
 
 def list_choices(plan: Plan) -> Choices:
-    """Imports the installed plugins and returns the choices for each table, the plan's own choice first."""
+    """Imports the installed plugins, and returns the choices for each table, the plan's own choice first."""
     skip_reasons: list[str] = []
     plugins = []
     for name in plan.loader.names():
@@ -172,7 +176,7 @@ def _is_reducer(record: records.Record | None) -> bool:
 
 
 def _plan_choice(component: Component) -> Choice:
-    """Returns a table of the plan as a choice with the options in the plan."""
+    """Returns the plan's own choice of a component, with the options in the plan."""
     table: Any = component.document.tables
     for key in component.path:
         if isinstance(table, dict) and key not in table:  # a default that is not in the plan
@@ -184,10 +188,10 @@ def _plan_choice(component: Component) -> Choice:
 
 
 class Layout(NamedTuple):
-    """One way to run a plan in a world: the ranks of each axis, the samples of a microbatch, and the choice for each table.
+    """One way to run a plan in a world.
 
-    schedule: None without stages. reducer: None if no two ranks hold the same weight. weights, attention: None if the axis has
-    one rank.
+    pp, sp, wp: the number of ranks along each axis. micro_size: the number of samples in a microbatch. schedule: None if there
+    is one stage. reducer: None if no two ranks hold the same weight. weights: None if `wp` is 1. attention: None if `sp` is 1.
     """
 
     pp: int
@@ -201,11 +205,13 @@ class Layout(NamedTuple):
     attention: Choice | None = None
 
     def num_micro_batches(self, plan: Plan, world: int) -> int:
-        """Returns the number of microbatches of a rank in a step."""
+        """Returns the number of microbatches of a rank in each step. world: the number of ranks."""
         return plan.batch.global_size // (world // (self.pp * self.sp) * self.micro_size)
 
     def apply(self, plan: Plan, world_size: int) -> Plan:
-        """Returns `plan` in this layout, without explicit stage lengths. Raises PlanError for invalid tables."""
+        """Returns `plan` in this layout. Removes an explicit list of stage lengths, which may not fit. Raises PlanError for
+        invalid tables.
+        """
         schedule, tables = self.schedule, dict(plan.document.tables)
         sizes = {"dp": world_size // (self.pp * self.sp), "pp": self.pp, "sp": self.sp, "wp": self.wp}
         # The reducer, the schedule's tie handler, and the plan's remaining handlers.
@@ -239,8 +245,8 @@ class Layout(NamedTuple):
 
 @dataclass
 class Layouts:
-    """The layouts of `plan` in a world of `world` ranks whose sizes divide the ranks and the batch. keep: the axes that keep
-    the value in the plan. Raises UsageError "no-axis" for an unknown axis.
+    """All layouts of `plan` with `world` ranks whose sizes divide the number of ranks and the batch evenly. keep: the axes
+    whose value or choice stays that of the plan. Raises UsageError "no-axis" for an unknown axis.
     """
 
     plan: Plan
@@ -271,7 +277,9 @@ class Layouts:
                 yield Layout(pp, sp, wp, micro_size, schedule, policy, reducer, weights, attention)
 
     def sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields pp, sp, wp and micro_size, a power of two, for every even division of the ranks and the batch."""
+        """Yields (pp, sp, wp, micro_size) for every even division of the ranks and the batch. Only powers of two are tried as
+        micro_size, unless it is kept.
+        """
         parallel, world, choices, batch = self.plan.parallel, self.world, self.choices, self.plan.batch
         stages = [parallel.pp] if "pp" in self.keep else divisors(world) if choices.schedules else [1]
         slices = [parallel.sp] if "sp" in self.keep else divisors(world, MAX_SLICES) if choices.attention else [1]
@@ -287,5 +295,5 @@ class Layouts:
 
 
 def divisors(number: int, largest: int | None = None) -> list[int]:
-    """Returns the divisors of `number` up to `largest`, in ascending order."""
+    """Returns the divisors of `number` up to `largest`, or all if it is None, in ascending order."""
     return [divisor for divisor in range(1, min(number, largest or number) + 1) if number % divisor == 0]

@@ -1,13 +1,15 @@
-"""Estimates the seconds and bytes of a layout with one formula, to rank hundreds of thousands before the best run their steps.
+"""Estimates the seconds and bytes of a layout with a formula, to rank hundreds of thousands before the best run their own
+steps.
 
     step    = slowest stage + bubble + messages of one microbatch, both ways + the all-reduce that ends a step
     stage   = microbatches x layers + exposed part of sums of gradients and gathers of weights + update
     layer   = the longer of computing (measured, in proportion, or counted) and exchanges of its shards
-    bubble  = idle time of the schedule's lists if all parts of the model take equally long
+    bubble  = idle time in the schedule's action lists if all parts of the model take equally long
     bytes   = weights, gradients, states + pending forwards x bytes saved by layers + bytes needed by one backward
 
-A reducer sums all gradients of a stage once. A weight communicator gathers a layer before forward and backward and reduces its
-gradients. An attention exchanges its inputs and outputs. All weights count as sharded. Ties and padding are ignored.
+A step takes at least as long as its slowest host. A reducer sums all gradients of a stage once per step. A weight communicator
+gathers a layer before its forward and its backward, and reduces its gradients. Attention over slices exchanges its inputs and
+outputs. The formula treats all weights as sharded, and ignores tied weights and padding.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from sley_trainer.stage import build_stage, count_layer_parameters
 
 Floats = NDArray[np.float64]
 
-UPDATE_NUMEL = 1 << 24  # elements of the priced update, so many that the launch of a copy does not count
-TOTALS_BYTES = 64  # loss, norm, votes
+UPDATE_NUMEL = 1 << 24  # elements in the update whose time is computed; enough that the latency of a copy is negligible
+TOTALS_BYTES = 64  # the bytes of the all-reduce that ends a step: loss, norm, votes
 
 
 class RooflineEstimate(NamedTuple):
@@ -56,8 +58,9 @@ class RooflineEstimate(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """Holds the costs of layers, each [layers]: seconds of forward, backward and host; bytes that are saved, of the output,
-    and needed in the backward.
+    """Holds the costs of layers on one microbatch, each of shape [layers]. forward, backward: the seconds of these parts on the
+    device. host: the seconds that the host needs to launch both. saved_bytes: the bytes saved for the backward. output_bytes:
+    the bytes of the output. backward_bytes: further bytes that the backward needs.
     """
 
     forward: Floats
@@ -69,9 +72,12 @@ class LayerCosts(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Describes the division of the model into stages by a schedule. starts: the first layer of each position. positions: the
-    positions, [chunks, stages]. route: the stage of each position. bubble: the idle time in microbatches. max_pending: the
-    maximum number of pending forwards of a stage, or infinite if all forwards wait.
+    """Describes how a schedule divides the model into stages.
+
+    starts: the index of the first layer at each position. positions: the position of each chunk of each stage, [chunks,
+    stages]. route: the stage of each position. bubble: the idle time of a stage, in units of its time for one microbatch.
+    max_pending: the largest number of pending forwards of each stage, [stages]; infinite if it grows with the number of
+    microbatches.
     """
 
     starts: NDArray[np.intp]
@@ -81,13 +87,15 @@ class StageSplit(NamedTuple):
     max_pending: Floats
 
     def by_stage(self, values: Floats) -> Floats:
-        """Returns the sums over each stage, [..., stages], of layer values, [..., layers]."""
+        """Returns the sum of `values`, [..., layers], over the layers of each stage, [..., stages]."""
         positions = np.add.reduceat(values, self.starts, axis=-1)
         return np.asarray(positions[..., self.positions].sum(axis=-2))
 
 
 class Roofline:
-    """Estimates layouts of `plan`, which names its device. Raises PlanError for a model that cannot be built."""
+    """Estimates layouts of `plan`, whose `run.device` must be that of `machine`, with `world` ranks. Raises PlanError for a
+    model that cannot be built.
+    """
 
     def __init__(self, plan: Plan, world: int, machine: MachineFile, choices: Choices) -> None:
         self.plan, self.world, self.machine, self.choices = plan, world, machine, choices
@@ -103,7 +111,9 @@ class Roofline:
         self._totals_s = sum(collective_cost("sum", TOTALS_BYTES, range(world), machine.links)) if world > 1 else 0.0
 
     def estimate(self, layout: Layout) -> RooflineEstimate:
-        """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled or priced."""
+        """Returns the estimate of a layout. Raises SleyError for a layout that cannot be assembled, or whose time cannot be
+        computed.
+        """
         split, num_micro_batches = (
             self._split_stages(layout.pp, layout.schedule),
             layout.num_micro_batches(self.plan, self.world),
@@ -123,8 +133,9 @@ class Roofline:
 
     @memoize
     def _micro_batch_costs(self, layout: Layout) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """Returns the costs of a microbatch, [stages]: seconds of forward, backward and host, and bytes held by forwards. The
-        last result is the seconds of its messages.
+        """Returns five costs. The first four have shape [stages]: the seconds of the forward and of the backward of one
+        microbatch, the seconds of the host in a whole step, and the bytes held by pending forwards and one backward. The last
+        is the seconds of the messages of one microbatch, both ways.
         """
         split, num_micro_batches = (
             self._split_stages(layout.pp, layout.schedule),
@@ -153,7 +164,7 @@ class Roofline:
 
     @memoize
     def _layer_costs(self, activations: Choice, micro_size: int, sp: int, attention: Choice | None) -> LayerCosts:
-        """Returns the costs of layers with whole weights."""
+        """Returns the costs of layers, without exchanges of sharded weights."""
         if attention is not None:
             self._check_slices(attention, sp)
         variant, machine = Variant(activations, micro_size, sp), self.machine
@@ -162,7 +173,7 @@ class Roofline:
         overlaps = machine.device.kind == "cuda"
         rows = []
         for layer, work, (seconds, _) in zip(self.model.layers, works, priced, strict=True):
-            # A backward needs at least the gradient of the layer's output.
+            # A backward needs at least the memory for the gradient of the layer's output.
             forward, backward = seconds.forward, seconds.backward
             saved, backward_bytes = work.saved_bytes, work.output_bytes
             if sp > 1:
@@ -179,19 +190,21 @@ class Roofline:
 
     @memoize
     def _check_slices(self, attention: Choice, sp: int) -> None:
-        """Raises PlanError, as a run does, for a model or attention that cannot work on slices of a sequence."""
+        """Raises PlanError, as a run does, if the model or `attention` cannot work on slices of a sequence."""
         layout = Layout(1, sp, 1, 1, None, self.choices.policies[0], None, attention=attention)
         build_meta_model(layout.apply(self.plan, sp), self._info)
 
     def _swaps_s(self, operators: tuple[Operator, ...], sp: int) -> float:
-        """Returns the seconds of the exchanges of the inputs and the output of each attention."""
+        """Returns the seconds to exchange the inputs and the outputs of all attentions in `operators`."""
         topology, links = Topology(self.world, sp=sp), self.machine.links
         sizes = [operator.num_bytes // 2 for operator in operators if operator.name == ATTENTION]
         return sum(2 * sum(slowest_cost("swap", num_bytes, topology, "sp", links, None)) for num_bytes in sizes)
 
     @memoize
     def _shard_exchanges(self, wp: int, weights: Choice | None) -> tuple[Floats, Floats]:
-        """Returns the seconds of each layer's gather and reduction, [2, layers] each: the overlapped and the exposed part."""
+        """Returns the seconds of each layer's gather, and those of its reduction. Both have shape [2, layers]: the part that
+        can overlap with computing, and the exposed part.
+        """
         if weights is None:
             none = np.zeros((2, len(self._num_trained)))
             return none, none
@@ -204,7 +217,9 @@ class Roofline:
         )
 
     def _exchange_s(self, collective: Collective, sizes: Floats, topology: Topology, axis: str) -> Floats:
-        """Returns the overlapped and exposed seconds, [2, sizes], of exchanges of `sizes` bytes in the slowest group."""
+        """Returns the seconds of exchanges of `sizes` bytes, [sizes], in the slowest group, as [2, sizes]: the part that can
+        overlap with computing, and the exposed part.
+        """
         costs = {size: slowest_cost(collective, int(size), topology, axis, self.machine.links, None) for size in sizes}
         return np.array([(costs[size].latency_s + costs[size].work_s, costs[size].member_work_s) for size in sizes]).T
 
@@ -212,8 +227,9 @@ class Roofline:
     def _stage_costs(
         self, pp: int, schedule: Choice | None, wp: int, is_shared: bool
     ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Returns the costs of a step, [stages]: overlapped sums, overlapped gathers, their exposed part, the update, and the
-        bytes between steps. is_shared: whether each replica has a part of the reduced gradients and of the states.
+        """Returns five costs of a step, each of shape [stages]: the seconds of sums and of gathers that can overlap with
+        computing, the exposed seconds of both, the seconds of the update, and the bytes held between steps. is_shared: whether
+        each replica holds only a part of the reduced gradients and of the states.
         """
         split, topology = self._split_stages(pp, schedule), Topology(self.world, pp, wp=wp)
         shards = split.by_stage(self._num_trained) / wp
@@ -221,15 +237,15 @@ class Roofline:
         sums = self._exchange_s("reduce" if is_shared else "sum", shards * self._gradient_bytes, topology, "wdp")
         gathers = self._exchange_s("gather", shards * self._weight_bytes, topology, "wdp") if is_shared else np.zeros_like(sums)
         held_bytes = shards * (self._weight_bytes + self._gradient_bytes) + owned * self._state_bytes
-        if wp > 1:  # the computing layer and the next one are gathered at the same time
+        if wp > 1:  # the layer that computes and the next one are whole at the same time
             two_layers = self._num_trained + np.append(self._num_trained[1:], 0)
             largest = np.maximum.reduceat(two_layers, split.starts)[split.positions].max(axis=0)
             held_bytes = held_bytes + largest * (self._weight_bytes + self._gradient_bytes)
         return sums[0], gathers[0], sums[1] + gathers[1], owned * self._update_s, held_bytes
 
     def _update_costs(self) -> tuple[float, float]:
-        """Returns the cost of the optimizer step per parameter element: the seconds for the norm, the update and the copies of
-        the plan's offload, and the bytes of master weights and states on the device.
+        """Returns the cost of an update per element of the weights: the seconds for the norm, the update and the copies of the
+        plan's offload, and the bytes of master weights and states on the device.
         """
         plan, num_states = self.plan, count_states(self.plan)
         offload = next((manager for manager in plan.offload if component_hint(manager).in_steps(manager.config)), None)
@@ -253,7 +269,9 @@ class Roofline:
 
     @memoize
     def _split_stages(self, pp: int, schedule: Choice | None) -> StageSplit:
-        """Returns the stages of a schedule."""
+        """Returns how `schedule` divides the model into `pp` stages. Raises PlanError "partition-empty" if there are fewer
+        layers than stages.
+        """
         reducer = self.choices.reducers[0] if self.world > pp else None
         plan = Layout(pp, 1, 1, 1, schedule, self.choices.policies[0], reducer).apply(self.plan, self.world)
         if pp > len(self.model.layers):
@@ -273,13 +291,13 @@ class Roofline:
             even = Costs.even(placement.num_positions, forward=1 / 3, input_gradient=1 / 3, weight_gradient=1 / 3)
             end = simulate(lists.lower_all_stages(2 * pp), placement, even).timeline.makespan_s
             bubble = end / placement.chunks - 2 * pp
-        except SleyError:  # a schedule file has lists only for its own number of microbatches
+        except SleyError:  # a schedule from a file has lists only for its own number of microbatches
             max_pending, bubble = [np.inf] * pp, (pp - 1) / placement.chunks
         return StageSplit(np.array(starts), np.array(positions), tuple(placement.route), bubble, np.array(max_pending))
 
 
 def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
-    """Returns the trained parameters of each layer, without those of an earlier layer."""
+    """Returns the trained parameters of each layer, without those that an earlier layer has too."""
     known_ids: set[int] = set()
     trained = []
     for layer in layers:
@@ -289,7 +307,9 @@ def trained_parameters(layers: Sequence[Layer]) -> list[list[nn.Parameter]]:
 
 
 def update_bytes_per_element(plan: Plan, num_states: int) -> int:
-    """Returns the bytes per element that norm, clipping and update move, with the working copies of master weights."""
+    """Returns the bytes per element that the norm, clipping, the update and the copy of master weights to working weights read
+    and write. num_states: as `count_states` returns it.
+    """
     config: Any = plan.optimizer.config
     times = 2 if config.clip_norm is None else 4
     working, stepped = weight_dtypes(plan)
@@ -300,9 +320,9 @@ def update_bytes_per_element(plan: Plan, num_states: int) -> int:
 
 
 def count_states(plan: Plan) -> int:
-    """Returns the number of tensors with the weight's shape that the update keeps per weight: optimizer states, from a step on
-    the CPU, and the average of `[averaging]`.
-    Raises PlanError "estimate-seconds" for an optimizer that fails on one 4 x 4 weight.
+    """Returns the number of tensors of the weight's shape that are kept for each weight: the optimizer states, and the average
+    of `[averaging]`. Finds the states by one step on the CPU. Raises PlanError "estimate-seconds" if the optimizer fails on a 4
+    x 4 weight.
     """
     weight = nn.Parameter(torch.zeros(4, 4))
     try:
