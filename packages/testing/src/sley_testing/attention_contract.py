@@ -1,11 +1,11 @@
-"""Defines the tests that every sequence attention must pass; a plugin's tests inherit them.
+"""Defines the tests that every sequence attention must pass, for a plugin's tests to inherit.
 
     class TestRing(SequenceAttentionContract):
         sequence = {"use": "ring.attention"}
 
-Each of two ranks holds half of every sequence. Its context and gradients are compared with core's attention over the whole
-sequence: causal, with fewer key heads than query heads, and with documents that begin in one half and end in the other. Then a
-small fp64 model is trained on two ranks and compared with one process.
+Each of two ranks holds half of every sequence. Its context and gradients are compared with core's causal attention over the
+whole sequence, also with fewer key heads than query heads, and with documents that begin in one half and end in the other. Then
+a small fp64 model is trained on two ranks and compared with one process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from sley_testing.plans import Tables
 from sley_testing.ranks import Ranks
 from sley_testing.runs import RunRecord, assert_equal_replicas, assert_parity, assert_same_run, record
 
-Case = tuple[int, int, bool]  # query heads, key heads, and whether rows hold several documents
+Case = tuple[int, int, bool]  # the number of query heads, that of key heads, and whether rows hold several documents
 
 NUM_STEPS = 2
 BATCH, LENGTH, WIDTH = 2, 8, 3
 BOUNDS = torch.tensor([[0, 3, 7, 8], [0, 6, 8, 8]], dtype=torch.int32)
-"""The document bounds of each row. One document of each row lies in both halves."""
+"""The document bounds `cu_seqlens` of each row. One document of each row lies in both halves."""
 
 DIVISIBLE_CASES: list[Case] = [(*heads, packed) for heads, packed in itertools.product([(4, 4), (4, 2), (4, 1)], [False, True])]
 INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # head counts that two ranks cannot split evenly
@@ -48,7 +48,7 @@ INDIVISIBLE_CASES: list[Case] = [(3, 3, False), (3, 1, True), (1, 1, False)]  # 
 class CaseResult:
     """Holds one rank's results for one case. errors: the errors of the context and of the gradients of q, k and v, relative to
     the largest element. calls: the collectives. refusal: the error code if the case was refused, else "". is_restored: whether
-    `detach` restored parameter names and full attention.
+    `attach` kept the names of parameters and `detach` restored full attention.
     """
 
     errors: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ def _make_group(world: World) -> Group:
 
 
 def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
-    """Returns a new attention over `group`."""
+    """Returns a new sequence attention over `group`. sequence: the table `[sequence]`."""
     component = plan_from_dict(tables(sequence)).sequence
     assert component is not None, sequence
     attention: SequenceCommunicator = component.build(group)
@@ -71,7 +71,7 @@ def _build_attention(sequence: Tables, group: Group) -> SequenceCommunicator:
 
 
 def run_cases(sequence: Tables, cases: Sequence[Case]) -> list[CaseResult]:
-    """Runs each case on this rank: the attention on a slice, with two inputs, then full attention after `detach`."""
+    """Runs each case on this rank: the attention over a slice of two inputs, then full attention after `detach`."""
     results = []
     with World.join("cpu") as world:
         group = _make_group(world)
@@ -101,15 +101,15 @@ def train_twice(plan: Tables) -> tuple[float | None, RunRecord, RunRecord]:
 
 
 class SequenceAttentionContract:
-    """Tests a sequence attention: inherit and set `sequence` to its table."""
+    """Tests a sequence attention. Subclass it, and set `sequence` to the table `[sequence]`."""
 
     sequence: ClassVar[Tables]
 
     def test_slice_results_equal_full_attention(self, ranks: Callable[..., Ranks]) -> None:
         """Compares context and gradients. All ranks must issue the same collectives, and `detach` must undo `attach`.
 
-        Numbers of heads that two ranks cannot split evenly may be refused, on all ranks, since none may wait for a peer that
-        has refused.
+        The attention may refuse numbers of heads that two ranks cannot split evenly, but then on all ranks, since a rank would
+        wait forever for a peer that has refused.
         """
         cases = DIVISIBLE_CASES + INDIVISIBLE_CASES
         for case, results in zip(cases, zip(*ranks(2, 120)(run_cases, self.sequence, cases), strict=True), strict=True):
@@ -123,12 +123,12 @@ class SequenceAttentionContract:
             assert_same_sequence([result.calls for result in results])
 
     def test_model_without_attention_is_refused(self) -> None:
-        """Expects a PlanError. Without it, positions would silently miss the other slices."""
+        """Expects a PlanError for a model without `Attention`, whose positions would silently ignore the other slices."""
         with World.fake(0, 2) as world, pytest.raises(PlanError):
             _build_attention(self.sequence, _make_group(world)).attach([Layer("layer", nn.Linear(2, 2))])
 
     def test_runs_match_one_process(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Ranks must stay bit-identical."""
+        """Compares losses, norms, gradients and weights. One of two blocks is recomputed. Replicas must stay bit-identical."""
         activations = {"use": "core.recompute", "fraction": 0.5}
         baseline = record(tables(None, activations=activations), NUM_STEPS)
         plan = tables(self.sequence, activations=activations)
@@ -138,7 +138,7 @@ class SequenceAttentionContract:
         assert_same_sequence([[call for calls in rank.calls for call in calls] for rank in recorded])
 
     def test_dropout_is_repeatable_and_equal_on_all_ranks(self, ranks: Callable[..., Ranks]) -> None:
-        """Compares two runs. Slices draw different numbers than one process, so only the evaluation equals one process."""
+        """Compares two equal runs. One process drops other elements than slices do, so only its evaluation is compared."""
         initial_loss = record(tables(None, dropout=0.3), 0).held_out
         results = ranks(2, 120)(train_twice, tables(self.sequence, dropout=0.3))
         for rank_initial_loss, first, second in results:
@@ -171,7 +171,7 @@ def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[st
 
 
 def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
-    """Returns the relative errors of this rank's context, with and without autograd, and of its gradients."""
+    """Returns the errors of this rank's context, without and with autograd, and of its gradients, by the largest element."""
     *inputs, bounds = _draw_inputs(case, seed)
     (output_gradient, *_) = _draw_inputs(case, seed + 100)  # the context has the shape of q
 
@@ -191,6 +191,6 @@ def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) 
 
 
 def tables(sequence: dict[str, Any] | None, dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Returns the contract's plan. sequence: the attention table for two ranks; None for one process."""
+    """Returns the contract's plan. sequence: the table `[sequence]` of a plan for two ranks; None for one process."""
     plan = model_plan(dropout, batch={"global_size": 4, "micro_size": 2}, optimizer={"use": "core.sgd", "lr": 0.01})
     return plan | ({"parallel": {"sp": 2, "dp": 1}, "sequence": sequence} if sequence else {}) | changes

@@ -1,4 +1,4 @@
-"""Builds tables of small plans for tests, and the text files that they read.
+"""Builds the tables of small plans for tests, and writes the text files that these plans read.
 
 tables = small_plan(batch__micro_size=1)                      # `table__key` sets a key, `table` sets a table
 reference = record(tables, 3, folder=texts)                   # `texts` is a fixture: a folder with the text files
@@ -37,19 +37,19 @@ _SMALL_PLAN: Tables = {
 
 def small_plan(**changes: Any) -> Tables:
     """Returns the tables of a one-process CPU plan, with `changes` as in `changed`. A two-layer Llama takes three fp64 steps
-    on the documents of `texts`. One tenth of the documents is held out, for plans with `evaluation`.
+    on the documents of the fixture `texts`. One tenth of the documents is held out, for plans with `evaluation`.
     """
     return changed(_SMALL_PLAN, **changes)
 
 
 def loader_of(plugins: Mapping[str, Any]) -> Loader:
-    """Returns a loader with `plugins` (a mapping from names) and the plugins that `small_plan` and checkpoints need."""
+    """Returns a loader with the plugins that `small_plan` and checkpoints need, and with `plugins`, by name."""
     return Loader({name: import_module(f"sley_{name}.plugin") for name in ("data", "models", "checkpoint")} | dict(plugins))
 
 
 def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
-    """Returns a deep copy of `tables` with changes. `table__key=value` sets a key and adds a missing table, `table=value` sets
-    a table, and None removes a key or table.
+    """Returns a deep copy of `tables` with changes. `table__key=value` sets a key, and adds its table if it is missing.
+    `table=value` sets a table. The value None removes a key or table.
     """
     result = deepcopy(dict(tables))
     for path, value in deepcopy(changes).items():
@@ -64,7 +64,7 @@ def changed(tables: Mapping[str, Any], **changes: Any) -> Tables:
 
 def write_texts(folder: Path) -> None:
     """Writes `text/a.txt` and `text/b.txt` with 60 documents each, separated by empty lines. Documents have 3 to 124 bytes, so
-    that some are shorter than the small plan's sequence of 24 and some span several sequences.
+    some are shorter than the small plan's sequences of 24 tokens, and some span several sequences.
     """
     (folder / "text").mkdir()
     for name in ("a", "b"):
@@ -78,12 +78,12 @@ TOKENS = DataInfo(
     vocab_size=97,
     sequence=24,
 )
-"""The data info of packed tokens with 97 ids and sequences of 24."""
+"""The data info of packed sequences of 24 tokens with 97 ids."""
 
 
 def build_meta_model(function: Callable[[DataInfo], Any], info: DataInfo = TOKENS, seed: int = 0) -> Model:
-    """Builds the model of `function(info)` on meta."""
-    component: Any = SimpleNamespace(build=function, name="function")  # stands for the component of a plan
+    """Builds the model that the factory `function(info)` returns on the meta device."""
+    component: Any = SimpleNamespace(build=function, name="function")  # stands in for the component of a plan
     return build_on_meta(component, info, seed)
 
 
@@ -94,7 +94,9 @@ def build_model_with_values(
     seed: int = 0,
     info: DataInfo = TOKENS,
 ) -> Model:
-    """Builds the model of `function(info)` on the CPU with initial values. owned: the layers that get values; None for all."""
+    """Builds the model of the factory `function(info)` on the CPU. owned: the names of layers that get initial values; None
+    for all.
+    """
     model = build_meta_model(function, info, seed)
     names = {layer.name for layer in model.layers} if owned is None else owned
     host = HostModel(model)

@@ -1,10 +1,10 @@
-"""Runs `python -m module` in processes that are forked from the server of `ranks`, and finds processes that a test has left.
+"""Runs `python -m module` in a process forked from the fork server of `ranks`, and finds processes that a test has left.
 
 A fresh interpreter needs seconds of CPU time to import torch, which the server has already imported. `runpy` executes the
-module as `__main__` in a separate session, folder and environment. Modules that the program starts by `subprocess` are forked
-too (`fork_children`). Differences from a fresh interpreter: interpreter flags are those of the server, `atexit` functions are
-not called, and /proc shows the environment of the server, so that `processes_with` finds forked programs only by the variable
-MARK. Processes are found in /proc, which only Linux has.
+module as `__main__` in a separate session, folder and environment. Python modules that the program starts with `subprocess` are
+forked too (`fork_children`). A forked program differs from a fresh interpreter: it has the server's interpreter flags and does
+not call `atexit` functions. In /proc it has the server's environment, so `processes_with` finds it only by the variable MARK.
+Processes are found in /proc, which only Linux has.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from sley_testing.ranks import preloaded_server
 
 _PROC = Path("/proc")
 _PYTHON_SERVERS = ("from multiprocessing.forkserver import", "from multiprocessing.resource_tracker import")
-"""Servers of Python, which live as long as the interpreter that started them."""
+"""Parts of the command lines of Python's servers, which live as long as the interpreter that started them."""
 
 MARK = "SLEY_TEST_PROGRAM"
-"""The variable that names a forked program, since /proc shows the environment of its fork server."""
+"""The environment variable whose value becomes the name of a forked program's process."""
 
-_NAME_LENGTH = 15  # the longest name of a process in Linux
+_NAME_LENGTH = 15  # the maximum length of a process name in Linux
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # options of prctl(2)
 
 
 @dataclass(frozen=True)
 class Process:
-    """Describes a running process."""
+    """Describes a running process. parent: the pid of its parent. command: its command line."""
 
     pid: int
     parent: int
@@ -58,7 +58,7 @@ def descendants(pid: int | None = None) -> list[Process]:
     root, processes = os.getpid() if pid is None else pid, list(_processes())
     root_commands = [process.command for process in processes if process.pid == root]
     generation = [process for process in processes if process.parent == root]
-    # Forked processes show the command line of their fork server. Only the servers themselves are excluded.
+    # A forked process has the command line of its fork server, but only the servers themselves are excluded.
     result = [
         process
         for process in generation
@@ -72,8 +72,9 @@ def descendants(pid: int | None = None) -> list[Process]:
 
 
 def processes_with(variable: str, value: str) -> list[Process]:
-    """Returns every process that was started with `variable=value` in its environment, including orphans. A test sets a unique
-    variable for a program and calls this function after the end of the program.
+    """Returns every process that was started with `variable=value` in its environment, including orphans.
+
+    A test sets a unique value for a program, and calls this function after the program has ended.
     """
     entry = f"{variable}={value}".encode()
     name = f"{value[-_NAME_LENGTH:]}\n" if variable == MARK else None
@@ -87,13 +88,13 @@ def processes_with(variable: str, value: str) -> list[Process]:
 
 
 def set_process_name(env: Mapping[str, str]) -> None:
-    """Names this process by the `MARK` in `env`, if any, so that `processes_with` finds it and its forks."""
+    """Sets the name of this process to the value of MARK in `env`, if any, so that `processes_with` finds it and its forks."""
     if sys.platform == "linux" and MARK in env:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, env[MARK][-_NAME_LENGTH:].encode(), 0, 0, 0)
 
 
 def assert_none_left(find: Callable[[], list[Process]] = descendants, *, within_s: float = 1.0) -> None:
-    """Asserts that `find()` returns no process within `within_s`; the message lists the remaining processes."""
+    """Calls `find` until it returns no process. Raises AssertionError with the remaining processes after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while processes := find():
         lines = "\n".join(f"  {process.pid}: {process.command}" for process in processes)
@@ -106,7 +107,7 @@ def _processes() -> Iterator[Process]:
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
-                # "pid (name) state parent ...", where the name may contain any character, such as blanks and brackets
+                # "pid (name) state parent ...", where the name may contain any character, such as spaces and parentheses
                 state, parent, *_ = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
                 if state not in "ZX":
                     command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
@@ -114,8 +115,8 @@ def _processes() -> Iterator[Process]:
 
 
 class ForkedProgram:
-    """Represents a running `python -m module`, with the methods of `subprocess.Popen` that tests need. stdout, stderr: text
-    streams, which the caller reads to the end and closes. returncode: None while the program runs, -n after signal n.
+    """Runs `python -m module` in a forked process, with the methods of `subprocess.Popen` that tests need. stdout, stderr: text
+    streams, which the caller must read to the end and close. returncode: None while the program runs, -n after signal n.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> None:
@@ -133,7 +134,7 @@ class ForkedProgram:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The id of the process."""
         assert self._process.pid is not None, "the process has not started"
         return self._process.pid
 
@@ -159,10 +160,10 @@ class ForkedProgram:
 def _run_forked_program(
     module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection
 ) -> None:
-    """Sets folder, environment and streams of the new process, and runs the module."""
+    """Sets the folder, environment and streams of the forked process, and runs the module in it."""
     os.setsid()
     if sys.platform == "linux":  # if pytest is killed, the server ends, and then this program
-        # The server ends when all copies of this pipe end are closed, and each forked process has a copy.
+        # The server ends when all copies of this end of a pipe are closed. Each forked process has a copy.
         server: Any = forkserver._forkserver  # private
         os.close(server._forkserver_alive_fd)
         server.__init__()  # a program that needs a server starts a new one, as in a fresh interpreter
@@ -183,7 +184,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def fork_children(path: Sequence[str]) -> None:
-    """Makes `subprocess` fork this process to start a Python module. path: `sys.path` of a fresh process."""
+    """Makes `subprocess` fork this process for `python -m module` commands. path: the `sys.path` of a fresh process."""
     initial_modules = frozenset(sys.modules)
 
     def execute(self: Any, *args: Any) -> None:
@@ -200,7 +201,7 @@ def fork_children(path: Sequence[str]) -> None:
             _run_child(options, command, path, write_end, initial_modules)
         self._child_created = True
         os.close(write_end)
-        os.read(read_end, 1)  # waits until the child has its session, as after an `exec`
+        os.read(read_end, 1)  # wait until the child has its session, as after an `exec`
         os.close(read_end)
         self._close_pipe_fds(*(options[name] for name in _PIPES))
 
@@ -208,8 +209,9 @@ def fork_children(path: Sequence[str]) -> None:
 
 
 def _parse_module_command(command: Any) -> tuple[bool, str, list[str]] | None:
-    """Returns whether the command has the option `-P` (no current folder in the path), the module, and its arguments. Returns
-    None if the command is not `python -m module`, possibly with `-P` and `-u`.
+    """Returns whether the command has the option `-P` (no current folder in `sys.path`), the module, and its arguments.
+
+    Returns None if the command is not `python -m module` of this interpreter, or has other options than `-P` and `-u`.
     """
     if not isinstance(command, list | tuple) or "-m" not in command or command[0] != sys.executable:
         return None
@@ -225,8 +227,10 @@ def _run_child(
     ready_file: int,
     initial_modules: Set[str],
 ) -> NoReturn:
-    """Applies the `options` of `subprocess` and runs the module in the new process. path: `sys.path` of a fresh process.
-    ready_file: the pipe end to close when the session exists. initial_modules: the names of the modules of a fresh process.
+    """Applies the `options` of `subprocess` to the forked process, runs the module, and exits with its code.
+
+    path: the `sys.path` of a fresh process. ready_file: the end of a pipe, which is closed once the session exists.
+    initial_modules: the names of the modules of a fresh process.
     """
     code = 255
     try:
@@ -262,8 +266,8 @@ def _run_child(
 def run_module(
     module: str, arguments: Sequence[str], env: Mapping[str, str], first_paths: Sequence[str], last_paths: Sequence[str]
 ) -> None:
-    """Runs `module` as `__main__`. first_paths: the entries of `sys.path` before PYTHONPATH. last_paths: the entries
-    after it.
+    """Runs `module` as `__main__` with the environment `env`. first_paths, last_paths: the entries of `sys.path` before and
+    after those of PYTHONPATH.
     """
     os.environ.clear()
     os.environ.update(env)
@@ -274,14 +278,15 @@ def run_module(
     sys.argv = [module, *arguments]
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
-    if torch := sys.modules.get("torch"):  # else the module reads the environment when it imports torch
+    if torch := sys.modules.get("torch"):  # otherwise torch reads the variable when the module imports it
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _reset_process(initial_modules: Set[str]) -> None:
-    """Undoes changes that the forking program may have made to its process, except within modules. initial_modules: the names
-    of the modules of a fresh process.
+    """Undoes what the forking program may have changed in the process, except the state of installed modules.
+
+    initial_modules: the names of the modules of a fresh process.
     """
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # private
     faulthandler.disable()
@@ -295,4 +300,4 @@ def _reset_process(initial_modules: Set[str]) -> None:
     for name in sys.modules.keys() - initial_modules:
         file = getattr(sys.modules[name], "__file__", None)
         if file is not None and not is_installed(file):
-            del sys.modules[name]  # a module of the program's folder is imported again
+            del sys.modules[name]  # modules that are not installed, such as those in the program's folder, are imported again

@@ -1,11 +1,11 @@
-"""Runs a function on n ranks of a gloo world, and returns the results by rank or raises within the time limit.
+"""Runs a function on n ranks of a gloo world, and returns the results by rank or raises an error within the time limit.
 
-Ranks are forked from a server that has already imported torch. Two ranks start in about 0.1 s instead of seconds. They join
-through a file in a private folder and use only the loopback interface. No process is left after the call, even if the test is
-interrupted.
+Ranks are forked from a server that has already imported torch, so two ranks start in about 0.1 s instead of seconds. They join
+the world through a file in a private folder, and use only the loopback interface. No process is left after the call, even if
+the test is interrupted.
 
-Forked ranks share the seed of `hash(str)`, so these tests cannot find an order that depends on it. Runs of the command line
-can, since they start new interpreters.
+Forked ranks share the seed of `hash(str)`, so these tests cannot find an order that depends on the seed. Launches from the
+command line can, since they start new interpreters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import ParamSpec, TypeVar
 from sley_testing import rank_process
 from sley_testing.rank_process import Job, Outcome, rank_main
 
-GRACE_S = 1.0  # the time limit of other ranks after the first failure
+GRACE_S = 1.0  # how long other ranks may run after the first failure, in seconds
 
 _EXIT_S = 2.0
 
@@ -38,21 +38,22 @@ T = TypeVar("T")
 
 
 class RankError(Exception):
-    """Means that a rank failed with an exception that cannot be pickled, or died without an exception."""
+    """Is raised if a rank fails with an exception that cannot be pickled, or dies without an exception."""
 
 
 class RankTimeoutError(RankError):
-    """Means that ranks exceeded the time limit. The message has the Python stacks of every unfinished rank."""
+    """Is raised if ranks exceed the time limit. The message contains the Python stacks of each unfinished rank."""
 
 
 @dataclass(frozen=True)
 class Ranks:
     """Calls functions on ranks: `Ranks(2)(function, *args, **kwargs)` returns the list of the results of two ranks.
 
-    function: a module-level function. With `init`, the default gloo group is initialized. Otherwise the function must join by
-        itself. RANK, WORLD_SIZE, LOCAL_RANK and SLEY_STORE are always in the environment.
-    Raises the exception of the rank that failed first, with its traceback and a summary of the other ranks as notes. Raises
-    RankError if that exception cannot be pickled, and RankTimeoutError after `timeout_s`.
+    function: a module-level function, whose arguments and result can be pickled. With `init`, each rank initializes the default
+        gloo group first; otherwise the function must join the world itself. The environment of a rank has RANK, WORLD_SIZE,
+        LOCAL_RANK and SLEY_STORE.
+    Raises the exception of the rank that failed first, with its traceback and a summary of the other failed ranks as notes.
+    Raises RankError if that exception cannot be pickled or the rank died, and RankTimeoutError after `timeout_s` seconds.
     """
 
     size: int
@@ -66,8 +67,8 @@ class Ranks:
     def once(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Calls a deterministic function on the ranks, or returns copies of the cached results of an equal earlier call.
 
-        Use it for references that several tests compare with. Calls with different paths, folders or environments are not
-        equal.
+        Use it for references that several tests share. Calls with different `sys.path`, working folders or environments are
+        not equal.
         """
         __tracebackhide__ = True
         call = _pickle_call((function, args, kwargs))
@@ -99,7 +100,7 @@ _cached_results: dict[Hashable, list[bytes]] = {}  # the results of `Ranks.once`
 
 
 def _pickle_call(call: tuple[object, ...]) -> bytes:
-    """Pickles a call. Raises TypeError if it has a lambda, a nested function or another unpicklable object."""
+    """Pickles a call. Raises TypeError if it contains a lambda, a nested function or another unpicklable object."""
     try:
         return pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -110,7 +111,7 @@ def _pickle_call(call: tuple[object, ...]) -> bytes:
 
 @dataclass
 class _World:
-    """Holds the processes of one call by rank. The end of the context kills them and prints their output."""
+    """Holds the processes of one call by rank. At the end of its context, kills them and prints their output."""
 
     folder: str
     processes: list[ForkServerProcess] = field(default_factory=list)
@@ -122,7 +123,7 @@ class _World:
     def __exit__(self, *failure: object) -> None:
         for connection in self.connections:
             connection.close()
-        # Successful ranks exit by themselves when the connection closes; after a failure there is no wait.
+        # Successful ranks exit by themselves once their connection is closed. After a failure, do not wait for them.
         deadline = time.monotonic() + (0.0 if failure[0] else _EXIT_S)
         for process in self.processes:
             if process.pid is not None:
@@ -134,7 +135,7 @@ class _World:
 
     def start(self, ranks: Ranks, call: bytes) -> None:
         """Starts a process for each rank with the environment of a local launch. The first call also starts the fork server,
-        outside any time limit.
+        to which no time limit applies.
         """
         context = preloaded_server()
         filters = pickle.dumps(list(warnings.filters))
@@ -165,7 +166,7 @@ class _World:
                     raise self._make_timeout_error(set(outcomes), timeout_s)
                 break
             for connection in ready:
-                rank = self.connections.index(connection)  # type: ignore[arg-type]  # wait() returns connections of its argument
+                rank = self.connections.index(connection)  # type: ignore[arg-type]  # `wait` returns elements of its argument
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].failure and not failed:
                     failed = True
@@ -177,20 +178,20 @@ class _World:
         return [outcomes[rank] for rank in range(len(self.processes))]
 
     def _receive(self, rank: int) -> Outcome:
-        """Returns the outcome of a rank, or describes how its process ended without an outcome."""
+        """Returns the outcome of a rank. If its process ended without one, returns a failure that describes how."""
         try:
             outcome = pickle.loads(self.connections[rank].recv_bytes())
             assert isinstance(outcome, Outcome), outcome
             return outcome
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(_EXIT_S)
-            # A rank that dies silently causes the errors of its peers, so it comes first: `ended_s` is 0.
+            # A rank that dies silently causes the errors of its peers, so `ended_s` is 0, which sorts it first.
             code = self.processes[rank].exitcode
             summary = f"died of {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
             return Outcome(rank, summary, trace=self._read_stacks(rank))
 
     def _read_stacks(self, rank: int) -> str:
-        """Returns the Python stacks that faulthandler wrote in `rank`, without the kit's own frames."""
+        """Returns the Python stacks that faulthandler wrote in the process of `rank`, without the kit's own frames."""
         stacks: list[str] = []
         for thread in _read_text(Path(self.folder, f"rank{rank}.stacks")).split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith(("Thread", "Current thread", "  File"))]
@@ -200,7 +201,7 @@ class _World:
         return "\n".join(stacks)
 
     def _make_timeout_error(self, finished: set[int], timeout_s: float) -> RankTimeoutError:
-        """Kills the unfinished ranks and returns an error with their stacks."""
+        """Makes the unfinished ranks write their stacks, kills them, and returns an error with the stacks."""
         unfinished = [rank for rank in range(len(self.processes)) if rank not in finished]
         for rank in unfinished:
             with contextlib.suppress(ProcessLookupError):
@@ -223,13 +224,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def preloaded_server() -> ForkServerContext:
-    """Returns the context whose processes are forked from a server that has imported `preload`."""
+    """Returns the multiprocessing context that forks processes from a server with `sley_testing.preload` imported."""
     _CONTEXT.set_forkserver_preload(["sley_testing.preload"])
     return _CONTEXT
 
 
 def kill(process: ForkServerProcess) -> None:
-    """Kills the rank and its child processes, even if the rank has already exited."""
+    """Kills the process of a rank and its child processes, even if the rank has already exited."""
     assert process.pid is not None, process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

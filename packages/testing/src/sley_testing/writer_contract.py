@@ -1,4 +1,4 @@
-"""Defines the tests that every metrics writer must pass; a plugin's tests inherit them.
+"""Defines the tests that every metrics writer must pass, for a plugin's tests to inherit.
 
     class TestCsv(MetricsWriterContract):
         writer = {"use": "csv.writer"}
@@ -6,8 +6,8 @@
         def read(self, folder):
             return [(step, name, value), ...]
 
-The tests run in this process. They cover a run, two runs into one folder, steps that are repeated after a checkpoint, a full
-disk, and a killed process.
+The tests run in this process. They cover a run, two writers in one folder, steps that a resumed run repeats, a full disk, and
+the files that a killed process leaves.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sley_testing.plans import small_plan
 from sley_trainer.assemble import assemble
 
 Point = tuple[int, str, float | None]
-"""The step, name and value of a number. The value is None if it is not finite and the format has no such numbers."""
+"""The step, name and value of a number. None stands for a non-finite value that the format cannot represent."""
 
-MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, less than the size of the written rows
+MAX_FILE_BYTES = 4096  # the maximum file size on the full disk, which is less than the written rows need
 
 
 class MetricsWriterContract:
-    """Tests a metrics writer: inherit, set `writer` to a table of `[[metrics]]`, and write `read`.
+    """Tests a metrics writer. Subclass it, set `writer` to a table of `[[metrics]]`, and implement `read`.
 
-    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether a resumed
-    run drops the rows of steps after its checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
+    writes_at_once: whether a row is on disk when `write` returns, so that a killed run keeps it. can_resume: whether the writer
+    can drop the rows of steps after a checkpoint (`rewind`). writes_files: whether the writer writes into its folder.
     """
 
     writer: ClassVar[dict[str, Any]]
@@ -50,7 +50,7 @@ class MetricsWriterContract:
         raise NotImplementedError("implement `read`: it must return the written numbers")
 
     def test_run_writes_every_number_once(self, texts: Path, tmp_path: Path) -> None:
-        """Expects each number of each step once, with its value."""
+        """Expects `read` to return each number of each step once, with its value."""
         with assemble(plan_from_dict(small_plan(metrics=[self.writer]), texts), World.alone("cpu"), folder=tmp_path) as run:
             rows = [run.step() for _ in range(3)]
         self._assert_rows(tmp_path, rows)
@@ -66,7 +66,7 @@ class MetricsWriterContract:
         self._assert_rows(tmp_path, rows)
 
     def test_non_finite_numbers_hide_no_others(self, tmp_path: Path) -> None:
-        """Expects that the other numbers of the row and later rows can be read."""
+        """Expects the other numbers of the row, and later rows, to be readable."""
         rows = [{"step": 1, "loss": math.nan, "lr": 0.5}, {"step": 2, "loss": math.inf}, {"step": 3, "loss": 1.0}]
         self._write(tmp_path, rows)
         values = {(step, name): value for step, name, value in self.read(tmp_path)}
@@ -76,14 +76,14 @@ class MetricsWriterContract:
         assert nan_value is None or not math.isfinite(nan_value), f"a loss of NaN is written as {nan_value}"
 
     def test_reopened_folder_keeps_rows(self, tmp_path: Path) -> None:
-        """Writes with two writers in turn, as a resumed run does."""
+        """Writes with one writer, then with a second one in the same folder, as a resumed run does."""
         rows = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3, 4)]
         self._write(tmp_path, rows[:2])
         self._write(tmp_path, rows[2:])
         self._assert_rows(tmp_path, rows)
 
     def test_repeated_steps_are_written_once(self, tmp_path: Path) -> None:
-        """Calls `rewind`, as a resumed run does, in the same and in a new writer."""
+        """Calls `rewind`, as a resumed run does, on the same writer and on a new one."""
         if not self.can_resume:
             pytest.skip("the writer cannot resume (`can_resume`)")
         for reopens in (False, True):
@@ -102,7 +102,7 @@ class MetricsWriterContract:
             self._assert_rows(folder, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}])
 
     def test_rows_are_on_disk_after_write_and_close(self, tmp_path: Path) -> None:
-        """Reads the folder directly after `write`, as after a kill, and after two closes, of which the second does nothing."""
+        """Reads the folder directly after `write`, as after a kill, and after two closes. The second must do nothing."""
         writer = self._writer(tmp_path)
         writer.write({"step": 1, "loss": 1.0})
         points = self._read_points(tmp_path) if self.writes_at_once else [(1, "loss", 1.0)]
@@ -116,7 +116,7 @@ class MetricsWriterContract:
         assert points == [(1, "loss", 1.0)], f"after two closes the folder has {points}"
 
     def test_full_disk_is_an_error(self, tmp_path: Path) -> None:
-        """Expects an error of `write` or `close`, so that rows are not lost silently."""
+        """Expects `write` or `close` to raise an error, so that no row is lost silently."""
         if not self.writes_files:
             pytest.skip("the writer does not write into its folder (`writes_files`)")
         writer, num_rows = self._writer(tmp_path), MAX_FILE_BYTES // 8
@@ -135,7 +135,7 @@ class MetricsWriterContract:
         assert is_refused, f"{label}, but neither write nor close raises an error"
 
     def _writer(self, folder: Path) -> MetricsWriter:
-        """Returns the writer as rank 0 of a run builds it."""
+        """Builds the writer as rank 0 of a run does."""
         writer: MetricsWriter = plan_from_dict(small_plan(metrics=[self.writer])).metrics[0].build(folder)
         return writer
 
@@ -165,7 +165,7 @@ class MetricsWriterContract:
 
 @contextmanager
 def _limit_file_size(num_bytes: int) -> Iterator[None]:
-    """Limits the file size of this process to `num_bytes`, so that writes fail as on a full disk."""
+    """Limits the size of files that this process writes to `num_bytes`, so that writes fail as on a full disk."""
     resource = pytest.importorskip("resource", reason="the system has no file size limits")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
