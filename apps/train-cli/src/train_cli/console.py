@@ -72,7 +72,7 @@ def world_size(world: int | None, nodes: int | None, per_node: int | None) -> in
 
 
 def format_count(count: int, noun: str, plural: str = "s") -> str:
-    """Formats a count: `1 rank`, `2 ranks`. plural: the ending of the noun for other counts than 1."""
+    """Formats a count: `1 rank`, `2 ranks`. plural: the ending of the noun for counts other than 1."""
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 

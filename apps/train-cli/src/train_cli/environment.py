@@ -86,7 +86,7 @@ def sley_versions() -> dict[str, str]:
         name = dist.metadata["Name"] or ""
         text = "" if name.startswith("sley-") else dist.read_text("entry_points.txt") or ""
         if name.startswith("sley-") or any(group in text for group in _ENTRY_POINT_GROUPS):
-            versions.setdefault(name, dist.version)  # the first on sys.path is what an import finds
+            versions.setdefault(name, dist.version)  # an import finds the first one on sys.path
     return dict(sorted(versions.items()))
 
 

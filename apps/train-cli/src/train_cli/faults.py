@@ -54,6 +54,7 @@ _DISK_HINTS = {
 }
 
 BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cli env`; `--traceback` shows where it is"
+"""The hint of an error that is a bug in Sley."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ class _LocalRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
+        """Starts `command` once per rank, each in its own session and with its rank in the environment."""
         variables = {**os.environ, **rank_variables(num_ranks, os.environ), STORE: (self._folder / "store").as_uri()}
         for rank in range(num_ranks):
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}

@@ -67,7 +67,7 @@ def plan_with_data(folder: Path, data: Sequence[str] = ()) -> Plan:
     document = read_run_document(folder, [f"data.{change}" for change in data])
     changed_keys = {str(override.path[1]) for override in document.overrides}
     if changed_keys:
-        removed_keys = {"samples_per_epoch"}  # belongs to the run's own data
+        removed_keys = {"samples_per_epoch"}  # holds only for the run's own data
         for pair in _EXCLUSIVE_KEYS:
             removed_keys |= set(pair) if changed_keys & set(pair) else set()
         removed_keys -= changed_keys
@@ -99,7 +99,7 @@ def open_trained_run(folder: Path, plan: Plan, *, best: bool = False, with_evalu
             evaluation = {**evaluation, "held_out": True}
         tables["evaluation"] = evaluation
     else:
-        tables["batch"] = {"global_size": 1, "micro_size": 1}  # predictions of single samples
+        tables["batch"] = {"global_size": 1, "micro_size": 1}  # the run only predicts single samples
     one_process = _replace_tables(plan, tables)
     if not with_evaluation:
         one_process = _without_data(one_process)
@@ -142,7 +142,7 @@ def _belongs_to_layout(record: object) -> bool:
 
 def _remove_tables(plan: Plan, keys: tuple[str, ...]) -> dict[str, Any]:
     tables = {key: deepcopy(value) for key, value in plan.document.tables.items() if key not in keys}
-    if "evaluation" in tables:  # there is no checkpoint to keep
+    if "evaluation" in tables:  # these plans write no checkpoints
         tables["evaluation"] = {key: value for key, value in tables["evaluation"].items() if key not in _CHECKPOINT_KEYS}
     return tables
 

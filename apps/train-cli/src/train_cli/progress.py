@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sley_trainer.run import Run
 
 Row = Mapping[str, float | int]
+"""The metrics of one step, by name."""
 
 SUMMARY = "summary.json"
 """The name of the file with a run's totals in its folder."""

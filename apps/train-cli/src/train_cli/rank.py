@@ -80,7 +80,7 @@ def train(plan: Plan, folder: Path, *, resume: str | None = None) -> int:
             return signal_handler.exit_code or EXIT_OK
         run.notes.extend(resume_run(run, folder, resume))
         with load_recorder().record_steps(run.parts, run.feed, folder, run.notes):
-            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # the same on all ranks, as is the checkpoint
+            if run.num_steps_done >= plan.run.steps or run.stopped_early:  # equal on all ranks: they loaded one checkpoint
                 _print_finished(run, _save_final_weights(run, folder))
                 return signal_handler.exit_code or EXIT_OK
             if plan.run.final_weights != "none":
@@ -122,7 +122,7 @@ def open_run(plan: Plan, folder: Path, *, writes: bool = False) -> Iterator[tupl
             load_recorder().report_stuck(folder, world, diagnostic)
 
     with ExitStack() as stack:
-        # A local launcher has informed the user already.
+        # A local launcher prints such lines itself.
         print_function = None if has_launcher() else print_line
         signal_handler = stack.enter_context(
             SignalHandler(print_function, report_stuck, sigterm_timeout_s(plan), plan.run.stop_signals)

@@ -199,7 +199,7 @@ class Rendezvous:
             else:
                 self._write_once("verdict", self._list_missing_ranks(texts, timeout_s))
                 num_readers = self._add_count("arrived", 0)
-        # Rank 0 may have arrived a little later, and names missing ranks after its own time limit.
+        # Rank 0 may have arrived later, and its time limit, after which it names the missing ranks, ends later too.
         verdict = self._wait_for("verdict", "rank 0's verdict on all ranks", timeout_s + RESPONSE_TIMEOUT_S)
         if verdict:
             self._acknowledge_failure(num_readers)
@@ -312,7 +312,7 @@ def _open_store(address: str, port: int, size: int, timeout_s: float, *, serves:
             reason = first_line(error)
             is_unknown = isinstance(error, socket.gaierror)  # the name of a pod may resolve only some time after the pod starts
             limit_s = RESPONSE_TIMEOUT_S if is_unknown else limit_s
-            # One silent attempt may be torch's own retry after a listener has closed, which takes 12 s at a limit of 4 s.
+            # A listener that has closed may cause one silent attempt: torch then retries for 12 s with a time limit of 4 s.
             num_silent += has_answered and isinstance(error, TimeoutError)
             if time.monotonic() - start_s > limit_s or num_silent == 2:
                 break

@@ -192,7 +192,7 @@ def locked_run_folder(plan: Plan, *, overwrite: bool, resume: bool = False) -> I
     """
     check_run_folder(plan, overwrite=overwrite, resume=resume)
     folder = run_folder(plan)
-    keeps_reports = is_folder_of_restarted_run(folder)  # those of this torchrun's earlier attempts
+    keeps_reports = is_folder_of_restarted_run(folder)  # the reports of this torchrun's earlier attempts
     with _folder_errors(plan, folder):
         if folder.is_symlink():
             raise OSError(ELOOP, "it is a link", str(folder))

@@ -115,7 +115,7 @@ def _describe_checkpoint(reader: CheckpointFiles, path: str) -> SavedRun | None:
     """Returns the description of the checkpoint at `path`, or None if there is none or it is damaged."""
     try:
         return reader.describe(path)
-    except Exception:  # a file system may raise anything
+    except Exception:  # a file system may raise any error
         return None
 
 
@@ -202,7 +202,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
         return True
     try:
         return Path(checkpoints).is_dir() and bool(_load_reader(plan).names(checkpoints))
-    except SleyError:  # no installed package reads them
+    except SleyError:  # no installed package can read the checkpoints
         return False
 
 

@@ -214,7 +214,7 @@ class AnyLayout(Checkpointer):
             raise RunError("no-checkpoint", f"there is no checkpoint in {open_folder(load_path).text}")
         if checkpoint is None:
             return None
-        # A run folder knows the run's checkpoints; without one, the run name must match.
+        # A run folder identifies the run's checkpoints. Without a run folder, the run name must match.
         saved_run, this_run = checkpoint.index.run, self.state.plan.run.name
         if is_auto and self.state.attempt.folder is None and saved_run != this_run:
             message = f"the run of {checkpoint.place} must be {this_run!r}, but is {saved_run!r}"
@@ -246,7 +246,7 @@ def choose_checkpoint(state: TrainingState, paths: Sequence[str]) -> tuple[Check
         folder = open_folder(path)
         index, rank_damages = examine(folder, world.rank, world.size)
         # All ranks join and examine the same candidates in the same order. No rank reads the index again, since another run may
-        # delete it.
+        # delete the checkpoint.
         reports = control.gather_objects([rank_damages, index and index.token], label="the damages of a checkpoint")
         damages = list(dict.fromkeys(Damage(*fields) for rank_damages, _ in reports for fields in rank_damages))
         if index is not None and not damages:
@@ -285,9 +285,9 @@ def list_candidates(state: TrainingState, path: str | None, *, allow_fresh_start
         except SleyError as error:
             diagnostic = error.diagnostics[0]
             problem = diagnostic.code, diagnostic.message, diagnostic.hint
-        except Exception as error:  # any file system error: the other ranks wait for the list
+        except Exception as error:  # a file system may raise any error, and the other ranks wait for the list
             problem = "checkpoint-load", f"{folder.text} cannot be read: {format_cause(error)}", None
-    # All ranks join.
+    # All ranks join the exchange, even if rank 0 has failed.
     reports = state.parts.groups["control"].gather_objects([paths, notes, problem], label="the list of checkpoints")
     paths, notes, problem = reports[0]
     if problem is not None:

@@ -201,6 +201,7 @@ class RemoteFolder:
 
 
 Folder: TypeAlias = LocalFolder | RemoteFolder
+"""A folder on a disk or in an object store."""
 
 
 def compute_crc(folder: Folder, name: str) -> int:

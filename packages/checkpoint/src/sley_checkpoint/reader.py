@@ -288,7 +288,7 @@ def try_read_index(folder: Folder) -> CheckpointIndex | None:
     """Returns the index of the checkpoint in `folder`; None if the index is damaged or missing."""
     try:
         return read_index(folder)
-    except Exception:  # any file system error
+    except Exception:  # a file system may raise any error
         return None
 
 
@@ -369,7 +369,7 @@ def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[Checkpoi
         index = read_index(folder)
     except RunError as error:
         return None, [Damage(INDEX, f"is damaged: {error.diagnostics[0].message.rpartition(' is damaged: ')[2]}")]
-    except Exception as error:  # any file system error
+    except Exception as error:  # a file system may raise any error
         return None, [Damage(INDEX, f"cannot be read: {format_cause(error)}")]
     damages = (_find_damage(folder, name, index) for name in sorted(index.files)[rank::num_ranks])
     return index, [damage for damage in damages if damage is not None]
@@ -386,7 +386,7 @@ def _find_damage(folder: Folder, name: str, index: CheckpointIndex) -> Damage | 
         return Damage(name, "does not match its checksum" if is_same_size else f"has {num_bytes} of {info.num_bytes} bytes")
     except FileNotFoundError:
         return Damage(name, "is missing")
-    except Exception as error:  # any file system error
+    except Exception as error:  # a file system may raise any error
         return Damage(name, f"cannot be read: {format_cause(error)}")
 
 

@@ -149,7 +149,7 @@ class SavePreparation:
             if names and (problem := self.find_problem(folder)):
                 return ["", "", problem]
             return [folder.child(choose_checkpoint_name(step, names)).text, token, ""]
-        except Exception as error:  # any file system error
+        except Exception as error:  # a file system may raise any error
             return ["", "", f"the folder {folder.text} cannot be read: {format_cause(error)}"]
 
     def _agree_on_assignment(self, digests: list[str], infos: list[PieceInfo]) -> WriteAssignment:

@@ -154,7 +154,7 @@ class Connection:
         timeout_s: the time limit of every wait.
         """
         connection = cls(members, num_rings, timeout_s)
-        # Both gathers are over the channel's members, in the order of the table of groups.
+        # All members of the channel join both gathers. Each rank connects its groups in the order of the table of groups.
         values = gather_values(connection._addresses[0], channel)
         connection._addresses = [_Address(host and tuple(host), *fields) for host, *fields in values]
         hosts = {address.host for address in connection._addresses}

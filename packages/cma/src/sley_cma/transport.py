@@ -56,7 +56,7 @@ def connect(members: Members, channels: Mapping[str, dist.ProcessGroup], timeout
     timeout_s: the time limit of every wait. Returns {} on all ranks if any rank cannot read a peer's memory. This is a
     collective over `members`.
     """
-    # Over the first channel's members, in the order of the table of groups.
+    # All members of the first channel join, and each rank connects its groups in the order of the table of groups.
     connection = Connection.open(members, RINGS * len(channels), next(iter(channels.values())), timeout_s)
     if connection is None:
         return {}

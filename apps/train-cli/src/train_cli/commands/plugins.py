@@ -195,7 +195,7 @@ def check_name(name: str) -> None:
 def _fill_template(text: str, name: str) -> str:
     class_name = "".join(part.capitalize() for part in name.split("_"))
     text = text.replace("@name@", name).replace("@Name@", class_name)
-    # The position of the module's import depends on its name.
+    # Imports are sorted, so the position of the plugin's own import depends on its name.
     return re.sub(
         r"(?:^from sley_.*\n)+", lambda imports: "".join(sorted(imports[0].splitlines(keepends=True))), text, flags=re.M
     )

@@ -75,7 +75,7 @@ def sample(
         if windows_plan is None or length + tokens <= (generator.max_length or math.inf):
             num_tokens = limit_tokens(generator, length, tokens)
             steps = generator.generate(ids, tokens=num_tokens, **options)
-            # One answer is printed while it is generated.
+            # A single answer is printed while it is generated.
             answers = [(row[0] for row in steps)] if len(ids) == 1 else zip(*steps, strict=True)
             for context, answer in zip(contexts, answers, strict=True):
                 _print_text(text_ids, chain(context, (token for token in answer if token is not None)))
