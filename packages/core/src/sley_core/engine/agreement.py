@@ -4,7 +4,7 @@
       └── one small sum over all ranks, on the hosts, during that action; it includes the loss weight and counts of the batch
 
 Ranks must agree on the frozen parameters, the number of microbatches and the batch, since these determine which gradients are
-summed, and the number and length of messages. A mismatch would give wrong numbers, end the process (gloo), or hang.
+summed, and the number and length of messages. A mismatch would give wrong numbers, crash the process (gloo), or hang.
 
 Each rank hashes its view of each fact, once for each of its groups (the hash includes the group), and adds the hash times -1.
 The first rank of the group also adds its hash times the group's size. The sum is 0 if all ranks agree, and with a probability
@@ -39,12 +39,12 @@ CALL, TRAINED, MICROS, BATCH = range(4)
 """The facts that ranks compare: the call, the trained parameters, the number of microbatches, and the samples."""
 
 _REFUSALS, _COUNTS, _WEIGHT = 4, 5, 5 + len(NO_COUNTS)
-"""The first indices of refusals, counts and weight terms in the summed tensor, float64, whose other elements are integers below
-2^53. No other exchange of these ranks has its length.
+"""The indices in the summed float64 tensor of the number of refusals, the first count, and the first weight term. All elements
+before the weight terms are integers below 2^53, so their sums are exact. No other exchange of these ranks has this length.
 """
 
 _END_BYTES = 1 << 12
-"""Bytes of each batch field that are hashed at its beginning, and at its end."""
+"""The number of bytes that are hashed at the beginning of each batch field, and at its end."""
 
 _HINTS = {
     CALL: "call the same methods of a run in the same order on all ranks, and check whether some ranks caught an error",
@@ -60,9 +60,8 @@ View = tuple[Any, int]
 
 
 class Agreement:
-    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, valid after `check`.
-
-    store: the gradient store, whose trained parameters are compared, or None.
+    """Compares the ranks of `groups` in a step, and sums `weight` and `counts` of the global batch, which are valid after
+    `check`. store: the gradient store, whose trained parameters are compared; None for an evaluation.
     """
 
     def __init__(self, groups: Groups, store: GradientStore | None = None) -> None:
@@ -80,11 +79,12 @@ class Agreement:
         self._pending: Work | None = None
 
     def begin(self, label: str, batch: StepBatch | None = None, refusal: RunError | None = None) -> Agreement:
-        """Starts one asynchronous all-reduce over all ranks on the host. Every rank calls it, and then `check`.
+        """Starts one asynchronous all-reduce over all ranks on the host, and returns this object. Every rank calls this, and
+        then `check`.
 
-        label: the name of the work that begins, for errors. refusal: the reason why this rank cannot begin; `check` raises the
-        first rank's refusal on all ranks. batch: this rank's samples. Their weights are summed over ranks; samples weigh 0 on
-        ranks without the loss. Their counts are summed over the ranks of the first stage.
+        label: the name of the work that begins, for errors. batch: this rank's samples. Their weights are summed over all
+        ranks; ranks without the loss pass none. Their counts are summed over the ranks that are first along `pp` and `sp`.
+        refusal: the reason why this rank cannot begin; `check` raises the first rank's refusal on all ranks.
         """
         terms = self.reduction.weight_terms(batch.weights if batch else ())
         self.weight = self.reduction.weight_of(terms)
@@ -104,12 +104,14 @@ class Agreement:
         self._sum = torch.tensor([0.0] * _REFUSALS + [float(refusal is not None), *counts, *terms], dtype=torch.float64)
         for index, fact in enumerate(self._facts):
             self._sum[index] = sum(difference_term(self.groups[axis], number) for axis, (_, number) in fact.items())
-        # All ranks, on the host; every step and every evaluation begins with it.
+        # On the hosts of all ranks; every step and every evaluation begins with it.
         self._pending = self._control.all_reduce(self._sum, label=f"the agreement before {label}")
         return self
 
     def check(self) -> None:
-        """Waits for the sum, and sets `weight` and `counts`. Raises `ranks-differ` or the first refusal on all ranks."""
+        """Waits for the sum, and sets `weight` and `counts`. Raises RunError `ranks-differ`, or the first rank's refusal, on
+        all ranks.
+        """
         if self._pending is None:
             if self._refusal is not None:
                 raise self._refusal
@@ -128,7 +130,7 @@ class Agreement:
         self.counts = BatchCounts(*self._sum[_COUNTS:_WEIGHT].tolist())
 
     def _trained_views(self) -> dict[str, View]:
-        """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computed once per layout."""
+        """Returns the trained parameters in layout order, by the axis whose ranks must agree. Computes them once per layout."""
         if self.store is not None and self._layout != self.store.num_layouts:
             self._layout = self.store.num_layouts
             names = tuple(param.name for param in self.store.params)
@@ -155,8 +157,8 @@ class Agreement:
         return dict.fromkeys(axes, (descriptions, number))
 
     def _mismatch_error(self) -> RunError:
-        """Returns the error `ranks-differ` for all ranks' views; a blocking collective on `control`."""
-        # By the label of the group that must agree; a view travels as JSON, [description, checksum].
+        """Returns the error `ranks-differ`, the same on all ranks. A blocking collective on `control`."""
+        # Views are keyed by the label of the group that must agree, and travel as JSON: [description, checksum].
         local_views = [{str(self.groups[axis]): view for axis, view in fact.items()} for fact in self._facts]
         views = self._control.gather_objects(local_views, label="the differences between ranks")
         for fact, differ in enumerate(self._sum[:_REFUSALS].tolist()):
@@ -169,7 +171,7 @@ class Agreement:
 
 
 def _mismatch_message(fact: int, views: Mapping[int, View]) -> str:
-    """Returns a text with the first rank whose view is rare, a rank with the usual view, and both values."""
+    """Returns a text that names the first rank with an unusual view, a rank with the most common view, and both values."""
     usual_checksum, _ = Counter(number for _, number in views.values()).most_common(1)[0]
     peer = next(rank for rank, (_, number) in views.items() if number == usual_checksum)
     rank = next(rank for rank, (_, number) in views.items() if number != usual_checksum)
@@ -197,8 +199,8 @@ def agree(
 ) -> None:
     """Compares `facts` (plan digest, versions, group table) over all ranks. A blocking collective on `control`.
 
-    parts: functions by fact name that return the parts of the fact; called only if ranks differ. Raises RunError
-    `ranks-disagree` on every rank, with the fact, the ranks in the minority, and both values.
+    parts: for some facts, a function that returns the fact's parts; it is called only if ranks differ. Raises RunError
+    `ranks-disagree` on all ranks, with the fact, a rank in the minority, and both values.
     """
     values_of_ranks = control.gather_objects(dict(facts), label="the values that all ranks compare")
     for name in facts:
@@ -211,7 +213,7 @@ def agree(
         suffix = f" (and {len(odd_ranks) - 1} more)" if len(odd_ranks) > 1 else ""
         message = f"rank {odd_rank}{suffix} has {name} {values[odd_rank]}, rank {usual_rank} has {usual_value}"
         if name in parts:
-            # All ranks get here: they have compared the same values.
+            # All ranks get here, since they compare the same values.
             all_parts = control.gather_objects(dict(parts[name]()), label=f"the parts of {name}")
             parts_of = dict(zip(control.ranks, all_parts, strict=True))
             if differences := describe_differences(parts_of[odd_rank], parts_of[usual_rank]):
@@ -221,7 +223,7 @@ def agree(
 
 
 def describe_differences(actual: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """Returns a text with the first differing parts and both values of each."""
+    """Returns a text with up to three differing parts and both values of each."""
     names = [name for name in {**actual, **usual} if actual.get(name) != usual.get(name)]
     return shorten_names([f"`{name}` is {actual.get(name, 'unset')}, not {usual.get(name, 'unset')}" for name in names], 3)
 
@@ -243,8 +245,8 @@ def difference_term(group: Group, number: int) -> int:
 
 
 def collect_exchanges(groups: Iterable[Group]) -> Exchanges:
-    """Returns this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
-    # Runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
+    """Returns summaries of this rank's exchanges since the logs of `groups` were cleared, by the group's label."""
+    # This runs in every step, so labels, which list the group's ranks, are made only for groups with exchanges.
     return {str(group): exchanged for group in groups if (exchanged := group.log.summary(group.ranks)) is not None}
 
 
@@ -255,8 +257,9 @@ def exchange_difference(groups: Iterable[Group]) -> int:
 
 
 def exchange_mismatch_error(when: str, local_exchanges: Exchanges, control: Group) -> RunError:
-    """Returns the error `ranks-differ`, the same on all ranks, with the first group and ranks whose exchanges differ. A
-    blocking collective on `control`. when: the step, for the message. local_exchanges: this rank's exchanges.
+    """Returns the error `ranks-differ`, the same on all ranks, with the first group whose exchanges differ and two of its
+    ranks. A blocking collective on `control`. when: the name of the step, for the message. local_exchanges: this rank's
+    exchanges.
     """
     views = control.gather_objects(local_exchanges, label="the collectives of all ranks")
     groups: dict[str, Sequence[int]] = {label: exchanged[0] for view in views for label, exchanged in view.items()}

@@ -1,12 +1,13 @@
 """Describes values that cross from one stage to the next: tensors in containers. Both ends agree on the description.
 
-A description is plain data: equal for equal shapes, dtypes and structure, and JSON on the wire. A tensor that occurs in two
-places is one tensor on the other side too, even if that varies with the data: each place has a leaf, and later leaves of the
-same tensor are marked `same_as`.
+A description is plain data: equal for equal shapes, dtypes and structure, and sent as JSON. A tensor that occurs in two places
+is one tensor on the other side too, even if this varies with the data: each place has a leaf, and later leaves of the same
+tensor are marked `same_as`.
 
 Containers are tuples, lists and dicts, named tuples, dataclasses and the types that torch's pytrees know (transformers'
-ModelOutput). A type is sent by its name, `module:Class`, and looked up among the modules that the receiving process has
-imported. Ranks run one program, so the receiver finds the sender's type; only the code that rebuilds the value runs.
+ModelOutput). A type is sent as its name, `module:Class`, which the receiver looks up among the modules that it has imported.
+All ranks run the same program, so the receiver finds the sender's type. Nothing is imported, and only the code that rebuilds
+the value runs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from torch.utils._pytree import SUPPORTED_NODES
 from sley_core.errors import RunError
 
 Context = Any
-"""The JSON data that rebuild a container from its parts: field names or keys."""
+"""The data, serialisable as JSON, by which a container is rebuilt from its parts: field names or keys."""
 
 
 def find_type(name: str) -> Any:
-    """Returns the class `name`, of the form `module:qualname`, or None if no imported module has it."""
+    """Returns the class with this name, of the form `module:qualname`, or None if no imported module has it."""
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for attribute in path.split("."):
@@ -43,8 +44,9 @@ def find_type(name: str) -> Any:
 
 
 def split_container(value: Any) -> tuple[Context, list[Any]] | None:
-    """Returns the context and the parts of the container `value`, for `rebuild_container`. Returns None unless the type is a
-    named tuple, a return type of torch, a type that torch's pytrees know, or a dataclass that holds only its fields.
+    """Returns the context and the parts of the container `value`, for `rebuild_container`. Returns None unless `value` is a
+    named tuple, a named result of a torch function, of a type that torch's pytrees know, or a dataclass that has only its
+    fields as attributes.
     """
     cls = type(value)
     if isinstance(value, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
@@ -59,7 +61,7 @@ def split_container(value: Any) -> tuple[Context, list[Any]] | None:
         return None
     names = [item.name for item in fields(value) if hasattr(value, item.name)]
     if vars(value).keys() - names if hasattr(value, "__dict__") else False:
-        return None  # it holds more than its fields
+        return None  # it has other attributes
     return names, [getattr(value, name) for name in names]
 
 
@@ -78,7 +80,7 @@ def rebuild_container(cls: Any, context: Context, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields each tensor in `values` and in nested containers and objects once; none of a module, a class or a function.
+    """Yields each tensor in `values` and in nested containers and objects once. Does not search modules, classes and functions.
 
     visited: the visited values by id.
     """
@@ -96,8 +98,8 @@ def tensors_in(values: Iterable[Any], visited: dict[int, Any] | None = None) -> 
 
 
 def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of containers and objects with the same tensors and modules. A value that refuses a copy is returned
-    itself.
+    """Returns a copy of `value` and of nested containers and objects, with the same tensors and modules. A value that cannot be
+    copied is kept.
 
     copies: the copies by the ids of their originals.
     """
@@ -144,20 +146,20 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 Structure: TypeAlias = Any
-"""None, a leaf's number, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: serialisable as JSON."""
+"""None, a leaf's index, a list of structures, {"tuple" | "dict": ...}, or {"type": name, ...}: serialisable as JSON."""
 
 
 _HAS_GRADIENT = 1
 _OVERLAPS = 2
 _SAME_AS_FACTOR = 4
-"""The factor of `same_as` + 1 in a leaf's flags. The lower bits are the two flags above."""
+"""The factor of `same_as` + 1 in a leaf's flags. The two lower bits are the flags above."""
 
 
 @dataclass(frozen=True)
 class Leaf:
     """Describes one tensor: its dtype and shape, and flags that may vary between microbatches. has_gradient: whether the
-    receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor; only that leaf gets a gradient.
-    overlaps: whether the tensor shared memory with another leaf before it was copied.
+    receiver sends a gradient back. same_as: the index of an earlier leaf with the same tensor, or None; only that earlier leaf
+    gets a gradient. overlaps: whether the sender's tensor shares memory with another leaf.
     """
 
     dtype: torch.dtype
@@ -167,7 +169,7 @@ class Leaf:
     overlaps: bool = False
 
     FLAG_BYTES: ClassVar[int] = 4
-    """Bytes of a leaf's flags in a message's header."""
+    """The number of bytes of a leaf's flags in a message's header."""
 
     @property
     def num_bytes(self) -> int:
@@ -175,7 +177,7 @@ class Leaf:
 
     @property
     def flags(self) -> int:
-        """Returns the varying flags as one number below 2^32."""
+        """Returns the flags as one number below 2^32."""
         first = 0 if self.same_as is None else self.same_as + 1
         return _SAME_AS_FACTOR * first + _OVERLAPS * self.overlaps + _HAS_GRADIENT * self.has_gradient
 
@@ -196,7 +198,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Description:
-    """Describes a value at a boundary: its leaves in order, and the structure of its containers."""
+    """Describes a value at a boundary between stages: its leaves in order, and the structure of its containers."""
 
     leaves: tuple[Leaf, ...]
     structure: Structure
@@ -212,7 +214,7 @@ class Description:
         return Description(tuple(leaf for leaf in self.leaves if leaf.has_gradient), None)
 
     def with_overlaps(self, tensors: Sequence[Tensor]) -> Description:
-        """Returns the description with `overlaps` set on leaves whose `tensors`, before the copy, share memory."""
+        """Returns the description with `overlaps` set on leaves that share memory. tensors: the leaves' original tensors."""
         spans = {index: _address_range(tensors[index]) for index, leaf in enumerate(self.leaves) if leaf.same_as is None}
         overlapping = {
             index
@@ -243,13 +245,15 @@ class Description:
 
 
 def flatten(value: Any, layer: str = "") -> tuple[list[Tensor], Structure]:
-    """Returns the tensors of `value` and its structure. layer: the layer that returned it, for the error `boundary-type`."""
+    """Returns the tensors of `value` and its structure. Raises RunError `boundary-type` for a part of an unsupported type.
+    layer: the name of the layer that returned `value`, for the error.
+    """
     leaves: list[Tensor] = []
     return leaves, _structure(value, leaves, layer)
 
 
 def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
-    """Returns the value that `flatten` split. Raises RunError `boundary-type` for a type that is not imported."""
+    """Returns the value that `flatten` split. Raises RunError `boundary-type` for a type that this process has not imported."""
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -269,7 +273,7 @@ def unflatten(leaves: Sequence[Tensor], structure: Structure) -> Any:
 
 
 def _address_range(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of the tensor's first element, and the address after its last element; (0, 0) if it is empty."""
+    """Returns the address of the tensor's first element, and that of the end of its last element; (0, 0) if it is empty."""
     if not tensor.numel():
         return 0, 0
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -277,8 +281,8 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _structure(part: Any, leaves: list[Tensor], layer: str) -> Structure:
-    """Returns the structure of `part`, and appends its tensors to `leaves`. Not a closure within `flatten`: that would be a
-    reference cycle, which keeps the tensors alive until the next garbage collection.
+    """Returns the structure of `part`, and appends its tensors to `leaves`. This is not a closure within `flatten`, since a
+    recursive closure is a reference cycle, which would keep the tensors alive until the next garbage collection.
     """
     if part is None:
         return None

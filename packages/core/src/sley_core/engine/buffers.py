@@ -1,9 +1,9 @@
-"""Flat buffers, the layout of gradients in them, and the part of each that this rank reduces and steps.
+"""Flat buffers, the layout of gradients in them, and the part of each that this rank reduces and updates.
 
     | a a a a a . . . | b b . . . . . . | c c c c c c c . |      . padding, always zero
     0                 offset of b       offset of c
 
-One tensor has many aligned views, so an operation over the buffer is one call instead of one per tensor, and no step allocates
+Many aligned views share one tensor, so an operation over the buffer is one call instead of one per view, and no step allocates
 memory for it. If a buffer is sharded (ZeRO's partitions), each rank of a group gets the sum of one part:
 
     buffer   | a a a a a . | b b b . . . | c c . . . . |
@@ -34,8 +34,8 @@ from sley_core.memory import ALIGNMENT_BYTES, round_up
 class FlatLayout:
     """The layout of tensors with these `shapes` in a flat buffer.
 
-    alignment: the alignment of each tensor, in elements. multiple: the number of equal, aligned parts into which the buffer
-    divides. offsets: the offsets of the tensors, in elements. numel: the size of the buffer, including padding.
+    alignment: the alignment of each tensor, in elements. multiple: the number of equal, aligned parts into which the buffer can
+    be divided. offsets: the offsets of the tensors, in elements. numel: the number of elements of the buffer, with padding.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], alignment: int, multiple: int = 1) -> None:
@@ -46,7 +46,7 @@ class FlatLayout:
             self.numel += round_up(prod(shape), alignment)
         if multiple > 1:
             self.numel = round_up(max(1, self.numel), multiple * alignment)
-        # Strides are computed here since weights are gathered into such buffers many times in a step.
+        # Strides are computed once, since weights are gathered into such buffers many times in a step.
         strides = (list(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if len(shape) else [] for shape in shapes)
         self._views = list(zip(map(tuple, shapes), strides, self.offsets, strict=True))
 
@@ -61,9 +61,9 @@ class FlatLayout:
 class FlatBuffer:
     """Holds `len(shapes)` contiguous, aligned views into one zeroed tensor `data` of `dtype` on `device`.
 
-    data: shape [numel], including padding. views: in the order of `shapes`. Padding stays zero as long as only views are
-    written, so a sum or a norm over `data` equals that over the views. memory: the zeroed tensor that becomes `data`; allocated
-    by default. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES.
+    data: shape [numel], including padding. views: the views, in the order of `shapes`. Padding stays zero as long as only views
+    are written, so a sum or a norm over `data` equals that over the views. memory: the zeroed tensor that becomes `data`;
+    allocated by default. alignment, multiple: as in `FlatLayout`; the default alignment is ALIGNMENT_BYTES bytes.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class FlatBuffer:
 
 
 SHARD_ALIGNMENT = 128
-"""Alignment, in elements, of the parameters of a sharded buffer. Gradients, working weights and masters have the same offsets,
-at multiples of 256 bytes in every format of two bytes or more.
+"""The alignment, in elements, of the parameters in a sharded buffer. Gradients, working weights and masters have the same
+offsets, which are multiples of 256 bytes in every dtype of two bytes or more.
 """
 
 
 class ElementRange(NamedTuple):
-    """Names the range [first, last) of elements of this rank's flattened parameter."""
+    """Names the range [first, last) of elements of a flattened parameter."""
 
     first: int
     last: int
@@ -103,8 +103,8 @@ class ElementRange(NamedTuple):
         return self.last - self.first
 
     def stepped_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape for the optimizer: `whole` for all elements, otherwise a flat shape with leading dims of size 1,
-        since an optimizer may treat matrices and vectors differently.
+        """Returns the shape for the optimizer: `whole`, the parameter's shape, if the range has all elements. Otherwise returns
+        a flat shape with leading dims of size 1, since an optimizer may treat matrices and vectors differently.
         """
         if self.numel == prod(whole):
             return tuple(whole)
@@ -113,8 +113,8 @@ class ElementRange(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferShard:
-    """Names this rank's part of a buffer: part `index` of `count` equal parts, over the ranks of the group `axis`. In a larger
-    reduce group, other ranks have copies of the part.
+    """Names this rank's part of a buffer: part `index` of `count` equal parts over the ranks of the group `axis`. If the reduce
+    group is larger than `count`, other ranks have copies of the part.
     """
 
     axis: str
@@ -135,10 +135,10 @@ FULL_BUFFER = BufferShard("", 1, 0)
 class Layout(NamedTuple):
     """The layout of gradients that a reducer needs: the buffers, and the order in which parameters are reported ready.
 
-    buffers: lists of parameters of one family. order: all parameters in the order of their reports, which is equal on all ranks
-    of every reduce group. loose: the parameters of `order` in no buffer, because no handler reduces them. shards: the part of
-    each buffer whose sum this rank gets; None, or an empty list, for full buffers. is_fixed: whether masters and optimizer
-    states follow the layout, so that no parameter may be frozen or unfrozen.
+    buffers: the parameters of each buffer, all of one `Param.family`. order: all parameters in the order of their reports,
+    which is equal on all ranks of every reduce group. loose: the parameters of `order` in no buffer, because no handler reduces
+    them. shards: the part of each buffer whose sum this rank gets, None for a full buffer; empty if all are full. is_fixed:
+    whether masters and optimizer states follow the layout, so that no parameter may be frozen or unfrozen.
     """
 
     buffers: list[list[Param]]
@@ -155,8 +155,9 @@ class Layout(NamedTuple):
 
 
 class NormGroup(NamedTuple):
-    """Groups gradients that enter a norm with the same factor: tensors of one dtype, their reduce group, and the stages that
-    hold a copy of each. num_shards: the number of ranks of the reduce group that share one copy, each with other elements.
+    """Groups gradients that enter a norm with the same factor. tensors: this rank's gradients, of one dtype. reduce_group:
+    their reduce group. stages: the stages that hold a copy of each. num_shards: the number of ranks of the reduce group that
+    share one copy, each with other elements.
     """
 
     tensors: list[Tensor]
@@ -166,7 +167,7 @@ class NormGroup(NamedTuple):
 
 
 Planner = Callable[[list[Param]], Layout]
-"""Returns the layout of parameters, which are passed in reverse order of use."""
+"""A function that returns the layout of parameters, which it receives in reverse order of use."""
 
 
 def plan_without_buffers(params: list[Param]) -> Layout:
@@ -184,7 +185,7 @@ def group_by_reduce_group(params: list[Param]) -> Layout:
 
 class GradientBuffer(FlatBuffer):
     """Holds the gradients of parameters of one family, side by side in `memory`. shard: the part whose sum this rank gets; None
-    for the full buffer. is_whole: whether no reducer has begun to sum a sharded buffer.
+    for the full buffer. is_whole: False once a reducer has begun to sum a sharded buffer.
     """
 
     def __init__(self, params: Sequence[Param], memory: Tensor, shard: BufferShard | None = None) -> None:
@@ -228,7 +229,7 @@ class GradientBuffer(FlatBuffer):
         return self.part_views(self.local_part)
 
     def part_views(self, memory: Tensor) -> dict[Param, Tensor]:
-        """Returns the view of each parameter's elements in `memory`, which has the length of `local_part`."""
+        """Returns, for each parameter, a view of its elements in `memory`, a tensor of the length of `local_part`."""
         views = {}
         for param, start in zip(self.params, self.offsets, strict=True):
             elements = self.ranges[param]
@@ -237,7 +238,7 @@ class GradientBuffer(FlatBuffer):
         return views
 
     def check_not_sharded(self, param: Param) -> None:
-        """Raises RunError `gradient-sharded` once the buffer's reduction has begun, if this rank gets a part of the sum."""
+        """Raises RunError `gradient-sharded`, which names `param`, if a reducer has begun to sum this sharded buffer."""
         if not self.is_whole:
             message = f"the gradient of the parameter {param.name!r} is reduced to shards, and this rank has only one of them"
             hint = "use `store.part(param)`, which contains the elements `store.elements(param)`"
@@ -260,7 +261,7 @@ def _buffer_alignment(shard: BufferShard | None) -> dict[str, Any]:
 
 
 def allocate_buffers(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[GradientBuffer]]:
-    """Allocates one zeroed tensor for all buffers of `layout`. Returns it, and the non-empty buffers in it."""
+    """Allocates one zeroed tensor for all buffers of `layout`. Returns it and the buffers, without those of no parameters."""
     shards = layout.shards or [None] * len(layout.buffers)
     lists = [(params, shard) for params, shard in zip(layout.buffers, shards, strict=True) if params]
     alignment = {"alignment": ALIGNMENT_BYTES // dtype.itemsize}

@@ -1,16 +1,16 @@
 """Calls layers, and applies activation policies, which decide which activations are saved.
 
-    wait for the layer's weights ──> seed its generators ──> activation policy ──> layer
-        `Waits`                       (seed, step, micro, layer)
+    activation policy ──> wait for the layer's weights ──> seed its generators ──> layer
+                              `Waits`                       (seed, step, micro, layer)
 
-Recomputation, torch's non-reentrant checkpoint, passes through it again, with phase `recompute`: that is how scheduler hooks
-see it. The generators' states need not be saved, since they are seeded before every call. Nothing necessary may depend on code
-that runs after the layer: recomputation stops as soon as it has its tensors.
+Recomputation, by torch's non-reentrant checkpoint, runs all steps after the policy again, and is reported to scheduler hooks
+with phase `recompute`. The generators' states need not be saved, since generators are seeded before every call. Nothing may
+depend on code that runs after the layer, since a recomputation stops as soon as it has its tensors.
 
-A layer may put its results into the dict, list or object that it is given, so its second run is given copies of these, made
-before the first one, around the same tensors. torch's checkpoint detects that a tensor argument was written in place since, but
-it does not look into tuples and dicts, and would recompute from the changed values without an error. So the version counters of
-all tensors in the arguments are compared here; in the first step also their bits, for writes that no counter counts.
+A layer may put its results into a dict, list or object among its arguments. So its second run gets copies of these, which are
+made before the first run, with the same tensors. torch's checkpoint detects that a tensor argument was written in place, but it
+does not search tuples and dicts, and would recompute from the changed values without an error. So the version counters of all
+tensors in the arguments are compared here; in the first step their bits too, since some writes do not change a counter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Keep(ActivationPolicy):
-    """Calls layers unchanged: autograd saves its tensors."""
+    """Calls layers unchanged, so autograd saves their activations."""
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
@@ -54,7 +54,7 @@ class Keep(ActivationPolicy):
 
 
 class Recompute(ActivationPolicy):
-    """Recomputes the layers in `names`: they save only their inputs, and run again when their backward needs activations.
+    """Recomputes the layers in `names`: they save only their inputs, and run again when the backward needs their activations.
     Raises RunError `recompute-in-place` if inputs are written in place, since the recomputation would start from other values.
     """
 
@@ -63,19 +63,19 @@ class Recompute(ActivationPolicy):
         self._num_steps = 0
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Counts the steps, since the bits of inputs are compared only in the first step."""
+        """Counts the training steps, since the bits of inputs are compared only in the first one."""
         self._num_steps += phase is Phase.TRAIN
 
     def call(
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
-        """Calls `layer`, through torch's checkpoint if `names` has it. Raises RunError `recompute-in-place`."""
+        """Calls `layer`, through torch's checkpoint if `names` contains `name`. Raises RunError `recompute-in-place`."""
         if name not in self.names:
             return layer(*args, **fields)
         saved = copy_containers((args, dict(fields)))
         read_versions = partial(_read_versions, with_bits=self._num_steps == 1)
         versions = read_versions(saved)
-        first_inputs = [(args, fields)]  # dropped after the first run, which may put its output there: that owns the graph
+        first_inputs = [(args, fields)]  # dropped in the first run, which may put its output, and so its graph, there
 
         def check(saved: Any) -> None:
             if read_versions(saved) != versions:
@@ -91,18 +91,22 @@ class Recompute(ActivationPolicy):
                 args, fields = copy_containers(saved)
             return layer(*args, **fields)
 
-        # In a tuple, whose tensors checkpoint keeps as they are: autograd saves none of torch's inference mode.
+        # In a tuple, whose tensors the checkpoint keeps without autograd, which cannot save tensors of torch's inference mode.
         output = checkpoint(run, saved, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
         check(saved)
         return output
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's forward and of its recomputation, here empty. Called once per layer call."""
+        """Returns the context managers of a layer's forward and of its recomputation, which do nothing in this class. Called
+        once per layer call.
+        """
         return nullcontext(), nullcontext()
 
 
 def _read_versions(inputs: Any, *, with_bits: bool) -> list[tuple[int, int]]:
-    """Returns the version of each tensor in `inputs`, and with `with_bits` also a hash of its values. Waits for the hashes."""
+    """Returns the version of each tensor in `inputs` with a hash of its values; without `with_bits`, the hashes are 0. Waits
+    for the hashes.
+    """
     versions_and_hashes = [(version_of(tensor), sum_of_bits(tensor) if with_bits else None) for tensor in tensors_in((inputs,))]
     return [(version, 0 if bits is None else int(bits)) for version, bits in versions_and_hashes]
 
@@ -112,18 +116,18 @@ def build_keep(config: KeepConfig, layer_names: Sequence[str]) -> ActivationPoli
 
 
 def build_recompute(config: RecomputeConfig, layer_names: Sequence[str]) -> ActivationPolicy:
-    """Builds `core.recompute` for the first blocks. Their number is the fraction of all blocks, rounded half up; blocks are all
-    layers but the first and the last.
+    """Builds `core.recompute` for the first blocks. Their number is `config.fraction` of all blocks, rounded half up. Blocks
+    are all layers except the first and the last.
     """
     blocks = layer_names[1:-1]
-    # As the plan writes it: the float 0.285 is less, so that 0.285 x 100 would be 28.
+    # The decimal number in the plan: the float 0.285 is slightly less, so 0.285 x 100 would round to 28.
     share = Decimal(str(config.fraction)) * len(blocks)
     return Recompute(frozenset(blocks[: int(share.to_integral_value(ROUND_HALF_UP))]))
 
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: its multiples are far apart, also in their low 32 bits, which are all that torch's CPU
-generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014).
+"""2^64 divided by the golden ratio. Its multiples are far apart, even in their low 32 bits, the only bits of a seed that
+torch's CPU generator uses (Steele et al., Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 
@@ -131,10 +135,11 @@ generator uses of a seed (Steele et al., Fast Splittable Pseudorandom Number Gen
 class LayerCaller:
     """Calls layers under the activation policy, after a wait for the weights of each (`waits`).
 
-    slice_index: the index of this rank's slice of its sequences; slices of one sample draw different random numbers.
-    step_progress: receives the name of each called layer. data_timeout_s: the limit of the wait for a dataset that draws from
-    the same generators. writes: watches the writes of layers. sequence: the attention over split sequences,
-    which may check the calls of layers.
+    seed: the run's seed. hooks: the scheduler hooks, to which recomputations are reported. slice_index: the index of this
+    rank's slice of its sequences; slices of one sample draw different random numbers. step_progress: receives the name of each
+    called layer. data_timeout_s: the limit of the wait for a dataset that draws from the same generators. writes: watches the
+    writes of layers; None does not. sequence: the attention over split sequences, which may check the calls of layers; None
+    without it.
     """
 
     device: Device
@@ -157,7 +162,9 @@ class LayerCaller:
         self._generators: dict[str, list[Any]] = {}
 
     def __call__(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
-        """Returns `layer(*args, **fields)` under the policy. args: the output of the previous layer, () for the first layer."""
+        """Returns the output of `layer.module(*args, **fields)`, called under the policy. args: the output of the previous
+        layer; () for the first layer.
+        """
         call_layer = self._run_layer if self._keeps_all or micro.phase is Phase.EVALUATE else self._call_with_policy
         if self.sequence is not None and micro.phase is Phase.TRAIN:
             return self.sequence.call_layer(
@@ -170,7 +177,7 @@ class LayerCaller:
         return call_layer(layer, args, fields, micro)
 
     def seed_loss(self, micro: MicroStep) -> None:
-        """Seeds torch's generators for a loss of full sequences, with one seed on all ranks that share the sequences."""
+        """Seeds all generators for a loss of full sequences, equally on all ranks that share the sequences."""
         self.device.seed((derive_seed(self.seed, "loss", micro.step) + micro.global_micro * GOLDEN) % (1 << 63))
 
     def _call_with_policy(self, layer: Layer, args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep) -> Any:
@@ -208,7 +215,7 @@ class LayerCaller:
             GENERATOR_LOCK.release()
         if self.writes is not None:
             self.writes.check(layer, snapshot)
-        if is_first_call:  # the first call that would use a generator made in the forward depends on the layout
+        if is_first_call:  # which call would be the first to use a generator made in the forward depends on the layout
             seeded = {id(generator) for generator in self._generators[layer.name]}
             if any(id(generator) not in seeded for generator in module_generators(layer.module, layer.name)):
                 raise PlanError(
@@ -221,7 +228,7 @@ class LayerCaller:
         return output
 
     def seed_layer(self, layer: Layer, micro: MicroStep) -> None:
-        """Seeds all generators from which a call of `layer` may draw."""
+        """Seeds all generators that a call of `layer` may use."""
         seed = self._seed(layer.name, micro)
         self.device.seed(seed)
         if layer.name not in self._generators:
@@ -230,7 +237,9 @@ class LayerCaller:
 
     @contextmanager
     def hold_generators(self, label: str, micro: MicroStep, function: Any) -> Iterator[None]:
-        """Holds `GENERATOR_LOCK` while `function` runs. An exception gets a note with `label`, such as "the loss"."""
+        """Holds `GENERATOR_LOCK` within the block, in which the caller calls `function`. An exception gets a note with `label`,
+        such as "the loss". Raises RunError "data-timeout" if the lock is not free in time.
+        """
         self._acquire_generators(label)
         try:
             yield
@@ -241,7 +250,7 @@ class LayerCaller:
             GENERATOR_LOCK.release()
 
     def _acquire_generators(self, label: str) -> None:
-        """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout"."""
+        """Acquires `GENERATOR_LOCK` for `label`, a layer or the loss. Raises RunError "data-timeout" after `data_timeout_s`."""
         if not GENERATOR_LOCK.acquire(timeout=self.data_timeout_s):
             raise RunError(
                 "data-timeout",
@@ -251,7 +260,9 @@ class LayerCaller:
             )
 
     def _seed(self, layer: str, micro: MicroStep) -> int:
-        """Returns the seed of a call. Hashes once per layer and step, since a hash takes as long as a layer call."""
+        """Returns the seed of a call. Hashes only once per layer and once per step, since a hash takes as long as a small
+        layer.
+        """
         if layer not in self._layer_seeds:
             self._layer_seeds[layer] = derive_seed(self.seed, "layer", layer, *self._slice)
         if micro.step != self._step:
@@ -260,7 +271,7 @@ class LayerCaller:
 
 
 def call_hooks(hooks: Sequence[SchedulerHook], event: str, *arguments: Any) -> None:
-    """Calls the method `event` of each scheduler hook. A note on an exception names the hook that raised it."""
+    """Calls the method `event` of each scheduler hook. An exception gets a note that names the hook."""
     for hook in hooks:
         try:
             getattr(hook, event)(*arguments)
@@ -301,9 +312,9 @@ def compile_layers(layers: Sequence[Layer], config: CompileConfig, policy: Activ
     undo.enter_context(compiler_config.patch(compiler_options))
     key = "_compiled_call_impl"  # where `nn.Module.compile` stores the call
     for layer in layers:
-        if type(layer.module).compile is nn.Module.compile:  # only the forward, which a weight communicator surrounds
+        if type(layer.module).compile is nn.Module.compile:  # only the forward is compiled, not a communicator's code around it
             forward = policy.compiled_forward(layer.name, layer.module.forward)
-            is_wrapped = forward != layer.module.forward  # a graph break within a checkpoint has no meaning
+            is_wrapped = forward != layer.module.forward  # a graph must not break within a checkpoint
             undo.callback(ForwardPatch(layer.module, torch.compile(forward, fullgraph=is_wrapped, **options)).undo)
             continue
         calls = [(module, vars(module).get(key)) for module in layer.module.modules()]
@@ -325,9 +336,9 @@ def count_graphs() -> int:
 
 
 def recompile_reasons() -> dict[str, str]:
-    """Returns the failed guard of each of the last recompilations in this process, by its compile id, in order.
+    """Returns the failed guard of each of the latest recompilations in this process, by compile id, in order.
 
-    Leaves out the recompilations for an evaluation, which runs without gradients.
+    Leaves out recompilations whose guard is the grad mode, as those for an evaluation.
     """
     from torch._dynamo.utils import get_compilation_metrics
 

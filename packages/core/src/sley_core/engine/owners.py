@@ -1,12 +1,12 @@
-"""Gives each split matrix one owner, which updates it whole, for optimizers whose update reads a whole matrix.
+"""Gives each split matrix one owner, which updates all of it, for optimizers whose update needs the full matrix.
 
     parts     rank 0: a0 b0    rank 1: a1 b1    matrices a and b, as a reducer or a weight communicator splits them
-    gather    rank 0: a0 a1    rank 1: b0 b1    owners step whole matrices, and keep their optimizer states
+    gather    rank 0: a0 a1    rank 1: b0 b1    owners update full matrices, and keep their optimizer states
     scatter   rank 0: a0 b0    rank 1: a1 b1    the new values
 
 A matrix may be split twice: into shards over `wp`, and each shard into ranges of elements over the ranks of a reducer. Its
 parts are then exchanged over one axis after the other. If each rank has full gradients, as with `dp.bucketed` and without `wp`,
-each rank steps its own copy, and nothing is exchanged. Norms and clipping use the parts.
+each rank updates its own copy, and nothing is exchanged. Norms and clipping use the parts.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 def update_work(shape: Sequence[int]) -> int:
-    """Returns the relative cost of a matrix optimizer's update: numel x the smaller of the last two dims."""
+    """Returns the relative cost of a matrix optimizer's update: the number of elements x the smaller of the last two dims."""
     return prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
 
 class PartExchange:
     """Exchanges the parts of parameters over one group.
 
-    owners: the coordinate of each parameter's owner in the group. sizes: the number of elements of each rank's part. Both are
-    equal on all ranks of the group, which call `gather` and `scatter` in the same order.
+    owners: by parameter, the coordinate of its owner in the group. sizes: by parameter, the number of elements of each rank's
+    part. Both are equal on all ranks of the group, which call `gather` and `scatter` in the same order.
     """
 
     def __init__(self, group: Group) -> None:
@@ -59,7 +59,9 @@ class PartExchange:
         return {param: self._join(param, [pieces[index] for pieces in received]) for index, param in enumerate(owned)}
 
     def scatter(self, full_tensors: Mapping[Param, Tensor], like: Tensor, label: str) -> dict[Param, Tensor]:
-        """Returns this rank's flat part of each parameter. full_tensors: of the parameters that this rank owns."""
+        """Returns this rank's part of each parameter: a flat tensor. full_tensors: the full tensors of the parameters that this
+        rank owns. like: a tensor of their dtype and device.
+        """
         coord = self.group.coord
         by_owner = [[param for param in self.owners if self.owners[param] == owner] for owner in range(self.group.size)]
         pieces = [self._split(param, full_tensors[param]) for param in by_owner[coord]]
@@ -86,12 +88,14 @@ class PartExchange:
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], received_sizes: Sequence[Sequence[int]], label: str, like: Tensor | None = None
     ) -> list[Sequence[Tensor]]:
-        """Sends `sent[i]` to rank i of the group; returns the flat tensors of each rank. like: a tensor of the right dtype."""
+        """Sends `sent[i]` to rank i of the group, and returns the flat tensors that each rank sent. like: a tensor of the dtype
+        and device to use if nothing is sent.
+        """
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         outgoing = torch.cat(flat) if flat or like is None else like.new_empty(0)
         send_splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         receive_splits = [sum(sizes) for sizes in received_sizes]
-        # Over the ranks that share the matrices, at the end of a step, when other exchanges on this channel are done.
+        # A collective of the ranks that share the matrices, at the end of a step, when this channel's other exchanges are done.
         channel = next(iter(self.group.channels))
         device = outgoing.device
         if self.group.needs_host_copy(outgoing, channel):
@@ -104,10 +108,11 @@ class PartExchange:
 
 
 class MatrixOwners:
-    """Assigns split parameters to owners, balanced by the work of their updates, and moves gradients and values.
+    """Assigns split parameters to owners, balanced by the work of their updates, and moves gradients and values to and from the
+    owners.
 
-    dtype: of the values. elementwise: the names of parameters that need no owner. params: all parameters with an owner, on
-    every rank. owned_params: the full parameters that this rank steps. Their memory exists only from `gather_values` to
+    dtype: the dtype of the values. elementwise: the names of parameters that need no owner. params: all parameters with an
+    owner, on any rank. owned_params: the full tensors that this rank updates. Their memory exists only from `gather_values` to
     `scatter_values`.
     """
 
@@ -124,8 +129,8 @@ class MatrixOwners:
         self._memory: list[tuple[Tensor, int]] = []
 
     def add(self, params: Sequence[Param]) -> None:
-        """Assigns those of `params` that are split to owners: the most work first, each to the owner with the least work. All
-        ranks pass the same parameters in the same order, and so agree on the owners.
+        """Assigns those of `params` that are split to owners: in descending order of work, each to the owner with the least
+        work so far. All ranks pass the same parameters in the same order, and so agree on the owners.
         """
         owned = set()
         for param in sorted(params, key=lambda param: -update_work(param.shape)):
@@ -152,7 +157,7 @@ class MatrixOwners:
             self._memory.append((flat.data, free(flat.data)))
 
     def gather_values(self, parts: Mapping[Param, Tensor]) -> None:
-        """Copies the values of all split parameters to their owners. parts: this rank's values, without empty parts."""
+        """Copies the values of all split parameters to their owners. parts: this rank's parts; empty ones may be left out."""
         for memory, num_bytes in self._memory:
             grow(memory, num_bytes)
         parts = {param: parts.get(param, self._template) for param in self.params}
@@ -160,7 +165,7 @@ class MatrixOwners:
             self.owned_params[param].detach().copy_(value)
 
     def gather_gradients(self) -> None:
-        """Sets `grad` of the owned parameters to the full gradient, or to None if the parameter is frozen."""
+        """Sets `grad` of each owned parameter to its full gradient, or to None if the parameter is frozen."""
         gradients = self._gather(
             {param: self._store.part(param) for param in self.params if param in self._store},
             "the gradients of matrices for their owners",
@@ -193,7 +198,7 @@ class MatrixOwners:
         return [self._exchanges[axis] for axis in sorted(self._exchanges, key=lambda axis: (axis == SHARD_AXIS, axis))]
 
     def _part_sizes(self, param: Param) -> dict[str, Sequence[int]]:
-        """Returns the number of elements of each rank's part by axis; {} for a parameter that this rank has whole."""
+        """Returns, by axis, the number of elements of each rank's part; {} if the parameter needs no owner or is not split."""
         sizes: dict[str, Sequence[int]] = {}
         buffer = self._store.buffer_of(param)
         if 0 in param.shape or param.name in self._elementwise:

@@ -41,7 +41,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Identifies a call. global_micro: the number in the global batch. layer: the layer of a reported recomputation."""
+    """Identifies a call of a model chunk. step: the optimizer step, from 0. global_micro: the microbatch's number in the global
+    batch. layer: the layer that is recomputed, in a report of a recomputation; else "".
+    """
 
     chunk: int
     micro: int
@@ -57,12 +59,12 @@ class StepState:
              begin ──> enter(action) ──> leave(action) ──> enter ... ──> begin of the next step
 
     step: the optimizer step, from 0. num_micros: the number of this rank's microbatches in the step. first_micro: the global
-    number of the first of them. after_first: called once, after the first action. done: the chunks whose last gradient action
-    is over. step_progress: the position for failure reports.
+    number of the first of them. action: the running action, or None. after_first: called once, after the first action. done:
+    the chunks whose last gradient action is over. step_progress: the position for failure reports.
     """
 
     def __init__(self, within: ActionProgress | None = None) -> None:
-        """within: for an evaluation, the progress of the training; the evaluation begins no step of it."""
+        """within: for an evaluation, the training's progress, in which the evaluation begins no step; None for the training."""
         self._is_within = within is not None
         self.step_progress = within or ActionProgress()
         self.step = -1
@@ -76,7 +78,7 @@ class StepState:
         self._settled: frozenset[int] | None = None
 
     def begin(self, step: int, actions: Sequence[Action], num_micros: int, first_micro: int) -> None:
-        """Begins a list of `actions`. The other arguments are those of the class."""
+        """Begins a list of `actions`. The other arguments become attributes."""
         self.step = step
         if not self._is_within:
             self.step_progress.begin(step + 1)
@@ -90,14 +92,16 @@ class StepState:
 
     @property
     def was_taken(self) -> bool:
-        """Returns whether the last step changed weights. If not, a handler must not use its copies of the step's gradients."""
+        """Returns whether the last step changed weights. If not, gradient handlers must discard what they kept of its
+        gradients.
+        """
         if callable(self._was_taken):
             self._was_taken = self._was_taken()
         return self._was_taken
 
     @was_taken.setter
     def was_taken(self, taken: bool | Callable[[], bool]) -> None:
-        """taken: the value, or a function that returns it when it is first read, and may wait for the device."""
+        """taken: the value, or a function that returns it. The first read calls the function, which may wait for the device."""
         self._was_taken = taken
 
     def micro_step(self, action: Action, phase: Phase) -> MicroStep:
@@ -133,8 +137,9 @@ class Waits:
     def before_layer(self, name: str, wait: Callable[[], None], is_due: Callable[[], bool] | None = None) -> None:
         """Registers `wait`, which is called before every use of the weights of layer `name`.
 
-        is_due: returns whether weights are missing; `wait` is only called then. It must be cheap, change nothing, and return
-        the same on all ranks that hold shards of the layer, which read each other's shards in a step only while nothing is due.
+        is_due: returns whether weights are missing; if not, `wait` is not called. None calls `wait` always. `is_due` must be
+        cheap, change nothing, and return the same on all ranks that hold shards of the layer: these read each other's shards in
+        a step only while nothing is due.
         """
         self._waits.setdefault(name, []).append((wait, is_due))
 
@@ -153,8 +158,8 @@ class Waits:
 
 
 Buckets: TypeAlias = Callable[[Sequence["Stepped"]], Iterator[Sequence["Stepped"]]]
-"""Yields everything to update in buckets. Each bucket is updated after it is yielded and before the next one is
-requested; the iterator is closed if that fails.
+"""A function that takes everything to update, and yields it in buckets. Each bucket is updated before the next one is
+requested. If an update fails, the iterator is closed.
 """
 
 
@@ -162,9 +167,9 @@ requested; the iterator is closed if that fails.
 class StepEvents:
     """Holds the callbacks of a step, in the order of registration. They are local to a rank and must not communicate.
 
-    began: called before the first forward. gradients_done: called when all gradients are reduced and nothing is updated yet.
-    after_update: called after the update of any step that did not raise, also if no weight changed. step_in_buckets: yields the
-    buckets that the optimizer steps one at a time; None steps everything at once.
+    began: called before the first forward. gradients_done: called when all gradients are reduced, before the update.
+    after_update: called after the update, also if no weight changed, unless the step raised an error. step_in_buckets: yields
+    the buckets that the optimizer updates one at a time; None updates everything at once.
     """
 
     began: list[Callable[[], None]] = field(default_factory=list)
@@ -174,10 +179,10 @@ class StepEvents:
 
 
 Share = Callable[[], "Tensor | float"]
-"""Returns this rank's part of a number: a float, or a scalar on the device."""
+"""A function that returns this rank's part of a number: a float, or a scalar on the device."""
 
 Combination = Literal["sum", "root"]
-"""The result for the row: the sum of all ranks' shares, or its square root."""
+"""The value in the row: the sum of all ranks' shares, or its square root."""
 
 
 class StepNumbers:
@@ -194,9 +199,9 @@ class StepNumbers:
         """Adds a number to every row from the first step on; called while plugins are attached, on any of the ranks. Raises
         RunError `number-name` for a name that is taken or has no slash, and `number-late` once ranks have agreed.
 
-        name: `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device; called once per
-        step, when gradients are reduced, unscaled and not yet clipped. Ranks that have not added the name contribute 0. of:
-        whether the row gets the sum over all ranks or the square root of it.
+        name: of the form `plugin/number`. share: returns this rank's part of the number, a float or a scalar on the device; it
+        is called once per step, when gradients are reduced and unscaled but not yet clipped. Ranks that have not added the name
+        contribute 0. of: whether the row gets the sum over all ranks or its square root.
         """
         if self._is_agreed:
             raise RunError(
@@ -209,14 +214,14 @@ class StepNumbers:
         self._combinations[name] = of
 
     def fraction(self, param: Param) -> float:
-        """Returns the factor for a share summed over `param`'s elements, so that the sum over all ranks counts each element
-        once: ranks of its reduce group hold the same gradient, and so do the stages of a tie.
+        """Returns the factor for a share that is summed over the elements of `param`, so that the sum over all ranks counts
+        each element once: the ranks of its reduce group hold the same gradient, and so do the stages of a tie.
         """
         return 1.0 / (self._groups[param.reduce_group].size * len(param.stages))
 
     def agree(self) -> None:
-        """Merges the numbers of all ranks into one list, the same on all ranks. A blocking collective over all ranks. Raises
-        RunError `number-name` on all ranks if a name is a sum on one rank and a root on another.
+        """Sets `names` to the names of all ranks. A blocking collective over all ranks. Raises RunError `number-name` on all
+        ranks if a number is a sum on one rank and a root on another.
         """
         self._is_agreed = True
         merged: dict[str, Combination] = {}
@@ -252,12 +257,12 @@ class Parts:
 
     run, batch, precision, limits: the plan's tables. world: this process and its device. topology: the ranks along each axis.
     groups: this rank's groups by axis. layers: this rank's layers. registry: their parameters. store: the accumulated
-    gradients. weights: the store of the working weights. waits: the callbacks before a layer's weights are used. queue: the
-    weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: the memory pool of
-    the run's device buffers. events: the callbacks of a step, for plugins other than gradient handlers. is_compiled: whether
-    torch.compile compiles the layers. describe_output: returns the description of the value that a chunk of another stage
-    (stage, chunk) would send to this stage, in a fake world that takes steps; None elsewhere.
-    head: the model's last linear, if the loss computes its logits in chunks.
+    gradients. weights: the store of the working weights. waits: the callbacks that run before a layer's weights are used.
+    queue: the weight gradients that a split backward defers. numbers: the numbers that plugins add to each row. pool: the
+    memory pool of the run's device buffers. is_compiled: whether torch.compile compiles the layers. events: the callbacks of a
+    step, for plugins other than gradient handlers. describe_output: in a fake world that takes steps, a function `(stage,
+    chunk)` that describes the value that this chunk of another stage would send to this stage; None elsewhere. head: the
+    model's last linear, if the loss computes its logits in chunks; else None.
     """
 
     run: RunTable

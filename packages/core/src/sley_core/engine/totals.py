@@ -1,6 +1,6 @@
 """Reads a step's totals, which are equal on all ranks, adjusts fp16's loss scale, and skips or refuses steps.
 
-Totals are read at once on CPU, a step later on CUDA.
+On a CPU, totals are read at once; on CUDA, one step later.
 
 The loss scale lifts gradients above fp16's smallest numbers, and is lowered when they exceed its largest:
 
@@ -8,12 +8,12 @@ The loss scale lifts gradients above fp16's smallest numbers, and is lowered whe
     an overflow on any rank of the world              ──> nobody steps; scale x backoff_factor, but not below min_scale
     an overflow at min_scale                          ──> RunError: the scale is not the cause
 
-The rule is that of torch.amp.GradScaler, which has no minimum and would skip for ever. All ranks see the same votes, so all
-have the same scale without sending it.
+The rule is that of torch.amp.GradScaler, which has no minimum and could skip steps forever. All ranks see the same totals, so
+they have the same scale without exchanging it.
 
 With `on_nan = "skip"` a step whose loss or gradient norm is not finite changes neither weights nor masters nor optimizer
-states, and the learning-rate schedule does not count it. On CUDA the optimizer's kernels skip it, and the host learns of it
-when the next step's forward and backward have been given to the device, before it sets the next learning rate:
+states, and the learning-rate schedule does not count it. On CUDA the optimizer's kernels skip the update. The host learns of it
+after it has queued the next step's forward and backward, before it sets the next learning rate:
 
     step n: update, totals ──> copy to the host ──┐
     step n + 1: forward, backward ────────────────┴─> settle: was n skipped? ──> its learning rate, update
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 
 class Votes(NamedTuple):
-    """This rank's requests to all ranks. stop: to stop after the step. save: to save a checkpoint after it."""
+    """This rank's requests to all ranks. stop: whether to stop after the step. save: whether to save a checkpoint after it."""
 
     stop: bool = False
     save: bool = False
 
 
 LOSS, NORM, WEIGHT, STOPS, SAVES, DIFFERS = range(6)
-"""The index of each of a step's totals. The plugins' numbers follow."""
+"""The indices of a step's totals. The plugins' numbers follow."""
 
 TYPICAL_TOTALS = [1.0, 1e9, 1.0, 0.0, 0.0, 0.0]
-"""Totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
+"""The totals of a normal step whose gradients are clipped, for a device whose tensors have no values."""
 
 
 @dataclass(eq=False)
@@ -57,10 +57,10 @@ class StepTotals:
     """The sums over all ranks at the end of a step.
 
     values: float64 [6 or more], the same on all ranks, on the device until `fetch`: loss, gradient norm and weight of the
-    global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks' unmarked exchanges were the same;
-    the plugins' numbers; the terms of `SourceSums`. own_loss, own_exchanges: this rank's share of the loss, a scalar, and its
-    exchanges, for errors. loss_scale: the scale in fp16, else None. end: the moment at which the step ends on the device, from
-    `fetch` on.
+    global batch; the numbers of ranks that request a stop and a checkpoint; 0 if all ranks made the same unmarked exchanges;
+    the plugins' numbers; the terms of `SourceSums`. own_loss: this rank's share of the loss, a scalar, for errors.
+    own_exchanges: this rank's exchanges, for errors. loss_scale: the loss scale in fp16, else None. end: the moment at which
+    the step ends on the device, valid after `fetch`.
     """
 
     values: Tensor
@@ -71,12 +71,12 @@ class StepTotals:
     end: Moment = field(default=0.0, init=False)
 
     def fetch(self) -> None:
-        """Starts to copy the values to the host. Called at the end of the step."""
+        """Starts to copy the values to the host. Must be called once, at the end of the step."""
         self.values = self.device.fetch(self.values)
         self.end = self.device.moment()
 
     def read(self) -> StepResult:
-        """Waits for the copy of the values, but for no later work on the device, and returns them."""
+        """Waits for the copy that `fetch` started, but for no later work on the device, and returns the result of the step."""
         self.device.wait_until(self.end)
         loss, grad_norm, weight, stops, saves, differs, *numbers = self.device.read(
             self.values, [*TYPICAL_TOTALS, *[0.0] * (self.values.numel() - len(TYPICAL_TOTALS))]
@@ -94,9 +94,10 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's totals on the host. loss: the mean over the global batch. weight: the global batch's loss weight. ranks_differ:
-    whether ranks made different exchanges. numbers: the sums of the plugins' numbers and of `SourceSums`. skipped: whether no
-    weights changed because a rank's gradients overflowed in fp16.
+    """A step's totals on the host. loss: the mean over the global batch; 0 if its weight is 0. weight: the global batch's loss
+    weight. wants_stop, wants_save: whether a rank requests it. ranks_differ: whether ranks made different exchanges. numbers:
+    the sums of the plugins' numbers and of `SourceSums`. loss_scale: the loss scale in fp16, else None. skipped: whether no
+    weight changed because a rank's gradients overflowed in fp16.
     """
 
     loss: float
@@ -115,7 +116,7 @@ class StepResult:
 
     @property
     def is_allowed(self) -> bool:
-        """Returns whether loss and norm are finite, the batch has weight, and all ranks exchanged the same."""
+        """Returns whether loss and norm are finite, the batch has weight, and all ranks made the same exchanges."""
         return self.is_finite and self.weight > 0 and not self.ranks_differ
 
     @property
@@ -130,11 +131,11 @@ class StepResult:
 
 
 FP32_MAX = 3.4028234663852886e38
-"""The largest fp32 number: the gradient of the loss starts as scale / weight in the loss's own type."""
+"""The largest fp32 number. It bounds the loss scale, since a backward starts from scale / weight in the dtype of the loss."""
 
 
 class LossScale:
-    """The loss scale of fp16. value: the factor of the next step's loss. num_skipped: the number of skipped steps."""
+    """The loss scale of fp16. value: the factor of the next step's loss. num_skipped: the number of steps skipped so far."""
 
     def __init__(self, config: LossScaleTable) -> None:
         self.config = config
@@ -143,7 +144,9 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, *, overflowed: bool) -> None:
-        """Adjusts the scale after step `step`. Raises RunError `loss-scale-exhausted` if the smallest scale overflows."""
+        """Adjusts the scale after step `step`, counted from 0. Raises RunError `loss-scale-exhausted` if gradients overflow at
+        the smallest scale.
+        """
         config = self.config
         if overflowed:
             if self.value <= config.min_scale:
@@ -189,7 +192,9 @@ class Skips:
         self._unread = totals
 
     def settle(self, totals: StepTotals | None = None) -> None:
-        """Waits for the last step's totals, and counts the step once. totals: if passed, other totals are not waited for."""
+        """Waits for the last step's totals, and counts the step once. totals: if passed, does nothing unless these are the last
+        step's totals.
+        """
         if self._unread is None or (totals is not None and totals is not self._unread):
             return
         read, self._unread = self._unread, None
@@ -210,7 +215,9 @@ MAX_SHOWN = 16
 
 
 class RankReport(NamedTuple):
-    """One rank's report: its share of the loss, its first parameter with a non-finite gradient, and its samples."""
+    """One rank's report: its share of the loss, the index and name of its first parameter with a non-finite gradient, or None,
+    and its first samples.
+    """
 
     loss: float
     bad: tuple[int, str] | None
@@ -227,13 +234,12 @@ def build_refusal(
     is_latest: bool,
     num_skipped: int = 0,
 ) -> RunError:
-    """Returns the error of the refused step `number`, the same on all ranks. A blocking collective on `control`, which all
-    ranks call.
+    """Returns the RunError of the refused step `number`, the same on all ranks. A blocking collective on `control`.
 
-    "not-finite": the loss or the norm is not finite. "nothing-counts": the loss weight of the global batch is 0, so its mean is
-    undefined. "ranks-differ": ranks exchanged different weights or gradients. samples: this rank's samples in that step; empty
-    if a program passed them. is_latest: whether the store has the step's gradients. num_skipped: the number of skipped steps
-    just before it.
+    Its code is "not-finite" if the loss or the norm is not finite, "nothing-counts" if the loss weight of the global batch is
+    0, so that its mean is undefined, and "ranks-differ" if ranks exchanged different weights or gradients. samples: the numbers
+    of this rank's samples in that step; empty if the program passed the batch. is_latest: whether the store still has the
+    step's gradients. num_skipped: the number of consecutive skipped steps just before it.
     """
     if is_latest:
         parts.store.state.was_taken = False
@@ -245,7 +251,7 @@ def build_refusal(
         finite = ((place, param.name, torch.isfinite(parts.store.part(param)).all()) for place, param in order)
         bad = next(((place, name) for place, name, is_finite in finite if not is_finite), None)
     report = RankReport(float(totals.own_loss), bad, tuple(samples[: MAX_SHOWN + 1]))
-    # All ranks have the same totals, so all come here, in the same step. Reports travel as JSON.
+    # All ranks have the same totals, so all get here, in the same step. Reports travel as JSON.
     gathered = parts.groups["control"].gather_objects(report, label="losses that are not finite")
     reports = [RankReport(*fields) for fields in gathered]
     if result.is_finite:
@@ -264,7 +270,7 @@ def build_refusal(
 
 
 def _describe_nonfinite(parts: Parts, reports: Sequence[RankReport]) -> str:
-    """Returns a text that names the ranks with a non-finite loss, the first non-finite gradient, and their samples."""
+    """Returns a text with the ranks whose loss is not finite, the first non-finite gradient, and those ranks' samples."""
     bad = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
     text = ""
     if bad:

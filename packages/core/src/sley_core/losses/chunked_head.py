@@ -3,10 +3,11 @@
     hidden [n, h] ──chunk──> logits [c, v] ──in place──> their gradient G ──> G W, the gradient of the hidden states
                                                                           └─> G^T hidden, added to the gradient of the weight
 
-The forward computes the gradients, so each product runs once, as with the plain head. Recomputing the logits in the backward
-would need a fourth product (1.3 to 1.6 times the time). `torch.nn.functional.linear_cross_entropy` and Liger's kernel also
-compute the gradients in the forward, but keep the weight's gradient until the backward, since they do not know the gradient of
-the loss. A run knows it before the forward: it is the inverse of the batch's weight. So the weight's gradient is accumulated at
+Here n is the number of tokens, c that of a chunk, h the hidden size, v the number of classes, and W [v, h] the weight. The
+forward computes the gradients, so each product runs once, as with the plain head. Recomputing the logits in the backward would
+need a fourth product (1.3 to 1.6 times the time). `torch.nn.functional.linear_cross_entropy` and Liger's kernel also compute
+the gradients in the forward, but keep the weight's gradient until the backward, since they do not know the gradient of the
+loss. A run knows it before the forward: it is the inverse of the batch's weight. So the weight's gradient is accumulated at
 once, and only that of the hidden states is kept. The backward checks that the gradient of the loss is the expected one.
 """
 
@@ -36,22 +37,25 @@ if TYPE_CHECKING:
 CHUNK_TOKENS_PATH = ("loss", "chunk_tokens")
 
 AUTO_CHUNK_BYTES = 1 << 27
-"""The bytes of a chunk's logits with `chunk_tokens = "auto"`. Smaller chunks read the weight and its gradient too often."""
+"""The bytes of a chunk's logits with `chunk_tokens = "auto"` (128 MiB). Smaller chunks read the weight and its gradient too
+often.
+"""
 
 ELEMENTWISE_METHODS = frozenset(
     {"tanh", "float", "double", "to", "contiguous", "mul", "div", "add", "sub", "neg"}
     | {f"__{name}__" for name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg")}
 )
-"""The tensor methods that `LazyLogits` applies to each chunk, for soft caps, scales, casts, and OPT's `contiguous`."""
+"""The tensor methods that `LazyLogits` applies to each chunk: those of soft caps, scales and casts, and OPT's `contiguous`."""
 
 
 @dataclass
 class HeadChunks:
     """The model's last linear, whose loss is computed in chunks of tokens, and the size of the chunks.
 
-    layer: the name of the last layer. path: the name of the linear within it. max_tokens: the tokens of a chunk; None derives
-    them from `AUTO_CHUNK_BYTES`. weight: the divisor of gradients in the running step. is_active: whether the loss follows a
-    call of the head; otherwise the head returns all logits. is_patched: whether a `LogitsHead` replaces the linear's forward.
+    layer: the name of the last layer. path: the name of the linear within it, "" if it is the layer. max_tokens: the maximum
+    number of tokens of a chunk; None derives it from `AUTO_CHUNK_BYTES`. weight: the divisor of gradients in the running step,
+    if any. is_active: whether the loss follows a call of the head; otherwise the head returns all logits. is_patched: whether a
+    `LogitsHead` replaces the linear's forward.
     """
 
     layer: str
@@ -78,12 +82,12 @@ class HeadChunks:
 
     @property
     def name(self) -> str:
-        """The full name of the linear."""
+        """Returns the full name of the linear."""
         return f"{self.layer}.{self.path}" if self.path else self.layer
 
     @contextmanager
     def expect_loss(self, weight: BatchWeight | None) -> Iterator[None]:
-        """Makes the head return `LazyLogits` within the block."""
+        """Makes the head return `LazyLogits` within the block. weight: the weight of the batch; None outside training steps."""
         self.weight, self.is_active = weight, True
         try:
             yield
@@ -91,17 +95,20 @@ class HeadChunks:
             self.is_active = False
 
     def slices(self, num_tokens: int, num_classes: int, itemsize: int) -> Iterator[slice]:
-        """Yields equal slices of the tokens; the last may be smaller."""
+        """Yields slices of the tokens, of equal sizes except for the last, which may be smaller. itemsize: the bytes of a
+        logit.
+        """
         max_tokens = self.max_tokens or max(1, AUTO_CHUNK_BYTES // (num_classes * itemsize))
         size = max(1, -(-num_tokens // -(-num_tokens // max_tokens))) if num_tokens else 1
         return uniform_items(slice(start, start + size) for start in range(0, num_tokens, size))
 
 
 class LogitsHead:
-    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses provide other weights.
+    """Computes the cross-entropy of `linear`, whose forward returns `LazyLogits`. Subclasses accumulate the gradients, and may
+    gather a sharded weight.
 
-    refusal: the plan key to change if a layer or a loss needs all logits, and the hint. is_collective: whether ranks share the
-    weight, so that all of them must compute their losses together.
+    refusal: the plan key to change if a layer or a loss needs all logits, and the error's hint. is_collective: whether ranks
+    share the weight, so that all of them must compute their losses together.
     """
 
     refusal: tuple[KeyPath, str] = (CHUNK_TOKENS_PATH, "remove `chunk_tokens`")
@@ -118,19 +125,19 @@ class LogitsHead:
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias as leaves of the graph."""
+        """Returns the weight and the bias (or None) as leaves of the autograd graph."""
         return self.linear.weight, self.linear.bias
 
     def weights(self) -> AbstractContextManager[tuple[Tensor, Tensor | None]]:
-        """Returns a context manager that yields the full weight and bias."""
+        """Returns a context manager that yields the full weight and the full bias (or None)."""
         return nullcontext(self.parameters)
 
     def accumulate(self, gradient: Tensor, inputs: Tensor) -> None:
-        """Adds the gradients of weight and bias. gradient: that of the logits [n, v]. inputs: [n, h]."""
+        """Accumulates the gradients of weight and bias. gradient: the gradient of a chunk's logits [c, v]. inputs: [c, h]."""
         raise NotImplementedError
 
     def cross_entropy(self, logits: LazyLogits, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """Returns the sum of the cross-entropies over `labels` int64 [...], as `SplitLogits.cross_entropy`."""
+        """Returns the sum of the cross-entropies over `labels` int64 [...], like `SplitLogits.cross_entropy`."""
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         loss = HeadLoss(logits.apply if logits.functions else None, ignore_index, smoothing)
         if not torch.is_grad_enabled():
@@ -139,7 +146,7 @@ class LogitsHead:
         return total
 
     def sum_losses(self, loss: HeadLoss, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `hidden` [n, h]. With `loss.scale`, also computes the gradients."""
+        """Returns the sum of the losses of `hidden` [n, h] and `labels` int64 [n]; also computes gradients for `loss.scale`."""
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         with self.weights() as (weight, bias):
             for tokens in self.chunks.slices(len(hidden), weight.shape[0], hidden.element_size()):
@@ -160,7 +167,7 @@ class LogitsHead:
 
 
 class DirectHead(LogitsHead):
-    """The head of a weight that is not sharded, whose gradient is accumulated in the store."""
+    """The head with an unsharded weight, whose gradient is accumulated in the gradient store."""
 
     def __init__(self, parts: Parts, chunks: HeadChunks, linear: nn.Linear) -> None:
         super().__init__(chunks, linear)
@@ -172,7 +179,7 @@ class DirectHead(LogitsHead):
             param.has_products = True
 
     def forward(self, input: Tensor) -> Any:
-        """Returns `LazyLogits` if the loss follows, and logits otherwise or if parameters have hooks or were replaced."""
+        """Returns `LazyLogits` if the loss follows, and the parameters have no hooks and were not replaced; else the logits."""
         own = {name: param.parameter for name, param in self.params.items()}
         is_own = all(self.linear._parameters[name] is own[name] and not own[name]._backward_hooks for name in own)
         if not self.chunks.is_active or not is_own:
@@ -188,9 +195,9 @@ class DirectHead(LogitsHead):
 
 
 def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
-    """Patches the head if this rank has it. Returns a function that removes the patch.
+    """Patches the head if this rank has it and its weight is not sharded. Returns a function that removes the patch.
 
-    A communicator patches a head whose weight it shards. Raises PlanError "head-chunks" if it did not.
+    A communicator patches a head whose weight it shards. Raises PlanError "head-chunks" if it has not done so.
     """
     layer = next((layer for layer in parts.layers if layer.name == chunks.layer), None)
     if layer is not None and parts.registry[f"{chunks.name}.weight"].shard is None:
@@ -202,17 +209,19 @@ def patch_head(parts: Parts, chunks: HeadChunks) -> Callable[[], None]:
 
 
 class LazyLogits(SplitLogits):
-    """The logits of `hidden` [..., h], which only the loss computes. functions: elementwise functions of the logits."""
+    """The logits of `hidden` [..., h], which only the loss computes. functions: the elementwise functions that follow the
+    linear, in order.
+    """
 
     def __init__(self, head: LogitsHead, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
         self.hidden = hidden
         self.functions = functions
-        # A function, which code that searches an output for tensors does not search.
+        # In a function, so that code that searches an output for tensors does not find the head's.
         self._head: Callable[[], LogitsHead] = lambda: head
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all logits."""
+        """Returns the shape of all logits."""
         return (*self.hidden.shape[:-1], self._head().num_classes)
 
     @property
@@ -224,7 +233,7 @@ class LazyLogits(SplitLogits):
         return self.apply(self.hidden.new_empty(0)).dtype
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Returns the results of the functions for `logits`, the output of the linear."""
+        """Applies the functions to `logits`, the output of the linear, and returns the result."""
         for function in self.functions:
             logits = function(logits)
         return logits
@@ -237,7 +246,9 @@ class LazyLogits(SplitLogits):
         return self._head().full_logits(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an elementwise method of the head. Raises RunError `logits-split` for all other methods of a tensor."""
+        """Returns a function that applies the elementwise tensor method `name` to each chunk later. Raises RunError
+        `logits-split` for all other names, but AttributeError for those with a leading `__`.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in ELEMENTWISE_METHODS:
@@ -260,7 +271,7 @@ class LazyLogits(SplitLogits):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Applies an elementwise function later. Raises RunError `logits-split` for every other torch function."""
+        """Applies an elementwise torch function to each chunk later. Raises RunError `logits-split` for all other functions."""
         logits = next(argument for argument in args if isinstance(argument, cls))
         rest = args[1:] if args[0] is logits else args
         return logits._apply_later(getattr(function, "__name__", str(function)), *rest, **(kwargs or {}))
@@ -272,10 +283,11 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub", "neg", "po
 
 @dataclass
 class HeadLoss:
-    """The loss of a microbatch from its hidden states.
+    """The options of a microbatch's loss, and its gradients.
 
-    function: an elementwise function of the logits. scale: the factor of the gradients; None computes no gradient.
-    hidden_gradient: receives the gradient of the hidden states [n, h]. has_weight: whether weight or bias need a gradient.
+    function: an elementwise function of the logits, or None. scale: the factor of the gradients; None computes no gradients.
+    hidden_gradient: receives the gradient of the hidden states [n, h]; None if it is not needed. has_weight: whether weight or
+    bias need a gradient.
     """
 
     function: Callable[[Tensor], Tensor] | None
@@ -286,9 +298,9 @@ class HeadLoss:
     has_weight: bool = False
 
     def apply(self, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], object]]:
-        """Returns the results of the function for `logits`, which may be overwritten, and the function's backward.
+        """Returns `function(logits)` and the function's backward. Without a function, the result is `logits` itself.
 
-        The backward gets the gradient of the results, and overwrites `logits` with their gradient.
+        The backward takes the gradient of the result, and overwrites `logits` with the gradient of the logits.
         """
         if self.function is None:
             return logits, lambda gradient: None
@@ -298,7 +310,7 @@ class HeadLoss:
         return output.detach().clone(), lambda gradient: logits.copy_(torch.autograd.grad(output, leaf, gradient)[0])
 
     def replace_by_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of the losses of `logits` [n, v]. With `scale`, overwrites them with its gradient times `scale`."""
+        """Returns the sum of the losses of `logits` [n, v]. With `scale`, overwrites `logits` with their gradient times it."""
         output, run_backward = self.apply(logits)
         if self.scale is None:
             return sum_cross_entropy(output, labels, self.ignore_index, self.smoothing)
@@ -331,12 +343,14 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of the hidden states. Raises RunError "loss-scaled"."""
+        """Returns the gradient of the hidden states. Raises RunError "loss-scaled" if `scale`, the gradient of the sum, is not
+        the expected one; on CUDA, a device-side assertion fails instead.
+        """
         gradient, expected = ctx.saved_tensors
         path, hint = ctx.refusal
         if scale.is_cuda:  # without a synchronisation
             torch._assert_async(scale == expected, f"a loss or a hook scales the cross-entropy: {hint}")
-        elif type(scale) is Tensor and float(scale) != float(expected):  # an estimate has no values
+        elif type(scale) is Tensor and float(scale) != float(expected):  # a memory estimate has no values
             message = f"the gradient of the cross-entropy must be {float(expected):g}, the inverse of the batch's weight"
             hint = f"{hint} if a loss or a hook scales the cross-entropy"
             raise RunError("loss-scaled", f"{message}, but is {float(scale):g}", path=path, hint=hint)
@@ -344,12 +358,12 @@ class _LossSum(torch.autograd.Function):
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the linear in the dtype of the inputs, which autocast may have cast."""
+    """Computes the linear in the dtype of `inputs`, to which weight and bias are cast."""
     return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """Returns `x` in the dtype to which autocast casts the input of a linear. Like autocast, does not cast fp64."""
+    """Returns `x` in the dtype to which autocast casts the input of a linear. Like autocast, does not cast fp64 or integers."""
     device_type = x.device.type
     is_cast = torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device_type)) if is_cast else x

@@ -1,6 +1,6 @@
 """Cross-entropy as a weight and a sum, so that its scale does not depend on how a batch is split.
 
-`ignore_index` and negative labels are ignored. Other labels must be classes.
+Labels that are negative or equal `ignore_index` are ignored. Other labels must be class indices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sley_core.engine.parts import Parts
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""The number of logits per chunk. A chunk fits the cache of a CPU, and hides the launch overhead of a GPU."""
+"""The number of logits per chunk, by device type: few enough for the cache of a CPU, and enough to hide a GPU's launch
+overhead.
+"""
 
 
 class CrossEntropy(Loss):
@@ -63,8 +65,8 @@ class CrossEntropy(Loss):
         """Returns the sum of the cross-entropies, in nats, as an fp32 scalar (fp64 for fp64 logits).
 
         If all labels are ignored, the sum and its gradients are 0. Raises RunError "loss-output" if the output is not logits of
-        a fitting shape, and "label-out-of-range" if a label is not a class. A device would have to be synchronised to read its
-        labels, so the highest label seen by `weight` is checked.
+        a fitting shape, and "label-out-of-range" if a label is not a class. This checks the highest label that `weight` has
+        seen, since reading labels from the device would synchronise it.
         """
         labels = self._labels(batch)
         if not isinstance(output, Tensor | SplitLogits):
@@ -102,8 +104,8 @@ class CrossEntropy(Loss):
 def cross_entropy_of_logits(
     logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, *, sum_many: Any = None
 ) -> Tensor:
-    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...]. Many logits are processed by
-    `sum_many`, a compiled `sum_cross_entropy` that fuses the softmax, or by default in chunks.
+    """Returns the sum of the cross-entropies of logits [..., classes] and labels int64 [...]. sum_many: a compiled
+    `sum_cross_entropy`, which is called for more logits than one chunk has; None processes them in chunks.
     """
     is_few = logits.numel() <= _chunk_elements(logits)
     function = sum_cross_entropy if is_few else sum_many or ChunkedCrossEntropy.apply
@@ -114,7 +116,7 @@ def cross_entropy_of_logits(
 def sum_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
     """Returns torch's sum of the cross-entropies of logits [n, classes] and labels int64 [n], with a softmax in fp32 or wider.
 
-    This is the fastest way for few logits; `ChunkedCrossEntropy` is tested against it.
+    This is the fastest way for few logits.
     """
     return F.cross_entropy(
         logits.to(softmax_dtype(logits)), labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
@@ -124,8 +126,9 @@ def sum_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, smoothi
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Computes `sum_cross_entropy` in chunks of rows, and recomputes the softmax in the backward.
 
-    Memory in addition to the logits is their gradient and one chunk. `sum_cross_entropy` needs two fp32 copies more, and on a
-    CPU twice the time if the logits exceed the cache (2048 x 32000 in fp32: 500 -> 25 MiB without the gradient, 430 -> 180 ms).
+    Besides the logits, it needs memory for their gradient and for one chunk. `sum_cross_entropy` needs two more fp32 copies of
+    the logits, and on a CPU takes twice as long if the logits exceed the cache (2048 x 32000 in fp32, with it and with chunks:
+    500 and 25 MiB without the gradient, 430 and 180 ms).
     """
 
     @staticmethod
@@ -141,7 +144,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Returns softmax(logits) minus the target distribution, times the incoming gradient; 0 for an ignored label."""
+        """Returns (softmax(logits) - target distribution) x `gradient`; 0 in rows with an ignored label."""
         logits, labels = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in row_chunks(logits):
@@ -153,11 +156,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def write_gradient(
     probabilities: Tensor, labels: Tensor, ignore_index: int, smoothing: float, scale: Tensor, *, out: Tensor
 ) -> None:
-    """Writes the gradient of the logits of the sum of losses, times the scalar `scale`, into `out` [n, classes].
+    """Writes the gradient of the sum of losses with respect to the logits, times the scalar `scale`, into `out` [n, classes].
 
-    It is the softmax minus the target distribution; 0 for an ignored label. probabilities: the softmax, which is overwritten.
+    The gradient is the softmax minus the target distribution, and 0 in rows with an ignored label. probabilities: the softmax
+    of the logits, which is overwritten.
     """
-    # scatter_add_ needs valid indices, so an ignored label becomes class 0 with the scale 0.
+    # scatter_add_ needs valid indices, so an ignored label is replaced by class 0, and its row is multiplied by 0.
     is_ignored = labels == ignore_index
     targets = labels.masked_fill(is_ignored, 0).unsqueeze(-1)
     if smoothing:
@@ -175,25 +179,24 @@ def _chunk_elements(logits: Tensor) -> int:
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Yields slices of at least one row whose logits make one chunk. The caller must process all chunks in the same way, since
-    an estimate of memory processes only a few (`model.tensors.uniform_items`).
+    """Yields slices of rows, each of one chunk's logits but at least one row. The caller must process all chunks in the same
+    way, since a memory estimate processes only a few of them (`model.tensors.uniform_items`).
     """
     num_rows = max(1, _chunk_elements(logits) // logits.shape[-1])
     return uniform_items(slice(first, first + num_rows) for first in range(0, len(logits), num_rows))
 
 
 NON_TOKEN_FIELDS = frozenset({"positions", "cu_seqlens"})
-"""Batch fields of integers that are no token ids."""
+"""Batch fields whose integers are not token ids."""
 
 
 def check_shifted(batch: Mapping[str, Tensor], labels_name: str, has_weight: Tensor) -> None:
     """Raises RunError "labels-not-shifted" if the labels of `batch` are certainly not shifted.
 
-    That is the case if all labels that are not ignored equal the integers of another field at their own positions but not those
-    one position later. Labels with fewer than 2 dims are not checked. The loss compares the output with the label at the same
-    position. Models of other libraries shift labels themselves, so data for them has `labels = tokens`.
-
-    has_weight: whether each label counts.
+    That is the case if the labels that count equal the integers of another field at their own positions, but not those one
+    position later. Labels with fewer than 2 dims, and fewer than 2 labels that count, are not checked. The loss compares an
+    output with the label at the same position, whereas models of other libraries shift labels themselves, so data for them has
+    `labels = tokens`. has_weight: whether each label counts, bool of the labels' shape.
     """
     labels = batch[labels_name]
     if labels.ndim < 2 or int(has_weight.sum()) < 2:
