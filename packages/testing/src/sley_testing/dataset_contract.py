@@ -1,4 +1,4 @@
-"""Defines the tests that every dataset must pass; a plugin's tests inherit them.
+"""Defines the tests that every dataset must pass, for a plugin's tests to inherit.
 
     class TestReviews(DatasetContract):
         data = {"use": "reviews.jsonl", "files": ["*.jsonl"], "sequence": 32}
@@ -6,8 +6,8 @@
         def write_files(self, folder):
             (folder / "a.jsonl").write_text(...)
 
-Every rank opens the data itself, and a restarted run opens it again. All of them must get the same sample for the same index.
-The tests run in this process and read the data through a run's feed.
+Each rank opens the data itself, and a restarted run opens it again. All must get the same sample for the same index. The tests
+run in this process. Some read the data through the feed of a run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SEED = 7
 
 
 class DatasetContract:
-    """Tests a dataset: inherit, and set `data` to the table `[data]`. num_samples: the maximum number of
-    samples to check. holds_out: whether the dataset has held-out samples.
+    """Tests a dataset. Subclass it, and set `data` to the table `[data]`. num_samples: about how many samples to check.
+    holds_out: whether the dataset has held-out samples.
     """
 
     data: ClassVar[dict[str, Any]]
@@ -47,7 +47,7 @@ class DatasetContract:
     holds_out: ClassVar[bool] = False
 
     def write_files(self, folder: Path) -> None:
-        """Writes the data files of the table into the plan's folder; does nothing by default."""
+        """Writes the files that the table names into `folder`, the plan's folder. Does nothing by default."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -56,7 +56,7 @@ class DatasetContract:
         return tmp_path
 
     def test_samples_match_info(self, folder: Path) -> None:
-        """Compares fields, dtypes, dims, token ids and length of a batch with `info`."""
+        """Compares the fields, dtypes, dims, token ids and sequence length of a batch with `info`."""
         dataset = self._open_dataset(folder)
         samples = list(self._copy_samples(dataset).values())
         assert samples, "the dataset has no samples"
@@ -68,7 +68,7 @@ class DatasetContract:
         check_tokens(batch, dataset.info, range(len(samples)))
 
     def test_index_returns_same_sample(self, folder: Path) -> None:
-        """Reads samples in another order, in a second dataset, and in another thread."""
+        """Reads samples again in another order, and from a second dataset in another thread."""
         dataset, second_dataset = self._open_dataset(folder), self._open_dataset(folder)
         first_read = self._copy_samples(dataset)
         if not is_stream(dataset):
@@ -87,7 +87,7 @@ class DatasetContract:
             assert is_equal, f"sample {index} differs on another rank or in another thread"
 
     def test_samples_do_not_share_memory(self, folder: Path) -> None:
-        """Reads all samples of a batch before comparing them."""
+        """Reads all samples before it compares them with copies."""
         dataset = self._open_dataset(folder)
         samples = dict(self._read_samples(dataset))
         copies = self._copy_samples(self._open_dataset(folder))
@@ -95,16 +95,16 @@ class DatasetContract:
             assert _are_equal_samples(sample, copies[index]), f"sample {index} changes while other samples are read"
 
     def test_default_generator_is_unchanged(self, folder: Path) -> None:
-        """Protects the generator that a concurrent forward draws from."""
+        """Expects reads not to use torch's default generator, from which a concurrent forward may draw."""
         initial_state = torch.default_generator.get_state()
         self._copy_samples(self._open_dataset(folder))
         is_unchanged = torch.equal(initial_state, torch.default_generator.get_state())
         assert is_unchanged, "reading samples draws from or seeds torch's default generator: use a separate generator"
 
     def test_ranks_split_each_batch(self, folder: Path) -> None:
-        """Expects that the rows of two ranks form the batches of one process, even across the end of an epoch."""
+        """Expects the rows of two ranks to form the batches of one process, even across the end of an epoch."""
         dataset = self._open_dataset(folder)
-        fields = {} if hasattr(dataset, "collate") else dataset.info.fields  # a collate function may pad to the longest row
+        fields = {} if hasattr(dataset, "collate") else dataset.info.fields  # `collate` may pad rows to the longest one
         feeds = (self._read_batches(folder, rows) for rows in (range(BATCH), range(2), range(2, BATCH)))
         for number, (full, first, second) in enumerate(islice(zip(*feeds, strict=True), NUM_BATCHES)):
             has_same_samples = first.numbers + second.numbers == full.numbers
@@ -115,7 +115,7 @@ class DatasetContract:
                 assert is_equal, f"batch {number}: the tensors of two ranks differ from those of one process: {name}"
 
     def test_restart_resumes_position(self, folder: Path) -> None:
-        """Reopens the dataset and continues at the position that a checkpoint stores."""
+        """Reopens the dataset, and continues at a position that was encoded as in a checkpoint."""
         uninterrupted = list(islice(self._read_batches(folder, range(BATCH)), NUM_BATCHES))
         for num_done in (1, NUM_BATCHES - 2):
             state = decode_value(json.loads(json.dumps(encode_value(uninterrupted[num_done - 1].state))))
@@ -127,7 +127,7 @@ class DatasetContract:
                 assert is_equal, f"a run that resumes after batch {num_done} has a different batch {number}"
 
     def test_held_out_samples_are_not_trained_on(self, folder: Path) -> None:
-        """Expects that no sample is used both for training and for evaluation."""
+        """Expects that no held-out sample is also a training sample."""
         if not self.holds_out:
             pytest.skip("the dataset has no held-out samples (`holds_out`)")
         training_samples = self._copy_samples(self._open_dataset(folder)).values()
@@ -142,8 +142,8 @@ class DatasetContract:
     def _read_batches(
         self, folder: Path, rows: range, state: Mapping[str, Any] | None = None, notes: list[str] | None = None
     ) -> Iterator[_FedBatch]:
-        """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to start from. notes: a
-        list that receives the feed's notes, such as a dataset state that cannot be restored.
+        """Yields the batches of a rank. rows: the rank's rows of each batch. state: the feed's state to resume from, if any.
+        notes: a list that receives the feed's notes, for example about a dataset state that cannot be restored.
         """
         with Feed(self._open_dataset(folder), seed=SEED, batch_size=BATCH, rows=rows, timeout_s=60) as feed:
             if state is not None:
@@ -155,7 +155,7 @@ class DatasetContract:
                 yield _FedBatch(batch, feed.samples, feed.state())
 
     def _read_samples(self, dataset: AnyDataset) -> Iterator[tuple[int, Sample]]:
-        """Yields indices and samples: the first samples of a stream, else evenly spaced ones with the first and the last."""
+        """Yields indices and samples: the first samples of a stream, or evenly spaced ones with the first and the last."""
         if is_stream(dataset):
             yield from enumerate(islice(cast(Any, dataset), self.num_samples))
             return
@@ -164,7 +164,7 @@ class DatasetContract:
             yield index, indexed[index]
 
     def _copy_samples(self, dataset: AnyDataset) -> dict[int, Sample]:
-        """Returns copies of samples by index, each made before the next sample is read."""
+        """Returns copies of samples by index. Copies each sample before it reads the next."""
         return {index: {name: value.clone() for name, value in sample.items()} for index, sample in self._read_samples(dataset)}
 
 
@@ -177,7 +177,7 @@ class _FedBatch(NamedTuple):
 
 
 def _check_field(name: str, value: Tensor, field: Field, num_samples: int, sequence: int | None) -> None:
-    """Asserts that a field of a batch matches its declaration."""
+    """Asserts that the value of a field in a batch matches its declaration `field`."""
     dtype = str(value.dtype).removeprefix("torch.")
     assert dtype == field.dtype, f"the field `{name}` is {dtype}, but {field.dtype} is declared"
     for dim, declared, label in ((field.batch_dim, num_samples, "samples"), (field.sequence_dim, sequence, "positions")):

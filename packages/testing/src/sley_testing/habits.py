@@ -1,6 +1,6 @@
-"""Builds small models with one coding habit each in their blocks: `factory = "sley_testing.habits:model"`, `options.habit`.
+"""Builds small models whose blocks each use one coding habit: `factory = "sley_testing.habits:model"`, `options.habit`.
 
-A package that replaces linears compares a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`).
+A package that replaces linears can compare a run of each of the `HABITS` with a plain loop (`runs.assert_by_hand`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class InPlace(Block):
-    """Writes to the outputs of linears with 2-d and 3-d inputs, with and without a bias."""
+    """Writes in place to the outputs of linears with 2-d and 3-d inputs, with and without a bias."""
 
     def forward(self, hidden: Tensor) -> Any:
         result = self.one(hidden)
@@ -39,7 +39,7 @@ class InPlace(Block):
 
 
 class Adaptive(Block):
-    """Repeats its linears one to three times, depending on the tokens, and once in the first step."""
+    """Applies its linears one to three times, depending on the first token."""
 
     def depth(self, tokens: Tensor) -> int:
         return 1 + int(tokens[0, 0]) // 4 % 3
@@ -51,7 +51,7 @@ class Adaptive(Block):
 
 
 class AdaptiveAgain(Adaptive):
-    """Runs `Adaptive` under reentrant checkpointing."""
+    """Repeats linears like `Adaptive`, under reentrant checkpointing."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Any:
         for _ in range(self.depth(tokens)):
@@ -60,7 +60,7 @@ class AdaptiveAgain(Adaptive):
 
 
 class Normed(nn.Module):
-    """Uses linears whose weight is computed from other parameters before each call."""
+    """Uses linears with weight norm, whose weight is computed from other parameters in each forward."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Frozen(Block):
 
 
 class GradientWithin(Block):
-    """Computes an input gradient in the forward, without a contribution to weight gradients."""
+    """Computes an input gradient in the forward, which must not contribute to weight gradients."""
 
     def forward(self, hidden: Tensor) -> Any:
         with torch.enable_grad():
@@ -98,7 +98,7 @@ class GradientWithin(Block):
 
 
 class Penalty(Block):
-    """Uses gradients in its forward: differentiates through one, and adds another as a constant."""
+    """Computes two gradients in its forward: one with a graph, and a weight gradient that is a constant."""
 
     def forward(self, hidden: Tensor) -> Any:
         leaf = hidden.detach().requires_grad_()
@@ -117,7 +117,7 @@ class Swapped(Block):
 
 
 class Mapped(Block):
-    """Calls linears under `torch.func.vmap` and forward-mode differentiation."""
+    """Calls linears under `torch.func.vmap` and under forward-mode differentiation."""
 
     def forward(self, hidden: Tensor) -> Any:
         mapped = torch.func.vmap(lambda row: self.two(self.one(row).tanh()))(hidden)
@@ -128,7 +128,7 @@ class Mapped(Block):
 
 
 class NoGradient(torch.autograd.Function):
-    """Uses a weight and returns no gradient for it."""
+    """Adds the sum of a weight, and returns no gradient for the weight."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -140,14 +140,14 @@ class NoGradient(torch.autograd.Function):
 
 
 class Silent(Block):
-    """Uses `NoGradient`."""
+    """Uses a weight through `NoGradient` only."""
 
     def forward(self, hidden: Tensor) -> Any:
         return NoGradient.apply(hidden, self.two.weight) + self.one(hidden).tanh()  # type: ignore[no-untyped-call]
 
 
 class Hooked(Block):
-    """Registers hooks on the output of a linear and on its module."""
+    """Registers a tensor hook on the output of one linear, and a forward hook on the other."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -160,7 +160,7 @@ class Hooked(Block):
 
 
 class HookedWeights(Block):
-    """Clips, scales and masks gradients of a weight and a bias by hooks."""
+    """Clips, masks and scales gradients of weights and a bias by tensor hooks."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -177,7 +177,7 @@ class HookedWeights(Block):
 
 
 class Clamping(torch.autograd.Function):
-    """Has a backward that modifies its input gradient in place."""
+    """Copies its input. Its backward clamps the output gradient in place."""
 
     @staticmethod
     def forward(_ctx: Any, hidden: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Clamping(torch.autograd.Function):
 
 
 class WrittenGradients(Block):
-    """Modifies gradients in place after a linear has received them."""
+    """Modifies gradients in place that linears have also received."""
 
     def forward(self, hidden: Tensor) -> Any:
         residual = hidden * 1.0
@@ -203,7 +203,7 @@ class WrittenGradients(Block):
 
 
 class Fused(torch.autograd.Function):
-    """Computes a linear whose backward adds to `weight.grad` itself, as fused kernels do."""
+    """Computes a linear whose backward adds to `weight.grad` itself, as fused kernels do. in_place: how it adds."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:
@@ -226,7 +226,7 @@ class Fused(torch.autograd.Function):
 
 
 class Assigned(Block):
-    """Uses `Fused` with a weight in the graph, a detached weight, and a weight that also has an autograd gradient."""
+    """Uses `Fused` with a weight in the graph, a detached weight, and a weight that also gets a gradient from autograd."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -255,7 +255,7 @@ _CLASSES: tuple[type[nn.Module], ...] = (
 HABITS: dict[str, Any] = {cls.__name__: cls for cls in _CLASSES}  # each class is called with the width of the model
 
 FULL_GRADIENT_HABITS: dict[str, Any] = {cls.__name__: cls for cls in (HookedWeights, Assigned)}
-"""Habits that need full weight gradients and are refused for sharded weights."""
+"""Habits that need full weight gradients. Runs with sharded weights refuse them."""
 
 
 def init(module: nn.Module, name: str) -> None:
@@ -267,14 +267,14 @@ def init(module: nn.Module, name: str) -> None:
 
 
 class Embed(nn.Embedding):
-    """Names its input `tokens`, as the first layer of a model must."""
+    """Names its input `tokens`, so that the run passes that field of the batch."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)
 
 
 def layers(data: DataInfo, habit: str, hidden: int = 8) -> list[tuple[str, nn.Module]]:
-    """Returns an embedding, two blocks with the habit, and a head, by name."""
+    """Returns an embedding, two blocks with the habit named `habit`, and a head, with their names."""
     assert data.vocab_size is not None
     cls = (HABITS | FULL_GRADIENT_HABITS)[habit]
     blocks = [(f"blocks.{index}", cls(hidden)) for index in range(2)]

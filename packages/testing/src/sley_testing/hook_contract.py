@@ -1,10 +1,10 @@
-"""Defines the tests that every scheduler hook must pass; a plugin's tests inherit them.
+"""Defines the tests that every scheduler hook must pass, for a plugin's tests to inherit.
 
     class TestWatch(SchedulerHookContract):
         hook = {"use": "watch.outputs"}
 
 Two ranks train a small decoder in several microbatches, recompute half of its layers, and evaluate it. The results are
-compared with the same run without the hook.
+compared with those of the same run without the hook.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
 NUM_STEPS = 3
-FAILING_STEP = 1  # the index of the step before which a failing step is added
+FAILING_STEP = 1  # the index of the step that a failing step precedes
 
 PLAN = small_plan(
     run__steps=NUM_STEPS,
@@ -42,7 +42,7 @@ PLAN = small_plan(
 @dataclass
 class Observation:
     """Holds one rank's results. recorded: the record of the run. graphs: descriptions of the live tensors with an autograd
-    graph after each step but the last. counts: the hook's counts after these steps.
+    graph, after each step but the last. counts: the hook's counts after each step but the last.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
@@ -51,8 +51,9 @@ class Observation:
 
 
 def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Observation:
-    """Takes the contract's steps on this rank. fails: whether to add a step before step FAILING_STEP that raises in its first
-    backward. Raises AssertionError if the run changes a module or parameter of its layers permanently.
+    """Takes NUM_STEPS steps on this rank. Raises AssertionError if the closed run has changed a module or parameter.
+
+    fails: whether a step that raises in its first backward precedes step FAILING_STEP.
     """
     observation = Observation()
 
@@ -75,7 +76,7 @@ def observe(hooks: Sequence[Tables], folder: Path, *, fails: bool = False) -> Ob
 
 
 def call_errors(hooks: Sequence[Tables], folder: Path) -> Iterator[str]:
-    """Calls each method of the hook with the tensors that actions may have, or None. Yields a line for each error."""
+    """Calls each method of the hook with the values that actions may have, such as None. Yields a line for each error."""
     with assemble(plan_from_dict(changed(PLAN, scheduler_hooks=list(hooks), parallel={}), folder), World.alone("cpu")) as run:
         run.step()
         (hook,) = run.stepper.executor.hooks
@@ -98,7 +99,7 @@ def call_errors(hooks: Sequence[Tables], folder: Path) -> Iterator[str]:
 
 
 class SchedulerHookContract:
-    """Tests a scheduler hook: inherit, and set `hook` to a table of `[[scheduler_hooks]]`."""
+    """Tests a scheduler hook. Subclass it, and set `hook` to a table of `[[scheduler_hooks]]`."""
 
     hook: ClassVar[Tables]
 
@@ -106,7 +107,7 @@ class SchedulerHookContract:
         """Compares losses, norms, held-out losses, gradients and weights with a run without the hook.
 
         Ranks must issue the same collectives, including those of the hook. The hook must detach the tensors that it keeps, so
-        that saved activations are freed. Its counts must be finite and have the same names in every step.
+        that saved activations can be freed. Its counts must be finite and have the same names after every step.
         """
         baselines, observations = ranks(2).once(observe, [], texts), ranks(2).once(observe, [self.hook], texts)
         calls_by_rank = [[call for calls in rank.recorded.calls for call in calls] for rank in observations]
@@ -119,12 +120,12 @@ class SchedulerHookContract:
         assert_same_runs([rank.recorded for rank in baselines], [rank.recorded for rank in observations])
 
     def test_failed_step_leaves_no_state(self, ranks: Callable[..., Ranks], texts: Path) -> None:
-        """Expects that a run with a failed step is bit-identical to a run without the step and the hook."""
+        """Expects a run with the hook and a failed step to be bit-identical to a run without both."""
         failed = ranks(2)(observe, [self.hook], texts, fails=True)
         baselines = ranks(2).once(observe, [], texts)
         assert_same_runs([rank.recorded for rank in baselines], [rank.recorded for rank in failed])
 
     def test_hook_accepts_actions_without_tensors(self, texts: Path) -> None:
-        """Covers the first stage and the phase `weights`, which have no tensors, and containers between stages."""
+        """Calls the hook without tensors, as in the first stage and in the phase `weights`, and with nested containers."""
         errors = "\n".join(call_errors([self.hook], texts))
         assert not errors, errors

@@ -1,11 +1,11 @@
-"""Defines the tests that every stage link must pass; a plugin's tests inherit them.
+"""Defines the tests that every stage link must pass, for a plugin's tests to inherit.
 
     class TestMine(StageLinkContract):
         link = {"use": "mine.link"}
 
-Each rank is a stage whose layers are replaced by known messages (`Walker`). A walk executes random action lists with several
-chunks per stage and neighbours in both directions or on the same stage. Messages have several dtypes, an empty tensor, a
-repeated tensor, two tensors that overlap in memory, and gradients for all, some or none of the tensors.
+Each rank is a stage that exchanges known messages instead of the outputs of layers (`Walker`). A walk executes a random action
+list per stage. Stages have several chunks, whose neighbours are on either side or on the same stage. Messages have tensors of
+several dtypes, an empty tensor, a repeated tensor, and two tensors that overlap in memory. Some tensors have gradients.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from sley_trainer.execute import Crossing
 
 WAVE = (0, 1, 1, 0, 0, 1, 1, 0)
 ROUTES = {"two stages": (0, 1), "a wave": WAVE, "three stages in random order": (2, 0, 1, 1, 0, 2)}
-"""The stage of each position, for each placement."""
+"""For each tested placement, the stage of each position."""
 
 LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
-"""Lengths of the microbatches of each walk."""
+"""For each walk, the length of each microbatch."""
 
 MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
-"""Lengths of microbatches that differ between two stages."""
+"""Pairs of the microbatch lengths of the first and of the second stage, which differ."""
 
-WAIT_S = 10.0  # the time limit of a collective in these walks
+WAIT_S = 10.0  # the time limit of a collective in seconds
 
 
 def observe(link: Tables, route: tuple[int, ...], walks: Sequence[Sequence[int]]) -> None:
-    """Executes walks on this rank, and after every second walk its forwards only. route: the stage of each position. walks: the
-    microbatch lengths of each walk. Raises AssertionError if a received tensor is wrong, or changes in a later walk.
+    """Executes walks on this rank, and repeats every second walk with its forwards only. Raises AssertionError if a received
+    tensor is wrong, or changes in a later walk. route: the stage of each position. walks: the microbatch lengths of each walk.
     """
     placement = Placement(route)
     with open_link(link) as (stage_link, stage):
@@ -68,7 +68,7 @@ def observe(link: Tables, route: tuple[int, ...], walks: Sequence[Sequence[int]]
 
 
 def mismatch_error_codes(link: Tables) -> list[str]:
-    """Executes a walk with different lengths on each stage for each of MISMATCHES; returns the codes of the errors, or ""."""
+    """Executes a walk on this rank for each of MISMATCHES. Returns the code of each RunError, or "" if none is raised."""
     placement, codes = Placement((0, 1)), []
     for lengths_by_stage in MISMATCHES:
         with open_link(link) as (stage_link, stage):
@@ -82,8 +82,8 @@ def mismatch_error_codes(link: Tables) -> list[str]:
 
 
 def abort_seconds(link: Tables, timeout_s: float) -> float:
-    """Begins and aborts two walks on the first stage only; returns the elapsed seconds. timeout_s: the time limit of a
-    collective.
+    """Begins and aborts two walks on the first stage only. Returns the elapsed seconds. timeout_s: the time limit of a
+    collective in seconds.
     """
     placement, key = Placement((0, 1, 1, 0)), ("tokens", (2, 3))
     steps = lower(random_action_lists(placement, 2, Random(1)), placement, 2)[0]
@@ -99,8 +99,8 @@ def abort_seconds(link: Tables, timeout_s: float) -> float:
 
 
 class StageLinkContract:
-    """Tests a stage link: inherit, and set `link` to its table. num_walks: walks per placement.
-    abort_timeout_s: the time limit of a collective in the test of aborts.
+    """Tests a stage link. Subclass it, and set `link` to the table `[link]`. num_walks: the number of walks per placement.
+    abort_timeout_s: the time limit in seconds of a collective in the test of aborts.
     """
 
     link: ClassVar[Tables]
@@ -109,31 +109,33 @@ class StageLinkContract:
 
     @pytest.mark.parametrize("name", ROUTES)
     def test_received_tensors_equal_sent(self, ranks: Callable[..., Ranks], name: str) -> None:
-        """Receives in the order of the receiver's list, while the sender overwrites sent tensors. Lengths change within a walk
-        and between walks. Keeps tensors, views and arrays over all walks. A write to one tensor must not change another.
+        """Executes walks whose lengths change, while senders overwrite tensors that they have sent.
+
+        Received tensors, their views and arrays are kept over all walks. They must not change, and a write to one tensor must
+        not change another.
         """
         route, walks = ROUTES[name], [LENGTHS[index % len(LENGTHS)] for index in range(self.num_walks)]
         ranks(max(route) + 1)(observe, self.link, route, walks)
 
     def test_differing_walks_are_reported_on_both_stages(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects RunError `stages-differ` for another number, other shapes and another order of microbatches."""
+        """Expects RunError `stages-differ` if two stages have different numbers, shapes or orders of microbatches."""
         assert ranks(2)(mismatch_error_codes, self.link) == [["stages-differ"] * len(MISMATCHES)] * 2
 
     def test_abort_does_not_wait(self, ranks: Callable[..., Ranks]) -> None:
-        """Expects that a stage can abort a walk whose neighbours never join, and then begin another."""
+        """Expects a stage to abort a walk that its neighbours never join, and to begin another, without waiting."""
         assert max(ranks(2)(abort_seconds, self.link, self.abort_timeout_s)) < self.abort_timeout_s / 2
 
 
 @contextmanager
 def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tuple[StageLink, int]]:
-    """Yields the prepared link of the table `[link]` and this rank's stage, in a world of one rank per stage. timeout_s: the
-    time limit of a collective.
+    """Yields the prepared link of the table `[link]` and the stage of this rank, in a world of one rank per stage. timeout_s:
+    the time limit of a collective in seconds.
     """
     loader = Loader()
     record = loader.record(StageLinkRecord, table["use"])
     config = record.config.model_validate({key: value for key, value in table.items() if key != "use"})
     link: StageLink = loader.load(table["use"].partition(".")[0]).load_builder(record)(config)
-    plan = plan_from_dict(tables([], 1))  # provides the other tables
+    plan = plan_from_dict(tables([], 1))  # a plan without a link, for the other parts
     with World.join("cpu", timeout_s=timeout_s) as world:
         topology = Topology.from_sizes(world.size, pp=world.size)
         groups, registry = world.groups(topology, timeout_s), ParameterRegistry([[]])
@@ -142,7 +144,7 @@ def open_link(table: dict[str, Any], timeout_s: float = WAIT_S) -> Iterator[tupl
 
 
 class Walker:
-    """Executes the walks of one stage over `link`. Keeps all received tensors, and writes to some of them."""
+    """Executes the walks of one stage over `link`. Keeps all tensors received from other stages, and writes to some of them."""
 
     def __init__(self, link: StageLink, placement: Placement, stage: int) -> None:
         self.placement = placement
@@ -152,11 +154,13 @@ class Walker:
         self._lengths: Sequence[int] = ()
         self._sent: dict[tuple[Flow, int, int], list[Tensor]] = {}
         self._received: dict[tuple[int, int], Description] = {}
-        self._kept_tensors: list[tuple[Any, Tensor]] = []  # with their expected values
+        self._kept_tensors: list[tuple[Any, Tensor]] = []  # each with its expected value
 
     def walk(self, lists: Sequence[Sequence[Action]], lengths: Sequence[int], *, training: bool = True) -> None:
-        """Executes this stage's list. lengths: the length of each microbatch, which sets the shapes of its messages. Raises
-        AssertionError if a received message differs from the sent one.
+        """Executes this stage's list of `lists`. Raises AssertionError if a received message differs from the sent one.
+
+        lengths: the length of each microbatch, which determines the shapes of its messages. training: whether the lists have
+        backwards.
         """
         self._walk_number += 1
         self._lengths = lengths
@@ -166,7 +170,7 @@ class Walker:
             if isinstance(step, Transfer):
                 self._crossing.transfer(step)
                 if step.op == "send":
-                    # Overwrite the memory of a sent output at once.
+                    # Overwrite the sent tensors at once, which must not change the received ones.
                     for tensor in self._sent.pop((step.flow, step.chunk, step.micro)):
                         tensor.fill_(77)
             elif step.kind is Kind.FORWARD:
@@ -177,13 +181,13 @@ class Walker:
         self._sent.clear()
 
     def check_kept_tensors(self) -> None:
-        """Raises AssertionError if a kept tensor has changed."""
+        """Raises AssertionError if a kept tensor, view or array has changed."""
         for value, expected in self._kept_tensors:
             actual = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             assert torch.equal(actual, expected), f"a received and kept tensor changed from {expected} to {actual}"
 
     def _forward(self, action: Action) -> None:
-        """Receives the input of a forward, if any, and sends its output."""
+        """Receives the input of a forward and sends its output, each if there is a neighbour."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position > 0:
             self._received[action.chunk, micro_batch] = self._receive("forward", action, position - 1)
@@ -191,7 +195,7 @@ class Walker:
             self._send("forward", action, *self._output(position, micro_batch))
 
     def _backward(self, action: Action) -> None:
-        """Receives the output gradients of a backward, if any, and sends the input gradients."""
+        """Receives the output gradients of a backward and sends its input gradients, each if there is a neighbour."""
         position, micro_batch = self.placement.position(self.stage, action.chunk), action.micro
         if position + 1 < self.placement.num_positions:
             self._receive("backward", action, position + 1)
@@ -218,12 +222,12 @@ class Walker:
         return description
 
     def _send(self, flow: Flow, action: Action, description: Description, tensors: list[Tensor]) -> None:
-        """Sends a message. `walk` overwrites its tensors afterwards."""
+        """Gives a message to the link. `walk` overwrites its tensors once they are sent."""
         self._sent[flow, action.chunk, action.micro] = tensors
         self._crossing.send(flow, action.chunk, action.micro, (description, tensors))
 
     def _keep(self, tensors: list[Tensor], expected: list[Tensor], micro_batch: int) -> None:
-        """Keeps each tensor as itself, a view or an array, and writes to the first tensor of odd microbatches."""
+        """Keeps each tensor as itself, as a view or as an array. Writes to the first tensor of odd microbatches."""
         versions = [tensor._version for tensor in tensors[1:]]
         if tensors and micro_batch % 2:
             tensors[0].fill_(7)
@@ -249,10 +253,10 @@ class Walker:
         return Description(tuple(leaves), {"tuple": list(range(6))}), tensors
 
     def _gradients(self, position: int, micro_batch: int, description: Description) -> list[Tensor]:
-        """Returns the input gradients of the chunk at `position`. description: describes them."""
+        """Returns the input gradients of the chunk at `position`, with the dtypes and shapes in `description`."""
         generator = self._generator(position, micro_batch, 1)
         return [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in description.leaves]
 
     def _generator(self, position: int, micro_batch: int, stream: int) -> torch.Generator:
-        """Returns a generator whose seed depends on the walk and the arguments."""
+        """Returns a generator whose seed depends on the number of the walk and on the arguments."""
         return torch.Generator().manual_seed(((self._walk_number * 64 + position) * 64 + micro_batch) * 2 + stream)

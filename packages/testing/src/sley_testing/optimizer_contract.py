@@ -1,11 +1,11 @@
-"""Defines the tests that every optimizer must pass; tests of a plugin or of your own class inherit them.
+"""Defines the tests that every optimizer and learning-rate schedule must pass, for a plugin's or your own tests to inherit.
 
     class TestLion(OptimizerContract):
         optimizer = {"factory": "lion:Lion", "lr": 1e-3, "scope": "elementwise"}
 
-A run gives an optimizer master weights instead of weights, parts instead of full parameters, a few parameters at a time, and a
-new process after a restart. TanhLinear, two small parameters are updated, as at the start of every run. Then a small model is
-trained and compared with a plain loop that uses the same optimizer and the same gradients.
+In a run, an optimizer may get master weights instead of weights, parts instead of full parameters, only a few parameters at a
+time, and states from a checkpoint. The tests first update two small parameters, as the start of every run does. Then they train
+a small model, and compare it with a plain loop that uses the same optimizer and the same gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sley_trainer.run import Run
 
 NUM_STEPS = 7
 SAVED_AT = 3
-EXACT_TOLERANCE = 1e-9  # the relative tolerance of fp64 weights
+EXACT_TOLERANCE = 1e-9  # the relative tolerance of weights in fp64
 
 
 def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
@@ -53,8 +53,8 @@ def layers(biases: bool = True) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Observation:
-    """Holds the results of one process. recorded: the record of the run. initial_parameters, final_parameters: the values of
-    the optimizer's parameters before the first step and after the last. step_gradients: the gradients of each step.
+    """Holds the results of a run. recorded: its record. initial_parameters, final_parameters: by name, the values of the
+    optimizer's parameters before the first step and after the last. step_gradients: the gradients of each step, by name.
     """
 
     recorded: RunRecord = field(default_factory=RunRecord)
@@ -64,8 +64,8 @@ class Observation:
 
 
 def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately: bool = False) -> Observation:
-    """Takes the contract's steps in this process. save: the path of a checkpoint after SAVED_AT steps. steps_separately:
-    whether to step each parameter separately.
+    """Takes NUM_STEPS steps in this process. save: the path of a checkpoint after SAVED_AT steps. steps_separately: whether
+    the optimizer updates one parameter at a time.
     """
     observation = Observation()
 
@@ -75,7 +75,7 @@ def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately:
         def copy_parameters() -> Tensors:
             return {stepped_param.name: stepped_param.parameter.detach().clone() for stepped_param in stepped}
 
-        def record_gradients() -> None:  # clones, since the update may write to gradients
+        def record_gradients() -> None:  # clone them, since the update may write to gradients
             trained = [stepped_param.param for stepped_param in stepped if stepped_param.param in run.store]
             observation.step_gradients.append({param.name: run.store.part(param).clone() for param in trained})
 
@@ -92,7 +92,7 @@ def train(tables: dict[str, Any], *, save: Path | None = None, steps_separately:
 
 
 def resume(tables: dict[str, Any], checkpoint: Path) -> RunRecord:
-    """Takes the steps after SAVED_AT from a checkpoint in this process. An evaluation precedes the last step."""
+    """Resumes from `checkpoint` in this process, and takes the steps after SAVED_AT. Evaluates before the last one."""
     num_steps = NUM_STEPS - SAVED_AT
 
     def evaluate_before_last_step(run: Run, number: int) -> None:
@@ -103,8 +103,8 @@ def resume(tables: dict[str, Any], checkpoint: Path) -> RunRecord:
 
 
 def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates: bool = False) -> Tensors:
-    """Runs a plain loop over the recorded gradients of a run, and returns the final parameters. evaluates: whether to call
-    `eval()` after the last step.
+    """Steps a new optimizer in a plain loop with the gradients of `observation`, and returns the final parameters by name.
+    evaluates: whether to call the optimizer's `eval()` after the last step.
     """
     plan = plan_from_dict(tables)
     config: Any = plan.optimizer.config
@@ -131,15 +131,15 @@ def train_plainly(tables: dict[str, Any], observation: Observation, *, evaluates
 
 
 class OptimizerContract:
-    """Tests an optimizer: inherit, and set `optimizer` to the table `[optimizer]`. only_matrices: whether
-    the optimizer accepts only 2-d parameters, as Muon does.
+    """Tests an optimizer. Subclass it, and set `optimizer` to the table `[optimizer]`. only_matrices: whether the optimizer
+    accepts only 2-d parameters, as Muon does.
     """
 
     optimizer: ClassVar[dict[str, Any]]
     only_matrices: ClassVar[bool] = False
 
     def test_optimizer_probe_passes(self) -> None:
-        """Runs the check of every run: full and partial, joint and separate steps, a resume, and other learning rates."""
+        """Runs the check of each run's start: full and partial parameters, joint and separate steps, a resume, other rates."""
         for dtype in (torch.float32, torch.float64):
             _, faults = self._run_probe(dtype)
             messages = "; ".join(f"{fault.message} ({fault.hint})" for fault in faults)
@@ -147,7 +147,7 @@ class OptimizerContract:
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_run_matches_plain_loop(self, compute: str) -> None:
-        """Compares with a plain loop at a decreasing rate. In bf16, weights must be the rounded master weights."""
+        """Compares a run with a plain loop at decreasing rates. In bf16, weights must be the rounded master weights."""
         tables = self._plan(precision={"compute": compute})
         observation = train(tables)
         expected = train_plainly(tables, observation)
@@ -160,7 +160,7 @@ class OptimizerContract:
             assert is_rounded, f"the weight {name} is not the rounded parameter of the optimizer"
 
     def test_single_parameter_steps_match_plain_loop(self) -> None:
-        """Steps each parameter separately, as memory managers do."""
+        """Updates one parameter at a time, as memory managers do."""
         if not self._can_step_separately():
             pytest.skip("the optimizer's scope needs all parameters at once")
         tables = self._plan()
@@ -170,7 +170,7 @@ class OptimizerContract:
 
     @pytest.mark.parametrize("compute", ["fp64", "bf16"])
     def test_resumed_run_is_bit_identical(self, compute: str, tmp_path: Path) -> None:
-        """Compares an uninterrupted run with a resumed one, which also evaluates."""
+        """Compares an uninterrupted run with a resumed one that also evaluates."""
         tables = self._plan(precision={"compute": compute})
         uninterrupted = record(tables, NUM_STEPS, prepare=partial(save_at, SAVED_AT, tmp_path / "saved"))
         # If they differ, the optimizer has state outside the checkpoint.
@@ -178,8 +178,8 @@ class OptimizerContract:
 
     @pytest.mark.parametrize("handler", ["core.each", "dp.sharded"])
     def test_two_ranks_match_one_process(self, ranks: Callable[..., Ranks], handler: str, tmp_path: Path) -> None:
-        """Compares two replicas, or two ranks that update parts or own matrices, with one process, which also resumes their
-        checkpoint.
+        """Compares two ranks with one process, which also resumes their checkpoint. The ranks are replicas (`core.each`), or
+        each updates a part of the parameters (`dp.sharded`).
         """
         tables = self._plan()
         if handler == "dp.sharded":
@@ -195,7 +195,7 @@ class OptimizerContract:
         assert_close_gradients(expected, resume(tables, tmp_path / "saved").weights, EXACT_TOLERANCE)
 
     def test_eval_weights_are_evaluated_and_saved(self, tmp_path: Path) -> None:
-        """Checks the `eval()` weights of schedule-free optimizers in evaluations, weight files and exports."""
+        """Expects evaluations, weight files and exports to use the `eval()` weights of an optimizer with modes."""
         tables = self._plan(precision={"compute": "bf16"})
         if not self._run_probe(torch.float32)[0].has_modes:
             pytest.skip("the optimizer has no modes")
@@ -223,7 +223,7 @@ class OptimizerContract:
         assert error < 2**-7, f"the held-out loss is {loss}, but {reloaded_loss} with the weights after `eval()`"
 
     def test_parameter_without_gradient_is_unchanged(self) -> None:
-        """Tests a parameter that a program freezes between two steps."""
+        """Expects a step to skip a parameter without a gradient, such as one that a program froze between two steps."""
         plan = plan_from_dict(self._plan())
         parameters = [NamedParameter(name, nn.Parameter(torch.ones(3, 4, dtype=torch.float64)), True) for name in "ab"]
         optimizer = set_training_mode(
@@ -242,7 +242,7 @@ class OptimizerContract:
         return scope_of(optimizer.record, optimizer.config) not in ("global", "unknown")
 
     def _run_probe(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Returns the traits and the faults of the optimizer."""
+        """Returns the traits and the faults of the optimizer that the check of each run's start finds."""
         ndims = (2,) if self.only_matrices else (2, 1)
         return try_optimizer(plan_from_dict(self._plan()), ndims, dtype, torch.device("cpu"))
 
@@ -260,17 +260,17 @@ class OptimizerContract:
         )
 
 
-NUM_EXTRA_STEPS = 10  # steps after the plan's last one, which a custom program may take
+NUM_EXTRA_STEPS = 10  # the steps after the plan's last one, which a custom program may take
 
 
 class LRScheduleContract:
-    """Tests a learning-rate schedule: inherit and set `learning_rate` to its table. num_steps: the length of the run."""
+    """Tests a learning-rate schedule. Subclass it, and set `learning_rate` to its table. num_steps: the steps of the run."""
 
     learning_rate: ClassVar[dict[str, Any]]
     num_steps: ClassVar[int] = 100
 
     def test_every_step_has_finite_rate(self) -> None:
-        """Expects finite, non-negative factors, even after the plan's last step, and at least one above 0."""
+        """Expects finite, non-negative factors, even after the plan's last step. One within the run must be above 0."""
         rates = self._compute_factors(self.num_steps)
         for step, rate in enumerate(rates):
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
@@ -280,7 +280,7 @@ class LRScheduleContract:
         assert max(rates[: self.num_steps]) > 0, "no step of the run has a rate above 0"
 
     def test_rate_depends_only_on_step(self) -> None:
-        """Calls a new schedule in reverse order."""
+        """Compares the factors of a new schedule that is called in reverse order."""
         factors = self._compute_factors(self.num_steps)
         reverse_schedule = self._build_schedule(self.num_steps)
         for step in reversed(range(self.num_steps)):
@@ -290,7 +290,7 @@ class LRScheduleContract:
 
     @pytest.mark.parametrize("num_steps", [1, 2, 3])
     def test_short_run_has_rates_or_is_refused(self, num_steps: int) -> None:
-        """Expects finite rates or a SleyError."""
+        """Expects finite factors, or a SleyError."""
         try:
             rates = self._compute_factors(num_steps)
         except SleyError:

@@ -1,7 +1,7 @@
-"""Compares two sets of gradients or weights by name, and reports the worst parameter.
+"""Compares two sets of gradients or weights by name, and reports those that differ most.
 
-The error of a parameter is ||actual - reference|| / ||reference|| in float64: one number per parameter, so that a small
-wrong parameter is not hidden by large correct ones.
+The error of a parameter is ||actual - reference|| / ||reference|| in float64. Each parameter has its own error, so that large
+correct parameters cannot hide a small wrong one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_LINES = 5
 
 
 def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], *, floor: float = 0.0) -> dict[str, float]:
-    """Returns the relative error of every parameter in the order of `reference`; inf for non-finite values.
+    """Returns the relative error of each tensor by name, in the order of `reference`. The error is inf if it is not finite.
 
-    floor: the minimum of the reference norm, for gradients that are rounding noise. Raises AssertionError if names or shapes
-    differ.
+    floor: errors are relative to at least this norm, for gradients that are rounding noise. Raises AssertionError if names or
+    shapes differ.
     """
     _assert_same_layout(reference, actual)
     return {name: _relative_error(value, actual[name], floor) for name, value in reference.items()}
@@ -37,7 +37,10 @@ def relative_errors(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor
 def assert_close_gradients(
     reference: Mapping[str, Tensor], actual: Mapping[str, Tensor], relative: float, *, floor: float = 0.0
 ) -> None:
-    """Asserts that the error of every tensor is at most `relative`; the message lists the largest errors."""
+    """Asserts that the relative error of each tensor is at most `relative`. The message lists the largest errors.
+
+    floor: errors are relative to at least this norm.
+    """
     errors = relative_errors(reference, actual, floor=floor)
     failures = sorted(((error, name) for name, error in errors.items() if not error <= relative), reverse=True)
     if failures:
@@ -48,7 +51,7 @@ def assert_close_gradients(
 
 
 def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
-    """Asserts that all tensors are bit-identical; the message lists those that differ."""
+    """Asserts that names, shapes, dtypes and bits of all tensors are equal. The message lists tensors that differ."""
     _assert_same_layout(reference, actual)
     differing_names = [name for name, value in reference.items() if not have_same_bits(value, actual[name])]
     if differing_names:
@@ -64,7 +67,7 @@ def assert_same_bits(reference: Mapping[str, Tensor], actual: Mapping[str, Tenso
 
 
 def _assert_same_layout(reference: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
-    """Asserts that both have the same names and shapes."""
+    """Asserts that both mappings have the same names and shapes."""
     unmatched = sorted(reference.keys() ^ actual.keys())
     assert not unmatched, f"not the same names: {', '.join(unmatched)}"
     shapes = {name: (tuple(reference[name].shape), tuple(actual[name].shape)) for name in reference}
@@ -73,7 +76,7 @@ def _assert_same_layout(reference: Mapping[str, Tensor], actual: Mapping[str, Te
 
 
 def _relative_error(reference: Tensor, actual: Tensor, floor: float) -> float:
-    """Returns the norm of the difference relative to the reference's norm, at least `floor`; inf if it is not finite."""
+    """Returns the norm of the difference divided by that of the reference, or by `floor` if larger; inf if not finite."""
     expected, actual = (tensor.detach().to("cpu", torch.float64) for tensor in (reference, actual))
     difference = (actual - expected).norm().item()
     if difference == 0.0:
@@ -91,8 +94,8 @@ def have_same_bits(reference: Tensor, actual: Tensor) -> bool:
 
 
 def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | None = None) -> dict[str, Tensor]:
-    """Takes `num_steps` steps of the plan in `tables`, and returns the `full_tensors`, losses and norms by names that do not
-    depend on the layout. All ranks must call it.
+    """Takes `num_steps` steps of the plan in `tables`. Returns `full_tensors`, and losses and norms as scalar tensors, by names
+    that do not depend on the layout. All ranks must call it.
     """
     plan = plan_from_dict(tables, folder)
     with World.join(plan.run.device) as world, assemble(plan, world) as run:
@@ -106,8 +109,8 @@ def train_tensors(tables: Mapping[str, Any], num_steps: int, *, folder: Path | N
 
 
 def full_tensors(run: Run) -> dict[str, Tensor]:
-    """Returns the full weights (master weights if there are any), averages and optimizer states, by their names in a
-    checkpoint. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
+    """Returns the full trained weights (master weights if there are any), their averages and optimizer states, by their names
+    in a checkpoint. All ranks must call it. Raises AssertionError if ranks hold different bits of the same part.
     """
     run.parts.weights.settle()
     pieces = [
@@ -117,7 +120,7 @@ def full_tensors(run: Run) -> dict[str, Tensor]:
     ]
     pieces_by_rank = [pieces] * run.world.size
     if run.world.size > 1:
-        dist.all_gather_object(pieces_by_rank, pieces)  # over the default group, which all ranks have
+        dist.all_gather_object(pieces_by_rank, pieces)  # uses the default group, to which all ranks belong
     tensors: dict[str, Tensor] = {}
     parts: dict[tuple[str, Rectangle], Tensor] = {}
     for name, shape, rectangle, part in (piece for rank_pieces in pieces_by_rank for piece in rank_pieces):
@@ -127,5 +130,5 @@ def full_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def tensor_bytes(value: Tensor) -> bytes:
-    """Returns the bytes of a tensor on any device, in row-major order."""
+    """Returns the bytes of the elements of a tensor on any device, in row-major order."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
