@@ -1,1 +1,1 @@
-"""Measures a machine: its device, its links, and the layers of a plan, within a time that is known before."""
+"""Measures a machine: its device, its links, and the layers of a plan."""

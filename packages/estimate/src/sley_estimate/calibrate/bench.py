@@ -1,10 +1,11 @@
-"""Times layers one at a time on the device, so that the model does not need to fit there.
+"""Times layers one at a time on the device, so that the whole model does not need to fit there.
 
-A layer gets its first values on the device, runs forward and backward as in the engine, and returns to meta:
+A layer gets its initial values on the device, runs forward and backward as in a run, and returns to meta. It is timed in up to
+three ways, where "lead" stands for other work on the device before the timed part:
 
 whole     lead, forward, lead, backward
-split     lead, forward, lead, first half, lead, second half
-in a row  forward, forward, ... backward, backward, ...    either, from a host that does not wait in between
+split     lead, forward, lead, first half of the backward, lead, second half
+rows      forward, forward, ... backward, backward, ...    whole or split, by a host that does not wait for the device
 """
 
 from __future__ import annotations
@@ -53,38 +54,43 @@ from sley_trainer.assemble import DTYPES, build_meta_model, weight_dtypes
 from sley_trainer.execute import InFlight, describe_output, gradient_edges
 from train_cli.meta_model import meta_micro_batch
 
-NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of a layer for a partition, and for a machine file
-NUM_HOST_CALLS = 3  # calls on an idle device that show the necessary lead of the host
+NUM_CALLS, NUM_CALIBRATION_CALLS = 5, 15  # timed calls of each layer, for a partition and for a machine file
+NUM_HOST_CALLS = 3  # calls on an idle device, which show how long a lead must keep the device busy
 
 HOST_S = 0.03
-"""Seconds per timed call for timing the host, since other work can slow it by a third within a tenth of a second."""
+"""Seconds spent on timing the host, per timed call of the layer. Other work on the host can slow it by a third for a tenth of a
+second."""
 
 HOST_BOUND_SHARE = 0.5
-"""Share of the device's seconds above which the host is timed in rows. Wider layers, of which few fit, are timed singly."""
+"""The host is timed in rows if it needs more than this share of the device's seconds. Other layers are timed one call at a
+time: they are large, so that few calls fit in memory at once."""
 
-ROW_LENGTH = 4  # calls in a row
-NUM_EMPTY_BACKWARDS = 20  # timed backwards without operators
-DIGITS = 6  # decimals of seconds in a resolved plan, which has exactly the numbers used to cut the layers
+ROW_LENGTH = 4  # the number of calls in a row
+NUM_EMPTY_BACKWARDS = 20  # the number of timed backwards without operators
+DIGITS = 6  # decimals of seconds, so that a resolved plan contains exactly the numbers by which the layers were partitioned
 
 
 class PartSeconds(NamedTuple):
-    """The seconds of a part of a call on the device, and the host's seconds to launch it."""
+    """The seconds that a part of a call takes on the device, and that the host needs to launch it."""
 
     device_s: float
     host_s: float
 
 
 Parts = Sequence[PartSeconds]
-"""The parts of a call: the forward; the backward or the first half of a split backward; the second half, or nothing."""
+"""The three parts of a call: the forward; the backward, or the first half of a split backward; the second half, or 0
+seconds.
+"""
 
 NO_LEAD = (0.0, 0.0, 0.0)
 
 
 class LayerBench:
-    """Times the layers of `model`, a copy on meta, on one microbatch of the plan's data. Gradients are accumulated as in a run.
+    """Times the layers of `model`, which is on meta, on one microbatch of the plan's data. Gradients are accumulated as in a
+    run.
 
-    dtype: the dtype of the working weights. num_calls: the number of timed calls of a layer, after one warm-up call. The median
-    counts: disturbances affect runs too.
+    dtype: the dtype of the working weights. num_calls: the number of timed calls of a layer, after one warm-up call. The result
+    is their median, not their minimum, since the same disturbances affect runs.
     """
 
     def __init__(
@@ -105,11 +111,12 @@ class LayerBench:
         self._drops_gradients = False
 
     def time(self, layer: Layer, value: Value | None, *, split: bool = False) -> tuple[LayerSeconds, Value]:
-        """Returns the median seconds of `layer` and its output, which is the input of the next layer. The host's seconds
-        exclude the accumulation of gradients, which counts for the engine. They are 0 for a device without a queue.
+        """Returns the median seconds of `layer`, and its output, which is the input of the next layer. The host's seconds
+        exclude the accumulation of gradients, which is part of the time outside the layers. They are 0 for a device without a
+        queue.
 
-        value: the output of the previous layer, or None for the first layer. split: whether to time the halves of a split
-        backward, which are 0 otherwise.
+        value: the output of the previous layer, or None for the first layer. split: whether to also time the halves of a split
+        backward, whose seconds are 0 otherwise.
         """
         meta_module = layer.module
         host_tensors = [
@@ -137,7 +144,9 @@ class LayerBench:
         return times, describe_next_input(outputs[-1], layer)
 
     def _median_parts(self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any]) -> Parts:
-        """Returns the median seconds of the parts of a call. queue: splits the backward. outputs: set to the layer's output."""
+        """Returns the median seconds of the parts of a call. queue: the queue for the second half of a split backward; None for
+        a whole backward. outputs: is set to the output of the last call.
+        """
 
         def median_host_s() -> list[float]:
             calls = [self._time_call(layer, value, queue, outputs, NO_LEAD) for _ in range(NUM_HOST_CALLS)]
@@ -161,10 +170,10 @@ class LayerBench:
 
     @contextmanager
     def _accumulate_gradients(self, layer: Layer) -> Iterator[None]:
-        """Adds the gradients of the layer to memory allocated for it within the block, as the store of a run does."""
+        """Accumulates the gradients of the layer within the block, in memory of its own, as a run does."""
 
         def add_gradient(accumulated: Tensor, parameter: Tensor) -> None:
-            """Adds and removes a gradient. There is none while its product waits in the queue."""
+            """Adds a gradient to `accumulated` and removes it. There is none if its product still waits in a queue."""
             if parameter.grad is not None and not self._drops_gradients:
                 accumulated.add_(parameter.grad)
             parameter.grad = None
@@ -178,7 +187,9 @@ class LayerBench:
             yield
 
     def _load_micro_batch(self, dataset: AnyDataset) -> Mapping[str, Tensor]:
-        """Returns the first microbatch of the run on the device, sliced for the first rank of `sp`."""
+        """Returns the first microbatch of the run, on the device. With `sp` > 1, it has the slices of the first rank of
+        `sp`.
+        """
         plan, size = self.plan, self.plan.batch.global_size
         rows = range(plan.batch.micro_size)
         data: Any = plan.data.config
@@ -191,7 +202,9 @@ class LayerBench:
     def _time_call(
         self, layer: Layer, value: Value | None, queue: WeightQueue | None, outputs: list[Any], launch_s: Sequence[float]
     ) -> Parts:
-        """Times the parts of one call of the layer. launch_s: the host's seconds to launch each part, 0 if unknown."""
+        """Times the parts of one call of the layer. launch_s: the seconds that the host needs to launch each part; 0 if
+        unknown.
+        """
         in_flight, args, named = start_call(layer, value, self._fields)
         outputs.clear()
 
@@ -215,7 +228,9 @@ class LayerBench:
         return [*parts, PartSeconds(products_device_s(), products_s)]
 
     def _time_work(self, work: Callable[[], object], host_s: float) -> tuple[float, Callable[[], float]]:
-        """Runs `work` after a lead. Returns the host's seconds, and a function that waits for and returns the device's."""
+        """Runs `work` after a lead of at least `host_s` seconds. Returns the host's seconds, and a function that waits for the
+        device and returns its seconds.
+        """
         self._lead(host_s)
         start, start_s = self.device.moment(), time.perf_counter()
         work()
@@ -223,8 +238,8 @@ class LayerBench:
         return host_s, lambda: self.device.seconds_between(start, end)
 
     def _time_rows(self, layer: Layer, value: Value | None, queue: WeightQueue | None) -> tuple[float, float, float]:
-        """Runs several forwards and then as many backwards. Returns the host's seconds for each part of one call, from a host
-        that does not wait for the device. queue: splits the backward.
+        """Runs several forwards and then as many backwards, without waiting for the device. Returns the mean seconds of the
+        host for each part of one call. queue: as in `_median_parts`.
         """
         calls = [start_call(layer, value, self._fields) for _ in range(ROW_LENGTH)]
         self.device.wait_until(self.device.moment())
@@ -252,7 +267,9 @@ class LayerBench:
 
 
 def time_empty_backward(device: Device) -> float:
-    """Returns the host's median seconds for a backward without operators. A run starts one backward for many layers."""
+    """Returns the host's median seconds for a backward without operators. The time to launch a layer excludes it, since a run
+    starts one backward for many layers.
+    """
     value = torch.ones(1, device=device.torch_device)
     description, tensors = describe_output(value.requires_grad_())
     seconds = []
@@ -268,11 +285,13 @@ def time_empty_backward(device: Device) -> float:
 
 
 def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Model], dtype: torch.dtype) -> list[float]:
-    """Returns the forward and backward seconds of each layer, equal on every rank, as the `timer` of a partitioner's record.
+    """Returns the seconds of forward plus backward of each layer, equal on all ranks. It is the `timer` of a partitioner's
+    record.
 
-    A blocking collective of `world`: the first rank times each layer on one microbatch of the plan's data, so that all ranks
-    cut the model identically. build_model: makes the model on meta; only the first rank calls it. dtype: the dtype of the
-    working weights. Raises RunError `start-failed` on the other ranks if the first rank fails.
+    It is a blocking collective of `world`. Only the first rank times the layers, on one microbatch of the plan's data, so that
+    all ranks partition the model in the same way. build_model: returns the model on meta; only the first rank calls it. dtype:
+    the dtype of the working weights. If the first rank fails, it raises its error, and other ranks raise RunError
+    `start-failed`.
     """
     seconds: list[float] = []
     failure: Exception | None = None
@@ -298,8 +317,8 @@ def layer_seconds(plan: Plan, world: World, build_model: Callable[[DataInfo], Mo
 
 
 def measure_layers(plan: Plan, device: Device) -> list[dict[str, Any]]:
-    """Times each distinct layer of the plan's model on one microbatch of its data with whole sequences. Returns the
-    `[[layers]]` tables. Raises the errors of the plan's data and layers.
+    """Times each distinct layer of the plan's model on one microbatch of its data, with whole sequences. Returns the
+    `[[layers]]` tables of a machine file. Errors in the plan's dataset and layers are raised as they are.
     """
     variant = {"activations": str(list_choices(plan).policies[0]), "micro_size": plan.batch.micro_size}
     plan = replace_values(plan, {("parallel", "sp"): 1})

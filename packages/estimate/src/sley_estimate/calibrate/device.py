@@ -1,4 +1,4 @@
-"""Measures a device (products, bandwidth, launches) and its host (copies, an optimizer on the host's cores)."""
+"""Measures a device (matrix products, bandwidth, launches) and its host (copies, an optimizer on the host's cores)."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from sley_core.comm.device import CopyEvent, CopyStream, Device, HostMemory, fre
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SIZES = {"cpu": (64, 192, 384, 768), "cuda": (256, 1024, 2048, 4096, 8192)}
-"""Edges of the square products that are timed."""
+"""The sizes n of the n x n matrix products that are timed."""
 
-MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of the addition that measures bandwidth; larger than the caches
-NUM_LAUNCHES = 200  # tiny operators whose launches are timed
-MAX_FIGURE_S = 0.5  # seconds per figure, after which no further repetition starts
+MOVED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes of each tensor in the addition that measures bandwidth; exceeds caches
+NUM_LAUNCHES = 200  # the number of tiny operators whose launches are timed
+MAX_FIGURE_S = 0.5  # seconds of measuring one figure, after which no further repetition starts
 
 REPETITIONS = 7
 
 SMALL_BYTES, NUM_SMALL = 1 << 12, 100
-"""The size of copies whose launch is timed, and their number in a row, which hides the host's time to launch one."""
+"""The bytes of the copies whose latency is timed, and how many of them run one after another."""
 
 NUM_BUCKETS, BUCKET_NUMEL = 4, 1 << 24
-"""Buckets of an optimizer on the host, and elements of each: about 64 MB at a time, as in a run, and in total more than the
-caches of a server."""
+"""The number of buckets of an optimizer on the host, and the elements of each. A bucket of fp32 weights has 64 MiB, as in a
+run. All buckets together are larger than the caches of a server."""
 
-RING = 2  # buckets whose gradients are on the host at the same time
+RING = 2  # the number of buckets whose gradients are on the host at the same time
 
 STEP_BYTES = 7 * 4 + 6
-"""Per fp32 element: reads weight, gradient and two states, writes all except the gradient, and rounds the weight to bf16."""
+"""The bytes that a step moves per fp32 element: it reads the weight, the gradient and two states, writes all of them except the
+gradient, and rounds the weight to bf16 (reads 4 bytes, writes 2)."""
 
 WRITTEN_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""The size of one write of a `Lead`, larger than the caches. In a run other layers fill the caches before a layer runs."""
+"""The bytes of one write of a `Lead`. They exceed the caches, which in a run hold data of other layers when a layer starts."""
 
-LEAD_FACTOR = 1.5  # seconds of device work per second of the host, which varies
+LEAD_FACTOR = 1.5  # seconds of a lead per second that the host needs; the margin covers variations of the host
 
 
 def measure_device(device: Device) -> dict[str, Any]:
-    """Returns the table `[device]` of a machine file. Needs some seconds and three times `MOVED_BYTES`."""
+    """Returns the table `[device]` of a machine file. Takes some seconds, and memory for three times `MOVED_BYTES`."""
     device_type = "cuda" if device.type == "cuda" else "cpu"
 
     def product_s(size: int, dtype: torch.dtype) -> float:
@@ -68,7 +69,9 @@ def measure_device(device: Device) -> dict[str, Any]:
 
 
 def fit_saturation(times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Fits non-negative `flops_per_s` and `half_flops` to pairs (FLOPs, seconds) by least squares of relative errors."""
+    """Returns the `flops_per_s` and the non-negative `half_flops` of a `MatmulTable` that fit `times`, pairs of (FLOPs,
+    seconds), with the least squares of relative errors.
+    """
     flops, seconds = np.array(times).T
     per_flop, constant = flops / seconds, flops.mean() / seconds  # 1 = per_flop / rate + constant x (half / rate / mean)
     slope, offset = np.linalg.lstsq(np.stack([per_flop, constant], axis=1), np.ones(len(times)))[0]
@@ -85,7 +88,7 @@ def measure_bandwidth(device: Device, num_bytes: int) -> float:
 
 
 def _min_seconds(device: Device, work: Callable[[], object]) -> float:
-    """Returns the shortest seconds of several calls of `work` after one warm-up call, at least 1 ns."""
+    """Returns the seconds of the fastest of several calls of `work` after one warm-up call, but at least 1 ns."""
     work()
     times: list[float] = []
     while len(times) < REPETITIONS and (sum(times) < MAX_FIGURE_S or not times):
@@ -96,8 +99,8 @@ def _min_seconds(device: Device, work: Callable[[], object]) -> float:
 
 
 class Lead:
-    """Writes to unused memory of `device` before a measurement. This evicts the caches, and keeps a device with a queue busy
-    while the host launches the measured work, as in a run whose host is ahead.
+    """Writes to unused memory of `device` before a measurement. This removes other data from the caches. It also keeps a device
+    with a queue busy while the host launches the measured work, as in a run whose host is ahead.
 
         host     launch writes | launch the layer |
         device   write write write write write    | the layer, without a wait for a launch |
@@ -118,16 +121,16 @@ class Lead:
             self._write_s = device.seconds_between(start, device.moment()) / 20
 
     def __call__(self, host_s: float = 0.0) -> None:
-        """Launches writes that take longer than `host_s`, at least one."""
+        """Launches at least one write, and on a device with a queue as many as take longer than `host_s` seconds."""
         for _ in range(1 + (ceil(LEAD_FACTOR * host_s / self._write_s) if self._write_s else 0)):
             self._memory.zero_()
 
 
 def measure_host(device: Device) -> dict[str, float]:
-    """Returns the table `[host]` of a machine file: the bandwidth of offload copies, and with a CUDA device the bandwidth of
-    host memory for an optimizer there.
+    """Returns the table `[host]` of a machine file: the bandwidth and latency of offload copies, and with a CUDA device also
+    the bandwidth of the host's memory for an optimizer there.
 
-    On a CPU the source memory of a copy is freed and allocated again for the next copy, as in an offload.
+    As in an offload, the memory of the tensor is freed after the copy to the host, and allocated again for the copy back.
     """
     num_bytes = MOVED_BYTES["cuda" if device.is_async else "cpu"] // 4
     memory, stream = device.host_memory(num_bytes), device.copy_stream()
@@ -135,7 +138,7 @@ def measure_host(device: Device) -> dict[str, float]:
     times = [_time_round_trip(device, memory, stream, tensor)]
     while len(times) <= REPETITIONS and sum(map(sum, times)) < MAX_FIGURE_S:
         times.append(_time_round_trip(device, memory, stream, tensor))
-    directions = zip(*(times[1:] or times), strict=True)  # the first copy touches new pages
+    directions = zip(*(times[1:] or times), strict=True)  # leaves out the first copies, which touch new pages
     to_host, to_device = (max(statistics.median(times_s), 1e-9) for times_s in directions)
     table = {"to_host": num_bytes / to_host, "to_device": num_bytes / to_device, "latency_s": _copy_start_s(device)}
     if device.is_async:
@@ -144,8 +147,8 @@ def measure_host(device: Device) -> dict[str, float]:
 
 
 def measure_host_bandwidth(device: Device) -> float:
-    """Returns the bytes per second of a fused AdamW on the host. It steps bucket after bucket and rounds each to bf16, while
-    the next gradients arrive from `device` and the previous weights return to it.
+    """Returns the bytes per second that a fused AdamW on the host moves. It steps one bucket after another and rounds each to
+    bf16, while the next gradients arrive from `device` and the previous weights return to it.
     """
     stepping = HostOptimizerBench(device)
     stepping.step()  # creates the states
@@ -153,12 +156,14 @@ def measure_host_bandwidth(device: Device) -> float:
 
 
 class HostOptimizerBench:
-    """Steps fp32 `parameters` on the host, bucket by bucket. device_weights: the last bucket on `device`, in bf16."""
+    """Steps fp32 `parameters` on the host, one bucket after another. device_weights: the bf16 weights of the last bucket that
+    was copied to `device`.
+    """
 
     def __init__(self, device: Device) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(BUCKET_NUMEL)) for _ in range(NUM_BUCKETS)]
         self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
-        # RING fp32 gradients and RING bf16 weights in host memory, which is page-locked if the device is asynchronous
+        # The host memory holds RING buckets of fp32 gradients and of bf16 weights. It is page-locked if the device has a queue.
         self._memory = [device.host_memory(size * BUCKET_NUMEL) for size in RING * (4, 2)]
         views = [memory.data[: BUCKET_NUMEL * size] for memory, size in zip(self._memory, RING * (4, 2), strict=True)]
         self._gradients_on_host = [view.view(torch.float32).fill_(1.0) for view in views[::2]]
@@ -172,7 +177,9 @@ class HostOptimizerBench:
             stream.wait_for_device()
 
     def step(self) -> float:
-        """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the last rounding."""
+        """Steps all buckets once. Returns the seconds from the arrival of the first gradients to the end of the last
+        rounding.
+        """
         gradient_copies = [self._copy_gradient(index) for index in range(RING)]
         for event in gradient_copies:
             event.wait()
@@ -200,7 +207,7 @@ class HostOptimizerBench:
 
 
 def _copy_start_s(device: Device) -> float:
-    """Returns the seconds of a tiny copy in the faster direction, averaged over consecutive copies."""
+    """Returns the mean seconds of one of many consecutive tiny copies, in the faster direction."""
     memory, stream = device.host_memory(SMALL_BYTES), device.copy_stream()
     tensor = torch.ones(SMALL_BYTES, dtype=torch.uint8, device=device.torch_device)
     lead = Lead(device)
@@ -208,7 +215,7 @@ def _copy_start_s(device: Device) -> float:
     for target, source in ((memory.data, tensor), (tensor, memory.data)):
         stream.copy(target, source)
         host_s = 0.0
-        for _ in range(2):  # the first shows how long the host needs to launch them
+        for _ in range(2):  # the first round shows how long the host needs to launch the copies
             lead(host_s)
             start, start_s = device.moment(), time.perf_counter()
             stream.wait_for_device()
@@ -222,7 +229,9 @@ def _copy_start_s(device: Device) -> float:
 
 
 def _time_round_trip(device: Device, memory: HostMemory, stream: CopyStream, tensor: torch.Tensor) -> tuple[float, float]:
-    """Copies `tensor`, uint8 [bytes], to the host, frees and allocates it, and copies it back. Returns the seconds of each."""
+    """Copies `tensor`, a uint8 tensor, to the host, frees its memory, allocates it again, and copies the data back. Returns the
+    seconds to the host, with the free, and those back, with the allocation.
+    """
     moments = [device.moment()]
     stream.wait_for_device()
     stream.copy(memory.data, tensor)

@@ -1,9 +1,9 @@
-"""Measures the host's seconds of a step outside its layers, from runs of the engine on one-element weights.
+"""Measures the time that the host spends in a step outside the layers, with runs whose weights have one element each.
 
-    a step = step_s + parameter_s x weights + microbatches x (micro_s + gradient_s x weights)
+    seconds of a step = step_s + parameter_s x weights + microbatches x (micro_s + gradient_s x weights)
 
-Runs with few and with many weights, with one and with several microbatches, determine the four figures. Their device is almost
-idle, so a step takes as long as the host: batches, gradients from autograd, norm, clipping, the optimizer, the totals.
+Four runs, with few or many weights and with one or several microbatches, determine the four figures. Their device is almost
+idle, so a step takes as long as its host works: on batches, gradients from autograd, norm, clipping, optimizer and totals.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from sley_estimate.machine import EngineTable
 from sley_trainer.assemble import assemble
 from sley_trainer.run import Run
 
-WEIGHT_COUNTS = 8, 128  # of a run with few weights, and of a run with many
-MICRO_BATCH_COUNTS = 1, 5  # microbatches of a step
+WEIGHT_COUNTS = 8, 128  # the number of weights in runs with few and with many
+MICRO_BATCH_COUNTS = 1, 5  # the number of microbatches in each step
 
 STEPS_PER_TURN, NUM_TURNS = 4, 7
-"""Steps of each run in a turn, and turns. The median turn counts, since other work sometimes slows hosts."""
+"""Each run takes STEPS_PER_TURN steps in each of NUM_TURNS turns. The result is the median over turns, since other work
+sometimes slows a host."""
 
-WARMUP_STEPS = 3  # create optimizer states and orders
+WARMUP_STEPS = 3  # the number of steps before the timed ones, in which optimizer states are created
 
 
 class IndexDataset:
@@ -49,7 +50,7 @@ class IndexDataset:
 
 
 class Weights(nn.Module):
-    """A layer with `count` one-element weights that computes nothing. Each weight gets a gradient."""
+    """A layer with `count` one-element weights, which computes nothing but gives each weight a gradient."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -57,13 +58,15 @@ class Weights(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(torch.ones(1)))
 
     def forward(self, number: Tensor) -> Tensor:
-        """Returns zero, with a graph to all parameters. number: the field of the batch, which a first layer must read."""
+        """Returns a zero whose graph contains all parameters. number: a field of the batch, since a first layer must read
+        one.
+        """
         zero: Tensor = _Zero.apply(*self._parameters.values())  # type: ignore[no-untyped-call]
         return zero
 
 
 def build_weights(count: int) -> list[nn.Module]:
-    """Returns the layers of the model of `count` weights."""
+    """Returns the layers of a model with `count` weights."""
     return [Weights(count)]
 
 
@@ -75,12 +78,12 @@ class _Zero(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        # a separate tensor for each weight, since autograd copies a repeated tensor
+        # Each weight gets a tensor of its own, since autograd would copy a tensor that is returned twice.
         return torch.unbind(gradients[0].to(ctx.dtype).expand(ctx.count, 1).contiguous())
 
 
 class IdentityLoss:
-    """A loss that returns the output."""
+    """A loss that returns the output of the model."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         return float(len(batch["number"]))
@@ -90,7 +93,9 @@ class IdentityLoss:
 
 
 def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]:
-    """Returns the table `[engine]` within two seconds. plan: sets the dtypes of weights and gradients; None means bf16."""
+    """Returns the table `[engine]` of a machine file. Takes about two seconds. plan: its `[precision]` sets the dtypes of
+    weights and gradients; without a plan, weights are bf16.
+    """
     precision = {"compute": plan.precision.compute, "gradients": plan.precision.gradients} if plan else {"compute": "bf16"}
     turns = []
     with ExitStack() as stack, device.preserve_random_state():
@@ -106,7 +111,7 @@ def measure_engine(device: Device, plan: Plan | None = None) -> dict[str, float]
 
 
 def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
-    """Returns the four non-negative figures. seconds: the step seconds for each pair (weights, microbatches)."""
+    """Returns the four figures, none of them negative. seconds: the seconds of a step by (weights, microbatches)."""
     min_count, max_count = MICRO_BATCH_COUNTS
     micro_s, gradient_s = _fit_line(
         {n: (seconds[n, max_count] - seconds[n, min_count]) / (max_count - min_count) for n in WEIGHT_COUNTS}
@@ -116,7 +121,7 @@ def solve_engine_table(seconds: Mapping[tuple[int, int], float]) -> EngineTable:
 
 
 def _fit_line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Returns the intercept and the slope of the line through two points, neither negative."""
+    """Returns the intercept and the slope of the line through two points, each raised to 0 if negative. values: y by x."""
     (first_x, first_y), (second_x, second_y) = values.items()
     slope = max(0.0, (second_y - first_y) / (second_x - first_x))
     return max(0.0, first_y - first_x * slope), slope
@@ -136,7 +141,9 @@ def _engine_plan(device: Device, precision: Mapping[str, str], num_weights: int,
 
 
 def mean_step_s(run: Run, num_steps: int) -> float:
-    """Returns the mean seconds of a step. A step starts before the totals of the previous step are read, as in `Run.train`."""
+    """Returns the mean seconds of `num_steps` steps of `run`. Each step starts before the totals of the previous one are read,
+    as in `Run.train`.
+    """
     device = run.world.device
     current = run.launch(None)
     device.wait_until(device.moment())

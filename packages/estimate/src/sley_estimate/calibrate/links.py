@@ -1,4 +1,6 @@
-"""Measures a machine, and the exchanges between its ranks with the transports of a run, also while they compute."""
+"""Measures a machine, including exchanges between its ranks, alone and while the ranks compute, with the transports of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,24 @@ from sley_estimate.calibrate.engine import measure_engine
 from sley_estimate.machine import MACHINE_FORMAT, MachineFile, machine_from_dict
 from sley_trainer.assemble import keep_freed_memory
 
-SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: few show the latency, many the bandwidth
+SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 23  # bytes of the full tensors: small ones show the latency, large ones the bandwidth
 
 REPETITIONS = 12
 
 PRODUCT_EDGE, NUM_PRODUCTS = 256, 32
-"""The edge of the products computed before or during an exchange, and how many of them are timed first."""
+"""The size of the square matrix products that are computed before or during an exchange, and how many are timed beforehand."""
 
-WORK_S = 2e-3  # seconds of work before an exchange, about half of a layer
-BeginExchange = Callable[[], list[Work]]  # starts an exchange and returns its handles
+WORK_S = 2e-3  # seconds of work before an exchange, as in about half of a layer
+BeginExchange = Callable[[], list[Work]]  # a function that starts an exchange and returns its handles
 
 
 def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> MachineFile | None:
-    """Returns the machine on rank 0 of `world`, and None on other ranks. It is a collective of several ranks, which also
-    measures links.
+    """Returns the measured machine on rank 0 of `world`, and None on other ranks. A collective of all ranks. With several
+    ranks, it also measures their links.
 
-    Rank 0 measures the device and its layers. On CPUs, where ranks share memory and caches, all ranks measure at the same time,
-    and the process keeps freed memory from then on unless the plan disables that. plan: the plan whose layers are timed.
+    Rank 0 measures the device and the layers of `plan`, if any. On CPUs, all ranks measure them at the same time, since they
+    share memory and caches, and the process keeps freed memory from then on unless the plan disables this. timeout_s: the limit
+    of every wait between ranks.
     """
     is_cpu = world.device.type == "cpu"
     if is_cpu and (plan is None or plan.run.keep_freed_memory):
@@ -55,8 +58,9 @@ def measure_machine(world: World, plan: Plan | None, timeout_s: float) -> Machin
 
 
 def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
-    """Returns the table `[links]`, equal on all ranks: latency, bandwidth and overlap of each kind of exchange. The link itself
-    has the figures of the slowest kind. A collective of two or more ranks on one host. timeout_s: the time limit of every wait.
+    """Returns the table `[links]` of a machine file, equal on all ranks: the latency, bandwidth and overlap of each kind of
+    exchange. The link itself has the figures of the slowest kind. A collective of at least two ranks, all on one host.
+    timeout_s: the limit of every wait between ranks.
     """
     size = world.size
     shard_groups = world.groups(Topology.from_sizes(size, wp=size), timeout_s, cross_memory=True)
@@ -75,7 +79,9 @@ def measure_links(world: World, timeout_s: float) -> dict[str, Any]:
 
 
 def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> dict[str, float]:
-    """Returns the latency and bandwidth from which `step.links` computes the seconds of SMALL_BYTES and LARGE_BYTES."""
+    """Returns the `latency_s` and `bandwidth` with which `step.links` computes about `small_s` seconds for an exchange of
+    SMALL_BYTES bytes, and `large_s` for LARGE_BYTES. size: the number of ranks in the exchange.
+    """
     rounds = (2 if exchange_type == "sum" else 1) * (size - 1)
     share = 1.0 if exchange_type == "send" else rounds / size
     slope = max(large_s - small_s, 1e-3 * large_s) / (LARGE_BYTES - SMALL_BYTES)
@@ -86,8 +92,8 @@ def fit_link(small_s: float, large_s: float, exchange_type: str, size: int) -> d
 def prepare_exchanges(
     stage: Group, shards: Group, slices: Group, stages: Group, device: torch.device, num_bytes: int
 ) -> dict[str, BeginExchange]:
-    """Returns, for each kind, a function that starts an exchange of tensors of about `num_bytes`. Each group has all ranks.
-    Messages go between the first two stages, in both directions at the same time.
+    """Returns, by kind of exchange, a function that starts it with full tensors of about `num_bytes` bytes on `device`. Each of
+    the groups has all ranks. Messages are sent between the first two stages, in both directions at the same time.
     """
     full, received = (torch.ones(stage.size, math.ceil(num_bytes / 4 / stage.size), device=device) for _ in range(2))
     shard, message = full[:1].clone(), torch.ones(2, num_bytes // 4, device=device)
@@ -110,34 +116,36 @@ def prepare_exchanges(
 
 
 def end_exchange(works: Sequence[Work]) -> None:
-    """Waits for the results, and for the peers to have this rank's parts."""
+    """Waits until this rank has the results, and until its peers have what it sends."""
     for work in works:
         work.wait_sent()
 
 
 class LinkTimer:
-    """Times exchanges of `groups`. Every method is a collective with an equal result on all ranks."""
+    """Times exchanges of `groups`. Every public method is a collective, and returns the same number on all ranks."""
 
     def __init__(self, groups: Groups, world: World) -> None:
         self.groups, self.device = groups, world.device
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Returns the median seconds of `work` on the slowest rank."""
+        """Returns the median seconds of `work` on the rank where this median is the largest."""
         work()
         times = []
         for _ in range(REPETITIONS):
             start = self.device.moment()
             work()
             times.append(self.device.seconds_between(start, self.device.moment()))
-        # All ranks call this after the same work.
+        # All ranks reach this collective after the same work.
         return float(max(self.groups["control"].gather_objects(statistics.median(times), label="the times of exchanges")))
 
     def exchange_s(self, begin: BeginExchange) -> float:
-        """Returns the median seconds of an exchange on the slowest rank."""
+        """Returns the median seconds of an exchange, which `begin` starts, on the slowest rank."""
         return self.seconds(lambda: end_exchange(begin()))
 
     def seconds_after_work(self, begin: BeginExchange) -> float:
-        """Returns the seconds that an exchange adds to work before it, which desynchronizes the ranks; at least its own."""
+        """Returns the seconds that an exchange adds to work before it, but at least the seconds of the exchange alone. After
+        work, ranks start the exchange at different times.
+        """
         work = self._make_work(WORK_S)
 
         def work_and_exchange() -> None:
@@ -149,7 +157,7 @@ class LinkTimer:
     def overlap(self, begin: BeginExchange) -> float:
         """Returns the share of an exchange, from 0 to 1, that overlaps with work of the same length.
 
-        It is measured on CPUs, where exchange threads need the computing cores. Elsewhere it is 1.
+        It is measured only on CPUs, where the threads of an exchange need cores that compute. On other devices it is 1.
         """
         if self.device.type != "cpu":
             return 1.0
@@ -165,7 +173,7 @@ class LinkTimer:
         return min(1.0, max(0.0, (exchange_s + work_s - both_s) / min(exchange_s, work_s)))
 
     def _make_work(self, seconds: float) -> Callable[[], None]:
-        """Returns a function that computes products for about `seconds`, equally many on all ranks."""
+        """Returns a function that computes matrix products for about `seconds`, the same number of products on all ranks."""
         square, result = (torch.ones(PRODUCT_EDGE, PRODUCT_EDGE, device=self.device.torch_device) for _ in range(2))
 
         def products(count: int) -> None:

@@ -1,1 +1,1 @@
-"""The commands `estimate`, `search` and `calibrate`."""
+"""Implements the commands `train-cli estimate`, `search` and `calibrate`."""
