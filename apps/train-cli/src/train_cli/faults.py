@@ -61,7 +61,7 @@ BUG_HINT = "this is a bug in Sley: please report it with the output of `train-cl
 class Fault:
     """The diagnostics of a failure and the exit code. Without diagnostics nothing is printed, as after Ctrl-C.
 
-    trace: the full traceback. is_unexpected: whether the error is no SleyError, so that torchrun shows its traceback.
+    trace: the full traceback. is_unexpected: whether the error is not a SleyError, so that torchrun shows its traceback.
     """
 
     diagnostics: tuple[Diagnostic, ...]
@@ -181,7 +181,7 @@ def write_stuck_report() -> Diagnostic:
     modules = [
         name for call in frames if (name := call.f_globals.get("__name__", "")).startswith(("sley_core.", "sley_trainer."))
     ]
-    is_waiting = bool(modules) and modules[-1].startswith("sley_core.comm.")  # the innermost module
+    is_waiting = bool(modules) and modules[-1].startswith("sley_core.comm.")  # of the innermost frame in these packages
     place, line = _find_user_code(frames, [call.f_lineno for call in frames])
     message = f"it was at {place.file}:{place.line}" if place else "it was busy"
     diagnostic = Diagnostic(_WAITING_CODE if is_waiting else _BUSY_CODE, message, place=place, source_line=line)

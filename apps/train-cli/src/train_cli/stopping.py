@@ -130,7 +130,7 @@ def sigterm_timeout_s(plan: Plan) -> float:
 
 
 class SignalHandler(AbstractContextManager["SignalHandler"]):
-    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals `warnings`, such as "SIGUSR1".
+    """A context manager that handles SIGINT, SIGTERM, SIGHUP, and the signals named in `warnings`, such as "SIGUSR1".
 
     A thread handles them, since the main thread may be in a collective that never returns. print_line: prints a line when the
     first signal arrives; None if a launcher prints it. report_stuck: called in the thread before it ends a process that has not
@@ -168,7 +168,9 @@ class SignalHandler(AbstractContextManager["SignalHandler"]):
         return None if self._first_signal is None else self._exit_codes[self._first_signal]
 
     def call_on_signal(self, stop: Callable[[], None]) -> None:
-        """Makes the first signal call `stop` in another thread. Until then, signals raise an exception in the main thread."""
+        """Makes the first signal call `stop` in another thread. Before `call_on_signal`, signals raise KeyboardInterrupt or
+        TerminationInterrupt in the main thread.
+        """
         self._stop = stop
 
     def limit_cleanup(self, code: int) -> None:

@@ -207,7 +207,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self[name]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and value of each parameter, as for `run.load_weights`. It is the master weight if there is one."""
+        """Yields the name and value (the master weight, if there is one) of each parameter, as for `run.load_weights`."""
         return ((name.removeprefix(WEIGHTS), self[name]) for name in self.names if name.startswith(WEIGHTS))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -361,7 +361,7 @@ def choose_checkpoint_name(step: int, used_names: Iterable[str]) -> str:
 def examine(folder: Folder, rank: int = 0, num_ranks: int = 1) -> tuple[CheckpointIndex | None, list[Damage]]:
     """Reads the index and this rank's share of the files. Returns the index, or None if it cannot be read, and the damages.
 
-    Each of the `num_ranks` ranks reads different files.
+    Of `num_ranks` ranks, each reads different files.
     """
     try:
         if INDEX not in folder.names():

@@ -1,6 +1,6 @@
 """Connects the members of a group, so that they can read each other's memory and write to each other's inboxes.
 
-Both require the right to trace the peer's process. Processes of one user have this right unless Yama or a container forbids it.
+Either requires the right to trace the peer's process, which processes of one user have unless Yama or a container forbids it.
 `Connection.open` returns None if any pair of ranks lacks it. A process descriptor (`pidfd_open`) identifies each peer, and is
 checked before every copy, since the kernel may reuse the pid of a process that has ended. Only x86-64 is supported, since other
 processors may reorder the writes of an offer (`offers`).
@@ -136,7 +136,7 @@ class _Address(NamedTuple):
 
 
 class Connection:
-    """Reads the memory of the members of a group, and writes to their inboxes. Created by `open`."""
+    """Reads the memory of the members of a group, and writes to their inboxes. Use `open` to create one."""
 
     def __init__(self, members: Members, num_rings: int, timeout_s: float) -> None:
         self.members = members
@@ -149,7 +149,7 @@ class Connection:
 
     @classmethod
     def open(cls, members: Members, num_rings: int, channel: dist.ProcessGroup, timeout_s: float) -> Connection | None:
-        """Connects `members`, or returns None on all of them if any pair cannot connect. A collective over `channel`.
+        """Connects `members`, or returns None on all of them if any pair cannot connect. This is a collective over `channel`.
 
         timeout_s: the time limit of every wait.
         """
