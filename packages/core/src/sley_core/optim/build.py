@@ -1,8 +1,8 @@
-"""Builds parameter groups and torch.optim's optimizers over them, in the fastest form for the device.
+"""Builds parameter groups, and optimizers over them. Optimizers of torch.optim get their fastest implementation for the device.
 
 The parameters of a group have the same learning rate and weight decay. Frozen parameters are in no group until they are
-unfrozen. Names do not depend on the layout, so every layout has the same groups. A parameter belongs to the first group whose
-pattern matches. A tied weight is matched only by its first name.
+unfrozen. A parameter belongs to the first group of the plan whose pattern matches its name; only the first name of a tied
+weight counts. Names do not depend on the layout, so every layout has the same groups.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Groups = Sequence[dict[str, Any]]
 """The parameter groups from `parameter_groups`."""
 
 FUSED_DEVICES = ("cpu", "cuda")
-"""The devices with fused kernels. torch itself checks this only in the first step."""
+"""The types of devices with fused kernels. torch itself checks this only in the first step."""
 
 RESERVED_OPTIONS = {"params", "lr", "weight_decay"}
 """Keys that a factory's `options` must not have, because the values of the groups would silently replace them."""
 
 
 def adamw(config: AdamWConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    """Builds torch.optim.AdamW over `groups`; fused if `device` supports it (a CPU does), else foreach."""
+    """Builds torch.optim.AdamW over `groups` by `_build_fastest`."""
     return _build_fastest(torch.optim.AdamW, groups, device, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
 
 
 def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.Optimizer:
-    """Builds torch.optim.SGD over `groups`; fused if `device` supports it (a CPU does), else foreach."""
+    """Builds torch.optim.SGD over `groups` by `_build_fastest`."""
     options = {"momentum": config.momentum, "dampening": config.dampening, "nesterov": config.nesterov}
     return _build_fastest(torch.optim.SGD, groups, device, lr=config.lr, **options)
 
@@ -45,8 +45,8 @@ def sgd(config: SGDConfig, groups: Groups, device: torch.device) -> torch.optim.
 def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: torch.device) -> torch.optim.Optimizer:
     """Builds an optimizer of the class that the plan names over `groups`, with the plan's options.
 
-    Raises PlanError "factory-import" if the class does not exist, and "optimizer-factory" if it needs a closure or does not
-    accept the plan's options.
+    Raises PlanError "factory-import" if the class does not exist, and "optimizer-factory" if it is no subclass of
+    torch.optim.Optimizer, needs a closure, or does not accept the plan's options.
     """
     path = config.factory
     optimizer_class: Any = import_factory(path, ("optimizer",), None)
@@ -75,10 +75,10 @@ def build_from_factory(config: FactoryOptimizerConfig, groups: Groups, _device: 
 def _build_fastest(
     kind: type[torch.optim.Optimizer], groups: Groups, device: torch.device, **options: Any
 ) -> torch.optim.Optimizer:
-    """Builds `kind(groups, **options)`: fused, which on a CPU takes a quarter of the time, or else foreach.
+    """Builds `kind(groups, **options)` with torch's fused implementation, which on a CPU takes a quarter of the time.
 
-    It is foreach if `device` has no fused kernels, or if a group sets `foreach`, because a fused CPU kernel rounds the last
-    elements of a tensor differently.
+    Uses the foreach implementation if `device` has no fused kernels, or if a group sets `foreach`, as plans do whose results
+    must not depend on the layout: a fused CPU kernel rounds the last elements of a tensor differently.
     """
     is_fused = device.type in FUSED_DEVICES and not any(group.get("foreach") for group in groups)
     form: dict[str, Any] = {"fused": True} if is_fused else {"foreach": True}
@@ -93,9 +93,9 @@ def _factory_error(message: str, key: str = "factory", hint: str | None = None) 
 def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping[str, str] | None = None) -> set[str]:
     """Returns the subset of `names` that the plan freezes.
 
-    names: all parameter names of the full model. aliases: the other names of tied weights, which groups cannot match, with the
-    name to use instead. Raises PlanError "group-unmatched" for every group that matches no parameter, and "all-frozen" if all
-    parameters are frozen.
+    names: the names of all parameters of the whole model. aliases: each further name of a tied weight, which groups cannot
+    match, with the weight's first name. Raises PlanError "group-unmatched" with every group that no parameter belongs to, and
+    "all-frozen" if all parameters are frozen.
     """
     all_names = list(names)
     group_index = {name: _first_match(name, config.groups) for name in all_names}
@@ -113,7 +113,7 @@ def frozen_names(names: Iterable[str], config: OptimizerConfig, aliases: Mapping
 
 
 UNIFORM_ROUNDING = {"foreach": True}
-"""The option of every group if the bits of an element must not depend on its position in a tensor."""
+"""The option that every group gets if the bits of an updated element must not depend on its position in a tensor."""
 
 
 def parameter_groups(
@@ -122,14 +122,15 @@ def parameter_groups(
     more: Mapping[str, Any] | None = None,
     roles: Mapping[str, ParameterRole] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns torch.optim's parameter groups, one for each (learning rate, weight decay, role), in the order of the parameters.
+    """Returns torch.optim's parameter groups, one for each combination of learning rate, weight decay and role, in the order of
+    the parameters.
 
-    params: objects with `name`, `parameter` and `decays` (whether the optimizer's own weight decay applies, i.e. the parameter
-    is a matrix and belongs to no norm), without frozen parameters. more: additional options for every group. roles: the role
-    of each parameter by name, if the optimizer has roles.
+    params: objects with `name`, `parameter` and `decays`, none of them frozen. `decays` says whether the optimizer's weight
+    decay applies: whether the parameter is a matrix and belongs to no norm. more: additional options for every group. roles:
+    the role of each parameter by name, if the optimizer has roles.
 
-    A weight decay of the table's group always applies. `initial_lr` is the full rate that `scale_learning_rate` scales. Without
-    parameters there is one empty group, which torch.optim accepts.
+    A weight decay that a group of the plan sets applies to all of its parameters. `initial_lr` is the full rate, which
+    `scale_learning_rate` scales. Without parameters, returns one empty group, which torch.optim accepts.
     """
     groups: dict[tuple[float, float, str | None], list[torch.Tensor]] = {}
     for param in params:
@@ -152,7 +153,7 @@ def parameter_groups(
 
 
 def scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets every group's rate to `factor` times its full rate (`initial_lr`)."""
+    """Sets the learning rate of every group to `factor` times its full rate (`initial_lr`)."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
@@ -168,7 +169,7 @@ def _first_match(name: str, groups: Sequence[GroupConfig]) -> int | None:
 def _unmatched_diagnostic(
     index: int, names: Sequence[str], groups: Sequence[GroupConfig], aliases: Mapping[str, str]
 ) -> Diagnostic:
-    """Returns the diagnostic of group `index`, which has no parameter. The reason is an earlier group, a tie or a typo."""
+    """Returns the diagnostic of group `index`, to which no parameter belongs because of an earlier group, a tie or a typo."""
     pattern = groups[index].match
     path = ("optimizer", "groups", index, "match")
     matches = [name for name in names if fnmatchcase(name, pattern)]
@@ -189,8 +190,9 @@ def _unmatched_diagnostic(
 def split_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Makes a fused SGD accept parameters whose first gradient comes late; returns the same `optimizer`.
 
-    torch's fused SGD creates the momentum of all parameters of a group in one step, and fails with a TypeError if some already
-    have it. A step hook moves the late ones into a new group. Other optimizers need nothing.
+    torch's fused SGD creates the momentum buffers of all parameters of a group in one step, and fails with a TypeError if some
+    of them already have one. A hook before each step moves the parameters without one into a new group. Does not change other
+    optimizers.
     """
     if isinstance(optimizer, torch.optim.SGD):
         optimizer.register_step_pre_hook(_split_groups)
@@ -198,7 +200,7 @@ def split_late_gradients(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, _args: Any, _options: Any) -> None:
-    """Moves parameters with a gradient but no momentum into a new group, if other parameters of the group have momentum."""
+    """Moves parameters with a gradient but no momentum buffer into a new group if others in their group have a buffer."""
     for group in list(optimizer.param_groups):
         if not (group.get("fused") and group["momentum"]):
             continue
@@ -219,11 +221,11 @@ COMPILER_WRAPPED_METHODS: tuple[Callable[..., Any], ...] = (
 
 
 def avoid_compiler_import() -> None:
-    """Makes the optimizer methods that a run calls work without importing torch's compiler.
+    """Lets a run call the methods of optimizers without importing torch's compiler.
 
     torch wraps functions that its compiler must not trace, such as `add_param_group`, in a function that imports the compiler
-    at its first call: 850 modules and a second of processor time in every rank. The wrapper caches the function that it then
-    calls in an attribute; if the attribute is set before, nothing is imported. Only compiled code would notice a difference.
+    at its first call: 850 modules, and a second of processor time on every rank. The wrapper caches the function to call in an
+    attribute. If the attribute is set beforehand, the wrapper imports nothing. The difference matters only to compiled code.
     """
     for function in COMPILER_WRAPPED_METHODS:
         wrapped = getattr(function, "__wrapped__", None)
@@ -235,7 +237,7 @@ def avoid_compiler_import() -> None:
 def compiler_free_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Returns a subclass of torch's optimizer class `kind` whose `step` does not import the compiler.
 
-    It does not support `differentiable`. Instances are pickled and copied as instances of `kind`.
+    The subclass does not support the option `differentiable`. Its instances are pickled and copied as instances of `kind`.
     """
     unwrapped_step: Any = inspect.unwrap(kind.step)
 

@@ -1,4 +1,4 @@
-"""The tables `[optimizer]` and `[learning_rate]` of core, and the scope of an update. Imports no torch."""
+"""Core's types of the tables `[optimizer]` and `[learning_rate]`, and the scopes of updates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class GroupConfig(Table):
-    """Options for the parameters that match a pattern. The first matching group in the list applies."""
+    """Options for the parameters whose names match a pattern. To each parameter, the first matching group applies."""
 
     match: Annotated[str, Field(min_length=1)]
-    """A pattern on parameter names, in which `*` matches any text, including dots: `blocks.0.*`, `*.bias`."""
+    """A pattern for parameter names, such as `blocks.0.*` or `*.bias`. `*` matches any text, including dots."""
 
     lr: PositiveFloat | None = None
-    """The learning rate of these parameters. The default is the optimizer's."""
+    """The learning rate of these parameters. The default is the optimizer's learning rate."""
 
     weight_decay: NonNegativeFloat | None = None
-    """The weight decay of these parameters, including norms and biases. The default is the optimizer's, for matrices only."""
+    """The weight decay of these parameters, including norms and biases. The default is the optimizer's weight decay for
+    matrices, and 0 for norms and biases.
+    """
 
     freeze: bool = False
-    """Whether these parameters are frozen: they get no gradient and no update."""
+    """Whether these parameters are frozen, i.e. get no gradients and no updates."""
 
     @field_validator("freeze")
     @classmethod
     def _frozen_has_no_options(cls, freeze: bool, info: ValidationInfo) -> bool:
-        """Raises ValueError for a frozen group with options, which would have no effect."""
+        """Raises ValueError if a frozen group has other options, which would have no effect."""
         ignored = [key for key in ("lr", "weight_decay") if info.data.get(key) is not None]
         if freeze and ignored:
             raise ValueError(f"`{ignored[0]}` has no effect in a group with `freeze = true`")
@@ -47,10 +49,14 @@ class OptimizerConfig(Table):
     """The weight decay of matrices. Norms and biases have none unless a group sets it."""
 
     clip_norm: PositiveFloat | None = None
-    """The maximum gradient norm of the whole model; larger gradients are scaled down. By default, gradients are not clipped."""
+    """The largest gradient norm of the whole model; gradients with a larger norm are scaled down to it. By default, gradients
+    are not clipped.
+    """
 
     clip_kind: Annotated[float, Field(ge=1)] | Literal["inf"] = 2.0
-    """The norm for `grad_norm` and clipping: p for the p-norm, `"inf"` for the largest element."""
+    """The norm that clipping and the metric `grad_norm` use: a number p for the p-norm, or `"inf"` for the largest absolute
+    value.
+    """
 
     groups: Array[GroupConfig] = ()
     """Options by parameter name. The first group that matches a name applies."""
@@ -108,7 +114,9 @@ class LearningRateConfig(Table):
     """The common keys of core's learning-rate tables."""
 
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises to its full value; the first of them has 1/warmup_steps of it, not 0."""
+    """The number of steps over which the rate rises to its full value. The first step has 1/warmup_steps of the full rate, not
+    0.
+    """
 
 
 class ConstantConfig(LearningRateConfig):
@@ -119,7 +127,7 @@ class DecayConfig(LearningRateConfig):
     """The common keys of decaying learning rates."""
 
     min_ratio: Fraction = 0.1
-    """The fraction of the full rate in the last step. At 0 the last step changes nothing."""
+    """The fraction of the full rate in the last step. With 0, the last step does not change the weights."""
 
     decay_steps: PositiveInt | None = None
     """The number of steps of the decay. The default is all steps after the warm-up."""
@@ -134,7 +142,7 @@ class CosineConfig(DecayConfig):
 
 
 class WarmupStableDecayConfig(DecayConfig):
-    """A constant rate, then a decay over the last `decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
+    """A constant rate, followed by a decay over the last `decay_steps` steps (Hu et al., 2024, MiniCPM, section 4)."""
 
     decay_steps: PositiveInt | None = None
     """The number of steps of the decay at the end of the run. The default is a tenth of the run."""
@@ -144,19 +152,17 @@ class WarmupStableDecayConfig(DecayConfig):
 
 
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"})
-"""The classes of torch.optim that update each element only from its own gradient, its own states and the step."""
+"""The classes of torch.optim whose update of an element depends only on its own gradient, its own states and the step."""
 
 PER_MATRIX = frozenset({"Adafactor", "Muon"})
-"""Those that look at rows, columns or a root mean square of a whole parameter."""
+"""The classes of torch.optim whose update of an element depends on all gradients of its parameter."""
 
 
 def scope_of(record: Record | None, config: Table) -> Scope | Literal["unknown"]:
-    """Returns the scope that the record or the factory's table declares; else that of torch.optim's own classes.
+    """Returns the scope that the record or the factory's table declares, or else the known scope of a class of torch.optim;
+    "unknown" for any other class.
 
-    "unknown" for another class without a declaration.
-
-    A layout that gives a rank only a part of each matrix, or of the model, would change the result if an update looks
-    further.
+    An update needs all gradients in its scope on one rank. In a layout that leaves a rank with fewer, its result would change.
     """
     if isinstance(record, OptimizerRecord):
         return record.scope

@@ -1,7 +1,7 @@
-"""Learning rates: pure functions from the step (0, 1, ...) to the fraction of the full rate. Imports no torch.
+"""Learning rates: pure functions from the step (0, 1, ...) to a fraction of the full rate. Imports no torch.
 
-A warm-up of w steps gives 1/w, 2/w, ..., 1, so no step has a rate of 0. A decay starts from the last step at the full rate and
-reaches exactly `min_ratio` at its end, by default the run's last step, and then stays there.
+A warm-up of w steps gives 1/w, 2/w, ..., 1, so no step has a rate of 0. A decay starts after the last step at the full rate. At
+its end, by default the run's last step, it reaches exactly `min_ratio`, and stays there.
 
        1 ┤  ╭───────╮           core.warmup_stable_decay;
          │ ╱         ╲          linear and cosine have no level stretch
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from sley_core.plan.plan import Plan
 
 Factor = Callable[[int], float]
-"""The share of the full rate at a step."""
+"""A function from a step to the fraction of the full rate."""
 
 Shape = Callable[[float], float]
-"""Returns the remaining fraction of the decay at a progress in [0, 1]: 1 at 0, 0 at 1, never rising."""
+"""A function from the progress of a decay, in [0, 1], to the part of the decay that remains: it falls from 1 at 0 to 0 at 1."""
 
 SHAPES: dict[str, Shape] = {
     "linear": lambda progress: 1.0 - progress,
@@ -38,12 +38,12 @@ SHAPES: dict[str, Shape] = {
 
 
 def constant(config: ConstantConfig, _num_steps: int) -> Factor:
-    """Returns a factor of 1 after the warm-up."""
+    """Returns a function that is 1 after the warm-up."""
     return lambda step: _warmup(step, config.warmup_steps)
 
 
 def decay(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
-    """Returns a factor that decays from 1 to `min_ratio` after the warm-up, by default until the run's last step."""
+    """Returns a function that falls from 1 to `min_ratio` after the warm-up, by default until the run's last step."""
     last_full = max(config.warmup_steps - 1, 0)
     decay_steps = config.decay_steps or max(num_steps - 1 - last_full, 1)
     shape = SHAPES["cosine" if isinstance(config, CosineConfig) else "linear"]
@@ -51,7 +51,9 @@ def decay(config: LinearConfig | CosineConfig, num_steps: int) -> Factor:
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Factor:
-    """Returns a factor of 1 that decays over the last `decay_steps`. Raises PlanError "learning-rate-steps"."""
+    """Returns a function that is 1 after the warm-up and falls to `min_ratio` over the last `decay_steps` steps. Raises
+    PlanError "learning-rate-steps" if warm-up and decay are longer than the run.
+    """
     decay_steps = config.decay_steps or math.ceil(num_steps / 10)
     if config.warmup_steps + decay_steps > num_steps:
         raise PlanError(
@@ -65,7 +67,9 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, num_steps: int) -> Fact
 
 
 def _decay_factor(shape: Shape, warmup_steps: int, last_full: int, decay_steps: int, min_ratio: float) -> Factor:
-    """Returns a factor: warm-up, 1 up to the step `last_full`, then along `shape` to `min_ratio` within `decay_steps`."""
+    """Returns a function with a warm-up. It is 1 until the step `last_full`, and falls to `min_ratio` in the next `decay_steps`
+    steps.
+    """
 
     def factor(step: int) -> float:
         """Returns the share of the full rate at `step`."""
@@ -83,10 +87,10 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 def learning_rate_factor(plan: Plan) -> Factor:
-    """Returns the plan's learning rate, as a share of the full rate.
+    """Returns the plan's learning rate as a function from the step to the fraction of the full rate.
 
-    Raises PlanError "learning-rate" for a factory that gives no function; the function raises it for a share that is
-    negative or not finite.
+    Raises PlanError "learning-rate" if the plan's factory does not return a function. The result raises the same error for a
+    fraction that is negative or not finite.
     """
     factor: Factor = plan.learning_rate.build(plan.run.steps)
     if plan.learning_rate.record is not None:
@@ -117,13 +121,15 @@ def _rate_error(plan: Plan, message: str) -> SleyError:
 
 
 def shares_digest(factor: Factor, num_steps: int) -> str:
-    """Returns a digest of the shares at up to 65 steps, which ranks compare."""
+    """Returns a digest of the results of `factor` at up to 65 steps of the run. Ranks compare it."""
     steps = sorted({num_steps * part // 64 for part in range(65)})
     return sha256(repr([factor(step) for step in steps]).encode()).hexdigest()
 
 
 def check_learning_rate(plan: Plan) -> Iterable[Problem]:
-    """Yields a problem if the parts of `core.warmup_stable_decay` do not fit into the run; core's other curves always do."""
+    """Yields a problem if warm-up and decay of `core.warmup_stable_decay` are longer than the run; core's other schedules fit
+    any run.
+    """
     config = plan.learning_rate.config
     if isinstance(config, WarmupStableDecayConfig):
         try:

@@ -1,8 +1,9 @@
-"""The values of an optimizer besides the states of its parameters: group options, states under other keys, attributes,
-gradients, a seed for each step, and two modes; and steps that are skipped on the device.
+"""Everything that an optimizer keeps besides the states of its parameters: the options of groups, states under other keys, and
+attributes; its modes and other traits; and steps that are skipped on the device.
 
-torch has no location for a number that belongs to the optimizer, such as a step count, so each class stores it elsewhere. Here
-each such value has a name, so that a step in buckets counts once, and checkpoints contain it.
+torch defines no place for a number that belongs to the whole optimizer, such as a step count, so each class stores it
+elsewhere. Here each such value has a location, so that checkpoints can contain it, and a step that updates the parameters in
+buckets counts only once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sley_core.errors import RunError
 
 Shared: TypeAlias = dict[tuple[str, Any, Any], Any]
-"""Values by location: `("option", number of the group, key)`, `("state", "", key)` and `("attribute", path, name)`."""
+"""Values by location: `("option", index of the group, key)`, `("state", "", key)` or `("attribute", path of the optimizer,
+name)`.
+"""
 
 
 def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
-    """Returns the live values that can be copied, which are plain data."""
+    """Returns the optimizer's live values that are plain data, by location."""
     values: Shared = {}
     for number, group in enumerate(optimizer.param_groups):
         values |= {("option", number, key): value for key, value in group.items() if key != "params" and is_plain(value)}
@@ -38,7 +41,9 @@ def shared_values(optimizer: torch.optim.Optimizer) -> Shared:
 
 
 def set_values(optimizer: torch.optim.Optimizer, values: Shared) -> None:
-    """Moves `values` to their locations in the optimizer, and removes all other values. A dict stays the same object."""
+    """Puts `values` at their locations in the optimizer, and removes all its other values. Dicts at these locations stay the
+    same objects.
+    """
     owners = dict(_owners(optimizer))
     for location in shared_values(optimizer).keys() - values.keys():
         _find_containing_dict(optimizer, owners, location).pop(location[2])
@@ -60,12 +65,12 @@ def load_optimizer_state(
     initial: Shared,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
-    """Sets the full state of the optimizer by its own `load_state_dict`, which chooses the devices.
+    """Sets the whole state of the optimizer by its own `load_state_dict`, which chooses the devices.
 
     states: the state of each parameter, by its `id`. options: the restored options of each group. shared: the states under
-    other keys, and the attributes. initial: the initial attributes, for those that `shared` lacks. dtypes: the dtype of each
-    parameter when its states were saved, by its `id`. States of this dtype are cast to the parameter's present dtype; others
-    keep their dtypes.
+    other keys, and the attributes. initial: the initial attributes, which are used where `shared` has none. dtypes: the dtype
+    that each parameter had when its states were saved, by its `id`. States of this dtype are cast to the parameter's present
+    dtype; other states keep their dtypes.
     """
     groups, state_by_key = optimizer.param_groups, optimizer.state
     packed = optimizer.state_dict()
@@ -104,7 +109,7 @@ def _restore_dtypes(loaded: Any, saved: Any, parameter_dtype: torch.dtype) -> An
 
 
 def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group that differ from the optimizer's defaults."""
+    """Returns the options of a group that differ from the optimizer's defaults, except `PLAN_OPTIONS`."""
     defaults = optimizer.defaults
     return {
         key: value
@@ -114,7 +119,7 @@ def options_to_save(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def shared_to_save(optimizer: torch.optim.Optimizer, initial: Shared) -> Shared:
-    """Returns the values for a checkpoint in addition to options and parameter states: states under other keys, and attributes
+    """Returns the values to save in addition to options and the states of parameters: states under other keys, and attributes
     that differ from those in `initial`. Raises RunError "optimizer-state" for a state that is not plain data.
     """
     current = {location: value for location, value in shared_values(optimizer).items() if location[0] != "option"}
@@ -144,7 +149,7 @@ def _find_containing_dict(
 
 
 def changed_values(before: Shared, after: Shared) -> Shared:
-    """Returns the values in `after` that are new or changed; a tensor on a device counts as changed."""
+    """Returns the values in `after` that `before` lacks or that differ from it. A tensor on a device counts as different."""
     return {
         location: value for location, value in after.items() if location not in before or not is_equal(value, before[location])
     }
@@ -168,8 +173,9 @@ def can_compare(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether `value` is plain data: numbers, strings, tensors of one element, and lists, tuples
-    and dicts of them."""
+    """Returns whether `value` is plain data: None, numbers, strings, bytes, tensors of at most one element, and lists, tuples
+    and dicts of these.
+    """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return True
     if isinstance(value, Tensor):
@@ -185,7 +191,9 @@ def extra_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """Yields the owner's path, name and value of each attribute that is not torch's, including those of wrapped optimizers."""
+    """Yields (path, name, value) of each attribute that is not torch's. path: that of the optimizer with the attribute; wrapped
+    optimizers are included.
+    """
     for path, owner in _owners(optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _torch_attributes() and not isinstance(value, torch.optim.Optimizer):
@@ -193,7 +201,7 @@ def extra_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, st
 
 
 def _owners(optimizer: torch.optim.Optimizer, path: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yields the path and value of the optimizer, and of each wrapped optimizer that shares its groups and states."""
+    """Yields (path, optimizer) for the optimizer itself, and for each wrapped optimizer that shares its groups and states."""
     yield path, optimizer
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer and _is_shared(value, optimizer):
@@ -219,9 +227,9 @@ def _torch_attributes() -> frozenset[str]:
 class Traits:
     """Describes the behaviour of an optimizer.
 
-    keeps_gradients: whether it keeps the gradient tensors instead of copies. draws: whether its steps draw random numbers.
-    has_modes: whether it has `train()` and `eval()`, like schedule-free optimizers, whose weights after `eval()` are evaluated
-    and saved.
+    keeps_gradients: whether its states refer to gradient tensors instead of copies of them. draws: whether its steps draw
+    random numbers. has_modes: whether it has `train()` and `eval()`, as schedule-free optimizers do. The weights after `eval()`
+    are then evaluated and saved.
     """
 
     keeps_gradients: bool = False
@@ -259,15 +267,17 @@ def copy_gradients_first(optimizer: torch.optim.Optimizer, step: Callable[[], An
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `step_if` can skip a step of `optimizer`, as torch's fused optimizers allow.
+    """Returns whether `step_if` can skip a step of `optimizer`, as is true of torch's fused optimizers.
 
-    It cannot skip the first step, in which SGD creates its momentum from the kernel's output.
+    It cannot skip the first step, in which SGD creates its momentum buffers from the kernel's output.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_if(optimizer: torch.optim.Optimizer, allowed: Tensor) -> None:
-    """Calls `optimizer.step()`, which changes nothing if `allowed`, a bool on the device, is false; does not synchronise."""
+    """Calls `optimizer.step()` so that it changes nothing if `allowed`, a bool tensor on the device, is false. Does not
+    synchronise.
+    """
     fused: Any = optimizer
     fused.grad_scale, fused.found_inf = None, (~allowed).float()
     try:

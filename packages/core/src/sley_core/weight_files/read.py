@@ -1,4 +1,4 @@
-"""Reads folders of safetensors files, which contain no code, unlike pickles. Imports torch only to read values."""
+"""Reads folders of safetensors files, which, unlike pickles, contain no code. Imports torch only to read values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorReader(Protocol):
 
 
 class WeightFiles:
-    """Reads the tensors in `folder`: those in `model.safetensors`, or in the files of the index.
+    """Reads the tensors in `folder`: those in `model.safetensors`, or else those in the files that the index names.
 
     Raises RunError "weight-files" if there are no such files, if a file is missing, truncated or not a safetensors file, or if
     the index does not match the files.
@@ -78,7 +78,9 @@ class WeightFiles:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Returns a copy of the tensor `name`, so that `file` does not stay mapped. Raises RunError "weight-files"."""
+    """Returns a copy of the tensor `name`, so that `file` does not stay mapped. Raises RunError "weight-files" if it cannot be
+    read.
+    """
     with open_safetensors(file, "pt") as content:
         tensor: Tensor = content.get_tensor(name).clone()
     return tensor
@@ -86,7 +88,9 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 @contextmanager
 def open_safetensors(file: Path, framework: str) -> Iterator[Any]:
-    """Opens a safetensors file for the block. Raises RunError "weight-files" for an error within the block."""
+    """Opens a safetensors file for the block. Converts errors of files and of safetensors within the block to RunError
+    "weight-files".
+    """
     try:
         with safe_open(file, framework=framework) as content:
             yield content
@@ -123,7 +127,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files_error(message: str, hint: str | None = None) -> RunError:
-    """Returns RunError "weight-files"."""
+    """Returns RunError "weight-files" with `message` and `hint`."""
     return RunError("weight-files", message, hint=hint)
 
 
@@ -139,15 +143,15 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files that `save_pretrained` of a tokenizer may write."""
+"""The names of the files that `save_pretrained` of a tokenizer may write."""
 
 
 RANDOM_SETTINGS = ("dropout", "alpha", "nbest_size")
-"""The settings of BPE and Unigram that make tokenization random."""
+"""The settings of BPE and Unigram models that make tokenization random."""
 
 
 def deterministic_tokenizer_json(text: str) -> str:
-    """Returns the text of a `tokenizer.json` with truncation, padding and random settings turned off, as in training."""
+    """Returns the text of a `tokenizer.json` with truncation, padding and `RANDOM_SETTINGS` turned off, as in training."""
     try:
         content = json.loads(text)
         settings = {key: None for key in ("truncation", "padding") if content.get(key) is not None}

@@ -1,8 +1,8 @@
-"""Writes safetensors files and their index into a folder that appears completely or not at all.
+"""Writes safetensors files and their index into a folder, which appears completely or not at all.
 
     begin_folder(folder) ──> TensorFiles: add ── add ... ── close, each file by one process ──> complete_folder
 
-Tensors are written one at a time, unlike with the safetensors library, so only one gathered tensor is in memory.
+Unlike the safetensors library, this module writes one tensor at a time, so only one gathered tensor is in memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from sley_core.comm.group import Group
 
 FILE_BYTES = 5 * 10**9
-"""The largest size of a file, as in Hugging Face's libraries; a larger tensor has its own file."""
+"""The largest size of a file in bytes, as in Hugging Face's libraries; a larger tensor gets a file of its own."""
 
 WEIGHT_FILE_PATTERNS = ("model*.safetensors", INDEX)
-"""Name patterns of weight files."""
+"""Patterns that match the names of weight files and of their index."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -50,7 +50,7 @@ DTYPES = {
 Item = TypeVar("Item")
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-"""The dtypes by their names in safetensors."""
+"""torch's dtypes, by their names in safetensors."""
 
 _BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
@@ -75,7 +75,9 @@ class Spec(NamedTuple):
 
 
 def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: float) -> list[list[Item]]:
-    """Splits `items`, in their order, into parts with a total size of at most `cap`. A larger item is a part by itself."""
+    """Splits `items`, in their order, into parts whose total sizes are at most `cap`. An item larger than `cap` is a part by
+    itself.
+    """
     parts: list[list[Item]] = []
     remaining = -1.0
     for item in items:
@@ -89,8 +91,8 @@ def split_by_size(items: Iterable[Item], size_of: Callable[[Item], float], cap: 
 
 
 def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Returns the first bytes of a safetensors file, and the offset of each tensor in the file. Wide dtypes come first, so that
-    each offset is a multiple of the element size.
+    """Returns the first bytes of a safetensors file, up to its data, and the offset of each tensor in the file. Tensors with
+    wide dtypes come first, so that each offset is a multiple of the element size.
 
         8 bytes: length of the header | header: JSON, name -> dtype, shape, bytes from .. to | data
     """
@@ -109,7 +111,7 @@ def build_header(specs: Iterable[Spec], metadata: Mapping[str, str]) -> tuple[by
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the host, as a view that keeps the tensor alive.
 
-    A view by numpy would make the memory not resizable, so it could no longer be offloaded.
+    This does not use numpy, because a storage with a numpy view cannot be resized, and hence not be offloaded.
     """
     if not tensor.numel():
         return memoryview(b"")
@@ -120,10 +122,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFiles(AbstractContextManager["TensorFiles"]):
-    """Writes new safetensors files in `folder`, one after the other. Methods raise OSError.
+    """Writes new safetensors files into `folder`, one after the other. Methods raise OSError if they cannot write.
 
-    files: the tensors of each file by file name. The tensors of a file must be added together, each once. A file that is not
-    closed when the block ends is incomplete. metadata: the metadata of each file.
+    files: the specs of the tensors in each file, by file name. Each tensor must be added once, and the tensors of a file one
+    after the other. Call `close` after the last tensor: a file that is still open at the end of the `with` block is incomplete.
+    metadata: the metadata of each file.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class TensorFiles(AbstractContextManager["TensorFiles"]):
         self._file.write(bytes_of(value.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Closes the last file after it has been synced to the disk."""
+        """Syncs the open file to the disk and closes it. All of its tensors must have been added."""
         if self._file is not None:
             missing = sorted(name for name, (file_name, _) in self._pending.items() if file_name == self._file_name)
             assert not missing, f"{missing} were not written"
@@ -185,12 +188,12 @@ def file_names(count: int) -> list[str]:
 
 
 def scratch_folder(folder: Path) -> Path:
-    """Returns the sibling of `folder` in which its files are written first."""
+    """Returns the path of the folder next to `folder` in which its files are written first."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 
 def begin_folder(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -> Path:
-    """Creates the empty folder `scratch_folder(folder)` and returns it. Raises RunError "weights-folder"."""
+    """Creates the empty folder `scratch_folder(folder)` and returns it. Raises OSError and the errors of `check_replaceable`."""
     check_replaceable(folder, patterns)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_folder(folder)
@@ -200,7 +203,9 @@ def begin_folder(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -
 
 
 def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -> None:
-    """Raises RunError "weights-folder" if `folder` has files other than `patterns`, which `complete_folder` would remove."""
+    """Raises RunError "weights-folder" if `folder` exists and is not a folder, or has files that match none of `patterns`,
+    since `complete_folder` would remove them.
+    """
     if folder.exists() or folder.is_symlink():
         is_folder = folder.is_dir() and not folder.is_symlink()
         foreign_files = [path for path in folder.iterdir() if not any(map(path.match, patterns))] if is_folder else []
@@ -210,9 +215,9 @@ def check_replaceable(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTER
 
 
 def complete_folder(folder: Path, files: Mapping[str, Sequence[Spec]]) -> None:
-    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`. Raises OSError.
+    """Writes the index if there are several files, and replaces `folder` by `scratch_folder(folder)`.
 
-    The previous content is kept until the new content is in place.
+    Removes the previous folder only after the new folder is in place. Raises OSError.
     """
     scratch, backup = scratch_folder(folder), folder.with_name(f".{folder.name}.before")
     if len(files) > 1:
@@ -247,11 +252,12 @@ def write_tensors(
     max_file_bytes: int,
     write_extras: Callable[[Path], None] | None = None,
 ) -> list[str]:
-    """Writes tensors of `source` into the new folder `out`, which appears when all files are on the disk; returns the file
-    names.
+    """Writes tensors of `source` into the new folder `out`, which appears once all files are on the disk. Returns the names of
+    the weight files.
 
-    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes additional files into a
-    folder. Raises RunError "weight-files" if `out` cannot be written.
+    names: (name in `source`, name in the files) of each tensor. write_extras: a function that writes additional files into the
+    folder that it is given. Raises RunError "weight-files" if `out` cannot be written, and "weights-folder" if `out` is not
+    empty.
     """
     source_names = {file_name: source_name for source_name, file_name in names}
     specs = [Spec(file_name, *source.kind(source_name)) for file_name, source_name in source_names.items()]
@@ -275,17 +281,17 @@ def write_tensors(
 
 
 PATIENCE_S = 10.0
-"""The time in which a network file system must show one host's files on another host."""
+"""The seconds after which a network file system must show one host's files on another host."""
 
 _POLL_S = 0.05
 _FIRST_FILE = "rank-00000"
 
 
 class ProbeFolder(Protocol):
-    """A temporary folder for a probe. The first written file creates it."""
+    """A temporary folder for `probe`. The first write creates it."""
 
     def write(self, name: str, chunks: Iterable[bytes]) -> object:
-        """Writes a file, under its name once it is complete."""
+        """Writes the file `name`, which appears once it is complete."""
 
     def names(self) -> list[str]:
         """Returns the names of the files; [] if the folder does not exist."""
@@ -321,16 +327,16 @@ def probe(
     *,
     writes: bool = True,
 ) -> None:
-    """Raises RunError "checkpoint-folder" on all ranks unless all of them see one folder and can write in it.
+    """Raises RunError "checkpoint-folder" on all ranks unless all of them see the same folder and can write into it. A
+    collective of `control`. Leaves no files behind.
 
-    All ranks of `control` call it, and it leaves no files. place: the path or URL of the folder. open_folder: returns a
-    temporary folder in it, whose name contains the token that is passed. timeout_s: the limit of an exchange between ranks.
-    problem: returns the reason why rank 0 refuses the folder, or "". writes: whether this rank will write there, as rank 0
-    always does.
+    place: the path or URL of the folder. open_folder: a function that takes a token and returns a temporary folder in the
+    folder, with the token in its name. timeout_s: the time limit of an exchange between ranks. problem: a function that returns
+    the reason why rank 0 refuses the folder, or "". writes: whether this rank will write into the folder; rank 0 always does.
     """
 
     def attempt(step: Callable[[], str]) -> str:
-        """Returns the text that `step` returns, or its error, since the other ranks wait for an answer."""
+        """Returns the result of `step`, or a description of its error, since the other ranks wait for an answer."""
         try:
             return step()
         except Exception as error:  # whatever a file system raises
@@ -342,7 +348,7 @@ def probe(
         return reason
 
     def write_after_rank_0() -> str:
-        # Half, so that a rank reports a missing file before the others stop waiting for it.
+        # Half of the limit, so that a rank can report a missing file before the others stop waiting for it.
         deadline = time.monotonic() + min(PATIENCE_S, timeout_s / 2)
         folder = open_folder(token)
         while _FIRST_FILE not in folder.names():
