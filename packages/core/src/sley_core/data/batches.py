@@ -4,8 +4,8 @@
                                  ┌─────┼─────┐        split along each field's `sequence_dim`; a field without one is
     slices of sp = 3           [b, s/3] ... [b, s/3]  complete in every slice (`cu_seqlens` refers to the full sequence)
 
-If sequences are split, every batch has a field `positions` with positions in the full sequence: the dataset's own field, or the
-indices. A model that counted positions from the length of its input would start every slice at 0.
+If sequences are split, every batch has a field `positions`: the dataset's own, or the indices in the full sequence. Without it,
+a model that counts the positions of its input would start every slice at 0.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ def narrow_batch(
     num_parts: int,
     dim: Literal["batch", "sequence"] = "batch",
 ) -> Batch:
-    """Returns part `index` of `num_parts` equal parts of a batch: a microbatch for dim "batch", a slice for "sequence".
+    """Returns part `index` of `num_parts` equal parts of a batch: a microbatch if `dim` is "batch", a slice if it is
+    "sequence".
 
-    The result has views in the order of `fields`. A field without the dim is complete in every part. Raises RunError if the
-    batch has missing or undeclared fields or does not divide.
+    The tensors of the result are views, in the order of `fields`. A field without the dim is complete in every part. Raises
+    RunError "batch-fields" for missing or undeclared fields, and "batch-size" for a field that does not divide into equal
+    parts.
     """
     assert 0 <= index < num_parts, (index, num_parts)
     _check_fields(batch, fields)
@@ -55,8 +57,8 @@ def narrow_batch(
 def count_microbatches(batch: Mapping[str, Tensor], fields: Mapping[str, Field], micro_size: int) -> int:
     """Returns the number of microbatches of `micro_size` samples in `batch`, at least one.
 
-    Raises RunError if the batch has missing or undeclared fields, if fields have different numbers of samples, or if that
-    number is not a multiple of `micro_size`.
+    Raises RunError "batch-fields" for missing or undeclared fields, and "batch-size" if fields have different numbers of
+    samples or the number is not a positive multiple of `micro_size`.
     """
     _check_fields(batch, fields)
     sizes = {name: _num_samples(name, batch[name], field) for name, field in fields.items()}
@@ -86,7 +88,7 @@ def _check_fields(batch: Mapping[str, Tensor], fields: Mapping[str, Field]) -> N
 
 
 def collate_function(dataset: Any) -> Collate:
-    """Returns the dataset's own `collate`, or a function that stacks each field."""
+    """Returns the dataset's own `collate`, or else a function that stacks samples by `stack_samples`."""
     collate = getattr(dataset, "collate", None)
     if collate is not None:
         return collate  # type: ignore[no-any-return]  # part of the protocol `Dataset`
@@ -95,7 +97,9 @@ def collate_function(dataset: Any) -> Collate:
 
 
 def stack_samples(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
-    """Stacks each field of the samples along a new dim, its `batch_dim`. Raises RunError "data-sample"."""
+    """Returns the batch of `samples`: stacks each field along a new dim, its `batch_dim`. Raises RunError "data-sample" for
+    samples that do not have the declared fields and dtypes, or have different shapes.
+    """
     for row, sample in enumerate(samples):
         if not isinstance(sample, Mapping):
             message = f"row {row} of the batch is a {type(sample).__name__}, not a dict of tensors"
@@ -124,8 +128,8 @@ def _stack_field(name: str, field: Field, samples: Sequence[Sample]) -> Tensor:
 def check_tokens(batch: Mapping[str, Tensor], info: DataInfo, samples: Sequence[int] | None = None) -> None:
     """Raises RunError "token-out-of-range" if a token id is not in [0, vocab_size). Negative labels are allowed.
 
-    Missing fields, fields whose `ids` is None and data without a vocabulary are not checked. samples: the sample number of each
-    row, for the error (`Feed.samples`).
+    Does not check missing fields, fields whose `ids` is None, and data without a `vocab_size`. samples: the sample number of
+    each row, for the error (`Feed.samples`).
     """
     if info.vocab_size is None:
         return
@@ -163,7 +167,8 @@ def check_additive(
 ) -> None:
     """Raises RunError "loss-not-additive" unless the loss weights of `parts` add up to that of `batch`.
 
-    Integers (counts) must add up exactly, other weights within the rounding of fp32. name: the name of the parts in the error.
+    If all weights are integers (counts), they must add up exactly; otherwise, within the rounding of fp32. name: what the error
+    calls the parts. path, hint: of the error.
     """
     total, weights = loss.weight(batch), [loss.weight(part) for part in parts]
     are_counts = all(float(weight).is_integer() for weight in (*weights, total))
@@ -179,10 +184,11 @@ def check_additive(
 
 
 def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
-    """Returns the declaration of the data for `num_slices` slices per sequence, with a field `positions`.
+    """Returns the declaration of the data with a field `positions`, which slices of sequences need; `info` itself for one
+    slice.
 
-    Raises PlanError "sequence-field" if no field, or the data's own `positions`, has no sequence dim, and
-    "sequence-does-not-divide".
+    Raises PlanError "sequence-field" if no field has a sequence dim, or the data's own `positions` has none, and
+    "sequence-does-not-divide" if the length is not a multiple of `num_slices`.
     """
     if num_slices == 1:
         return info
@@ -201,8 +207,8 @@ def sliced_info(info: DataInfo, num_slices: int) -> DataInfo:
 class SequenceSlicer:
     """Narrows batches to slice `index` of `num_slices`.
 
-    fields: the fields of a full batch. loss: the loss, on the ranks that compute it. The first batch checks that the loss
-    weights of the slices sum to the weight of the batch.
+    fields: the fields of a full batch. loss: the loss on ranks that compute it, else None. The first call checks that the loss
+    weights of the slices add up to the weight of the batch.
     """
 
     def __init__(self, fields: Mapping[str, Field], num_slices: int, index: int, loss: Loss | None = None) -> None:
@@ -213,7 +219,7 @@ class SequenceSlicer:
         self._unchecked_loss = loss
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the slice of `batch`, as views except for added `positions`.
+        """Returns this rank's slice of `batch`. Its tensors are views, except for `positions` if the slicer adds them.
 
         Raises the errors of `narrow_batch`, and RunError "loss-not-additive" if the loss weight of the first batch is not the
         sum of its slices' weights.
@@ -231,8 +237,8 @@ class SequenceSlicer:
         return self._slice(batch, self.index)
 
     def _slice(self, batch: Mapping[str, Tensor], index: int) -> Batch:
-        """Returns slice `index` of `batch`. Adds `positions` in the full sequence, [b, s / num_slices], if the data has
-        none.
+        """Returns slice `index` of `batch`. Adds `positions`, the indices in the full sequence, int64 [b, s / num_slices], if
+        the data has none.
         """
         part = narrow_batch(batch, self.fields, index, self.num_slices, dim="sequence")
         if POSITIONS not in part:

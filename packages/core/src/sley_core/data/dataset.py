@@ -1,7 +1,7 @@
 """The interface of datasets, and the declaration of a batch's fields. Imports no torch.
 
-A sample is a dict of tensors: one row of a batch, without the batch dim. Samples are stacked along each field's `batch_dim`.
-Data parallelism, microbatches and sequence parallelism split a batch only by its declared `Field`s.
+A sample is a dict of tensors: one row of a batch, without the batch dim. A batch stacks samples along the `batch_dim` of each
+field. The declared `Field`s determine how a batch is split between ranks and into microbatches.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Field:
     """Declares one tensor of a batch.
 
     dtype: the name of a torch dtype, such as "int64".
-    batch_dim: the dim of a **batch** along which samples are stacked; a sample does not have it.
+    batch_dim: the dim of a **batch** along which samples are stacked; samples do not have this dim.
     sequence_dim: the dim of a batch that sequence parallelism splits; None if every slice needs the complete field.
-    ids: "token" for token ids in [0, vocab_size), "label" for token ids whose negative values are ignored. Every batch is
-        checked against the vocabulary. None for other values, which are not checked.
+    ids: "token" for token ids, which must be in [0, vocab_size); "label" for token ids that may also be negative, which means
+        ignored. Every batch is checked against the vocabulary. None for other values, which are not checked.
     """
 
     dtype: str
@@ -51,14 +51,16 @@ TOKEN_FIELDS = {"tokens": Field("int64", 0, 1, ids="token"), "labels": Field("in
 """Tokens and labels, both [b, s]. The labels are shifted: each label is the next token."""
 
 BOUNDARY_FIELDS = {"positions": Field("int64", 0, 1), "cu_seqlens": Field("int32", 0, None)}
-"""Documents in a row of tokens: the positions within each document [b, s], and the starts of the documents [b, n + 1]."""
+"""The fields that describe the documents in a row of tokens: the positions within each document [b, s], and the starts of the
+documents [b, n + 1], as in `Attention`.
+"""
 
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Declares the data for a model: the fields of a batch, and sizes if they are defined.
+    """Declares the data for a model: the fields of a batch, and sizes, which are None if undefined.
 
-    vocab_size: the number of token ids, which are in [0, vocab_size).
+    vocab_size: the number of token ids; all ids are in [0, vocab_size).
     sequence: the number of positions of every sample.
     """
 
@@ -69,7 +71,7 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class DataContext:
-    """Describes the use of a dataset.
+    """Describes what a dataset is built for.
 
     seed: the run's seed. split: the split to read. num_samples: the number of samples in all steps of the run, over all ranks;
     None if it is unknown.
@@ -85,26 +87,28 @@ class Dataset(Protocol):
     """Returns samples by index, in any order and from any thread.
 
     Reading a sample may draw from torch's default generator, `random` and numpy. These are seeded by the sample's number, so
-    every layout and every resumed run reads the same samples. Such reads and the model's forwards exclude each other; use your
-    own generator, seeded by the index, to avoid this.
+    every layout and every resumed run reads the same samples. A read that draws from these generators waits for the model's
+    forward in progress, and a forward waits for the read. To avoid the waits, draw from your own generator, seeded by the
+    index.
 
     Optional attributes:
 
     collate: `collate(samples) -> batch`; by default samples are stacked along each field's `batch_dim`.
     set_epoch: `set_epoch(epoch)` is called before the samples of an epoch are read.
-    data_digest: a text that changes if any sample changes. A resumed run then rejects changed data. Without it, the run
+    data_digest: a text that changes whenever a sample changes. With it, a resumed run rejects changed data. Without it, the run
         compares a few samples and only warns.
-    counts: a dict for `train-cli data show` with the numbers of `documents`, `tokens`, `trained` tokens (those with a label),
-        `positions` of all samples, and `padding` positions; `longest`, the tokens of the longest document; and `dropped`, the
-        skipped or truncated samples by reason. Without it, the command counts the samples one by one.
-    is_ordered: True if the dataset orders each epoch itself; it is then read from index 0 to its end.
+    counts: a dict of numbers for `train-cli data show`: `documents`, `tokens`, `trained` (the tokens that have a label),
+        `positions` (of all samples), `padding` (positions), `longest` (the number of tokens of the longest document), and
+        `dropped` (a dict with the number of skipped or truncated samples for each reason). Without it, the command reads and
+        counts all samples.
+    is_ordered: True if the dataset orders each epoch itself. The run then reads it from the first index to the last.
     sources: the names of the sources of a mixture. An int64 field `source` has the index of each sample's source. Metrics rows
-        then have the loss and share of each source.
+        then have the loss of each source, and its share of the samples.
     """
 
     @property
     def info(self) -> DataInfo:
-        """The fields of a batch. Must be cheap, because it is also called when only the model is built."""
+        """The declaration of a batch. Must be cheap, because it is also read when only the model is built."""
         ...
 
     def __len__(self) -> int:
@@ -116,12 +120,13 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """Yields samples in its own order. When a finite stream ends, the next `iter` starts a new epoch.
+    """Yields samples in its own order. When a finite stream has ended, the next `iter` starts a new epoch.
 
     A stream without a state starts over at each `iter`; a resumed run then skips the samples that it has already trained on. A
     stream with `state() -> Any` and `restore(state)`, or `state_dict` and `load_state_dict`, must continue from the restored
-    state at the first `iter` and start over at the next. A resumed run reads the last batch again, and reads the stream from
-    its beginning if the batch differs. `set_epoch(epoch)`, if defined, is called before each `iter`.
+    state at the first `iter` after the restore, and start over at the next. A resumed run first reads the last batch again. If
+    the batch differs, the run reads the stream from its beginning. `set_epoch(epoch)`, if defined, is called before each
+    `iter`.
     """
 
     @property
@@ -134,8 +139,8 @@ AnyDataset: TypeAlias = Dataset | Stream
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns whether samples can only be iterated: the dataset lacks `__len__` or `__getitem__`, or is an `IterableDataset` of
-    torch, whose `__getitem__` only raises.
+    """Returns whether samples can only be iterated over: the dataset lacks `__len__` or `__getitem__`, or is a torch
+    `IterableDataset`, whose `__getitem__` always raises.
     """
     names = {f"{base.__module__}.{base.__qualname__}" for base in type(dataset).__mro__}
     has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -145,8 +150,8 @@ def is_stream(dataset: Any) -> bool:
 class TextIds(Protocol):
     """Converts text to token ids and back.
 
-    size: the number of ids. end: the id that ends a document; None if there is none. num_before: the number of special ids
-    before the text in the result of `encode`. is_bytes: whether each id is a byte of the text.
+    size: the number of ids. end: the id that ends a document; None if there is none. num_before: the number of special ids that
+    `encode` puts before the text. is_bytes: whether each id stands for one byte of the text.
     """
 
     size: int
@@ -164,7 +169,7 @@ class TextIds(Protocol):
 
 
 SOURCE = "source"
-"""The field with the index of each sample's source, int64 [b], of a dataset with `sources`."""
+"""The name of the field, in a dataset with `sources`, that has the index of each sample's source, int64 [b]."""
 
 
 DType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
@@ -174,10 +179,12 @@ class DataConfig(Table):
     """The base class of every dataset record's config."""
 
     shuffle: bool = True
-    """Whether each epoch has a different random order; a stream keeps its own order."""
+    """Whether each epoch has a different random order. A stream always keeps its own order."""
 
     samples_per_epoch: PositiveInt | None = None
-    """The number of samples in an epoch. A run writes it into its resolved plan, and rejects data with a different number."""
+    """The number of samples in an epoch. A run writes it into its resolved plan; a run whose plan has it rejects data with a
+    different number.
+    """
 
     def include_held_out(self) -> Self:
         """Returns the table with all samples in the training split, for `[evaluation.sets.NAME]`.
@@ -188,7 +195,9 @@ class DataConfig(Table):
         return self.model_copy(update={key: value for key, value in empty.items() if key in type(self).model_fields})
 
     def check_num_samples(self, num_samples: int, path: KeyPath = ("data",)) -> None:
-        """Raises PlanError "data-changed" if the plan's `samples_per_epoch` is not `num_samples`. path: the table's path."""
+        """Raises PlanError "data-changed" if the plan sets `samples_per_epoch` to a number other than `num_samples`. path: the
+        path of the table.
+        """
         if self.samples_per_epoch not in (None, num_samples):
             message = f"it has {num_samples} samples per epoch, but the plan expects {self.samples_per_epoch}"
             hint = "remove `samples_per_epoch` to train on the present data"
@@ -196,7 +205,7 @@ class DataConfig(Table):
 
 
 class FieldConfig(Table):
-    """Declares one field of a batch for a factory's dataset."""
+    """Declares one field of a batch, for a dataset that a factory builds."""
 
     dtype: DType
     """The torch dtype of the field."""
@@ -208,8 +217,8 @@ class FieldConfig(Table):
     """The dim of a batch that sequence parallelism may split."""
 
     ids: Literal["token", "label"] | None = None
-    """Whether the values are token ids, which are checked against `vocab_size`, or labels, of which negative ones are
-    ignored.
+    """The kind of the values: "token" for token ids; "label" for labels, which may be negative and are then ignored. Both are
+    checked against `vocab_size`. By default, the values are not checked.
     """
 
     @model_validator(mode="after")
@@ -220,10 +229,10 @@ class FieldConfig(Table):
 
 
 class FactoryDataConfig(DataConfig):
-    """Your own dataset, built by `factory`. The keys complete or replace the dataset's `info`."""
+    """Your own dataset, which `factory` builds. The keys replace the values of the dataset's `info`."""
 
     fields: dict[str, FieldConfig] | None = None
-    """The fields of a batch; by default those of the dataset's `info`, or else of its first sample."""
+    """The fields of a batch; by default those of the dataset's `info`, or else those of its first sample."""
 
     vocab_size: PositiveInt | None = None
     """The number of token ids."""
@@ -237,14 +246,15 @@ NUM_ROUNDS = 10
 
 
 class Order:
-    """A permutation of the samples of an epoch: `order[position]` is a sample, both in [0, num_samples).
+    """A permutation of the samples of an epoch: `order[position]` is the number of a sample; both are in [0, num_samples).
 
-    The permutation depends only on (num_samples, seed, epoch); with `shuffle = False` it is the identity. Items are computed,
-    so an epoch of any size needs no memory and can start at any position.
+    The permutation depends only on (num_samples, seed, epoch); with `shuffle = False` it is the identity. Each item is computed
+    on access, so an epoch of any size needs no memory and can start at any position.
 
-    The permutation is a Feistel network over pairs (left, right) of [0, a)^2 with a = ceil(sqrt(n)), repeated until the result
-    is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a^2 / n times on average, close to 1
-    for large n. The round function is BLAKE2b. Small domains need ten rounds, as in NIST SP 800-38G.
+    With n samples and a = ceil(sqrt(n)), the permutation is a Feistel network over pairs (left, right) in [0, a)^2. It is
+    applied again until the result is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a^2 / n
+    times on average, close to 1 for large n. The round function is BLAKE2b. Small domains need ten rounds, as in NIST SP
+    800-38G.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
@@ -258,7 +268,9 @@ class Order:
         return self._num_samples
 
     def __getitem__(self, position: int) -> int:
-        """Returns the sample at `position`, in constant time on average. Raises IndexError outside [0, num_samples)."""
+        """Returns the number of the sample at `position`, in constant time on average. Raises IndexError outside [0,
+        num_samples).
+        """
         if not 0 <= position < self._num_samples:
             raise IndexError(position)
         if not self._shuffle:

@@ -1,8 +1,9 @@
-"""Builds datasets, and declares the fields of your own datasets: any map-style dataset or stream of dicts of tensors.
+"""Builds datasets, and declares the fields of the user's own datasets, which may be any map-style dataset or stream of dicts of
+tensors.
 
-`fields`, `vocab_size` and `sequence` come from `[data]`, or else from the dataset's `info`. Missing fields are inferred from
-the first sample: each key becomes a field with the tensor's dtype, stacked along dim 0, without a sequence dim. A sample with
-int64 `tokens` and `labels` of equal length has `TOKEN_FIELDS`.
+`fields`, `vocab_size` and `sequence` come from `[data]`, or else from the dataset's `info`. If neither has `fields`, they are
+inferred from the first sample: each key becomes a field with the tensor's dtype, stacked along dim 0, without a sequence dim. A
+sample that consists of int64 `tokens` and `labels` of equal length has `TOKEN_FIELDS`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
 
 def open_dataset(component: Component, context: DataContext) -> AnyDataset:
-    """Builds the dataset of a plan's `[data]`, with an `info`. Reads no sample.
+    """Builds the dataset of the plan's table `component`, and gives it an `info`. Reads no sample.
 
-    Raises PlanError if a factory does not return a dataset, or has no parameter `context` although held-out data is needed.
+    Raises PlanError "data-factory" if a factory does not return a dataset, and "held-out" if held-out data is needed but the
+    factory has no parameter `context`.
     """
     dataset = component.build(context)
     if component.record is not None:
@@ -54,9 +56,9 @@ def open_dataset(component: Component, context: DataContext) -> AnyDataset:
 
 
 def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
-    """Returns `len(dataset)`, or None for a stream. Loads the data.
+    """Returns `len(dataset)`, which may load the data, or None for a stream.
 
-    config: the `[data]` table. Raises PlanError "data-changed" if its `samples_per_epoch` differs.
+    config: the table of the data. Raises PlanError "data-changed" if its `samples_per_epoch` differs, or is set for a stream.
     """
     assert isinstance(config, DataConfig), config
     if is_stream(dataset):
@@ -70,9 +72,10 @@ def samples_per_epoch(dataset: AnyDataset, config: Table) -> int | None:
 
 
 def declare_dataset(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDataset:
-    """Wraps `dataset` with an `info` from `config`, the dataset and its first sample. name: the factory's name, for errors.
+    """Wraps `dataset`, and gives it an `info` from `config`, the dataset's own `info` and its first sample.
 
-    Raises PlanError "data-factory" for an object that is neither a dataset nor a stream that can start over.
+    name: the factory's name, for errors. Raises PlanError "data-factory" for an object that is neither a map-style dataset nor
+    a stream that can start over.
     """
     if is_stream(dataset):
         type_name = type(dataset).__name__
@@ -87,7 +90,7 @@ def declare_dataset(dataset: Any, config: FactoryDataConfig, name: str) -> AnyDa
 
 
 class _InfoWrapper:
-    """Wraps a dataset and adds an `info`; forwards other public attributes."""
+    """Wraps a dataset, adds an `info`, and forwards all other public attributes."""
 
     def __init__(self, dataset: Any, config: FactoryDataConfig, name: str) -> None:
         self._dataset = dataset
@@ -101,7 +104,7 @@ class _InfoWrapper:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The fields and sizes of a batch. Reads the first sample if neither the plan nor the dataset declares the fields."""
+        """The declaration of a batch. Reads the first sample if neither the plan nor the dataset declares the fields."""
         config = self._config
         dataset_info = getattr(self._dataset, "info", None)
         if config.fields is not None:
@@ -153,7 +156,7 @@ def _factory_error(message: str, hint: str | None = None) -> PlanError:
 
 
 def _are_token_ids(values: Mapping[str, Tensor], num_dims: int) -> bool:
-    """Returns whether `values` are int64 `tokens` and `labels` of equal shape."""
+    """Returns whether `values` consists of int64 `tokens` and `labels` of equal shape with `num_dims` dims."""
     if values.keys() != TOKEN_FIELDS.keys():
         return False
     types = {(value.dtype, value.shape) for value in values.values()}

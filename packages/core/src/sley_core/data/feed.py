@@ -1,8 +1,8 @@
-"""The feed, which reads a rank's rows of each global batch. Its state does not depend on the layout.
+"""The feed reads a rank's rows of each global batch. Its state does not depend on the layout.
 
-The epochs, each in its own order, form one endless sequence of samples. Batch b of size G has the samples [b * G, (b + 1) * G)
-of this sequence, so a batch may span epochs, and the ranks together have the same global batch in every layout. A stream is
-read epoch after epoch from any position. Digests of samples detect data that differ from the checkpoint's run.
+The epochs, each in its own order, form one endless sequence of samples. With batches of G samples, batch b has the samples b *
+G to (b + 1) * G - 1 of this sequence. So a batch may span two epochs, and the ranks together read the same global batch in
+every layout. A resumed run compares digests of samples, to detect data that differ from the checkpoint's run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class PrefetchThread:
-    """Prefetches one item of `items` at a time in a thread. `close` stops and joins the thread.
+    """A thread that prefetches one item of `items` at a time. `close` ends the thread.
 
              ┌── permit ──┐                   The thread produces one item per permit. It starts with one permit, and `get`
         next │            │ get               returns a permit for each item, so exactly one item is prefetched.
@@ -51,7 +51,7 @@ class PrefetchThread:
         self._thread.start()
 
     def _produce_items(self) -> None:
-        """Runs in the thread. Puts one item per permit, and finally an error, into the queue."""
+        """Puts one item into the queue for each permit, and an error when `items` raises or ends. Runs in the thread."""
         try:
             while True:
                 self._permits.acquire()
@@ -64,7 +64,8 @@ class PrefetchThread:
     def get(self, timeout_s: float) -> _Item:
         """Waits for the next item and returns it.
 
-        Raises the thread's error, in this and in later calls, or RunError "data-timeout" after `timeout_s` seconds.
+        If the thread has failed, raises its error, also in later calls. Raises RunError "data-timeout" after `timeout_s`
+        seconds.
         """
         if self._error is not None:
             raise self._error
@@ -81,7 +82,7 @@ class PrefetchThread:
         return result
 
     def close(self, timeout_s: float) -> None:
-        """Stops the thread after its current item and joins it. Raises RunError "data-timeout" after `timeout_s` seconds."""
+        """Ends the thread after its current item and joins it. Raises RunError "data-timeout" after `timeout_s` seconds."""
         self._is_closing = True
         self._permits.release()
         self._thread.join(timeout_s)
@@ -90,7 +91,7 @@ class PrefetchThread:
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""The time limit of `close`, which is shorter than that of `next` because the run is ending."""
+"""The time limit of `Feed.close` in seconds, which is shorter than that of `next` because the run is ending."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +104,20 @@ class _Item:
 
 
 class Feed:
-    """Reads one rank's rows without end. Close the feed, or use it as a context manager, to end its thread.
+    """Reads one rank's rows of endlessly many global batches. To end its thread, close the feed or use it as a context manager.
 
     dataset: a Dataset or a Stream.
     batch_size: the number of samples of a **global** batch, over all ranks.
     rows: this rank's rows of the global batch.
     shuffle: whether each epoch of a Dataset has a different random order.
     check: a function that is called in the feed's thread with each batch and its sample numbers; `next` raises its errors.
-    will_save: whether the state will be saved. The thread then computes the digest of the data before the first batch.
-    timeout_s: the time limit of `next`.
+    will_save: whether the state will be saved. If so, the thread computes the digest of the data before the first batch.
+    timeout_s: the time limit of `next`, in seconds.
 
     notes: messages for the user about a resumed stream.
 
-    After `next`, `wait_s` is the time that it waited. `samples` has the dataset index of each row, or for a stream the position
-    in the endless sequence. `next` raises the dataset's errors. No method communicates.
+    After `next`, `wait_s` is the number of seconds that it waited, and `samples` has the dataset index of each row; for a
+    stream, its position in the endless sequence. `next` raises the dataset's errors. No method communicates.
     """
 
     def __init__(
@@ -169,18 +170,22 @@ class Feed:
         return item.batch
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last batch of `next`, which is the same on every rank of every layout."""
+        """Returns the position after the last batch that `next` returned, which is the same on every rank of every layout. The
+        state may contain a digest of the data.
+        """
         is_read = self._prefetch is not None and self._state["samples"] > 0
         digest = self.digest if is_read and (self._will_save or self.is_digest_exact) else None
         return deepcopy(self._state) | ({} if digest is None else {"digest": digest})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position `state`, a result of the method `state`; `{"samples": 0}` is the start. Ends the thread."""
+        """Moves to the position `state`, which is a result of the method `state`, or `{"samples": 0}` for the start. Ends the
+        thread.
+        """
         self.close()
         self._state = deepcopy(dict(state))
 
     def describe_change(self, state: Mapping[str, Any]) -> str:
-        """Describes how the data differ from the data of `state`; returns "" if they are equal or cannot be compared.
+        """Describes how the data differ from those of `state`; returns "" if they are equal or cannot be compared.
 
         Reads the samples that `digest` needs. The feed's thread must not run.
         """
@@ -193,14 +198,14 @@ class Feed:
 
     @property
     def is_digest_exact(self) -> bool:
-        """Whether the dataset itself computes the digest, so that digests differ only if the data differ."""
+        """Whether the dataset has its own digest, which differs if and only if the data differ."""
         return hasattr(self._dataset, "data_digest")
 
     @cached_property
     def digest(self) -> str | None:
         """The dataset's own `data_digest`, or a digest of its length and three samples.
 
-        None for a stream, for a dataset of which two reads differ, and if a read fails.
+        None for a stream, for a dataset that returns different samples when it is read again, and if a read fails.
         """
         if self._reader is not None:
             return None
@@ -221,7 +226,7 @@ class Feed:
     def close(self) -> None:
         """Ends the thread and discards the prefetched batch, which a later `next` reads again.
 
-        Raises RunError "data-timeout" if the thread does not end in time.
+        Raises RunError "data-timeout" if the thread does not end within `CLOSE_TIMEOUT_S` or `timeout_s`, whichever is shorter.
         """
         if self._prefetch is not None:
             self._prefetch.close(min(self._timeout_s, CLOSE_TIMEOUT_S))
@@ -273,7 +278,9 @@ class Feed:
             yield _Item(batch, tuple(indices), {"samples": done})
 
     def _stream_batches(self, reader: StreamReader, state: Mapping[str, Any]) -> Iterator[_Item]:
-        """Yields the batches of a stream. Each rank reads all samples and keeps its rows, so all layouts have equal batches."""
+        """Yields the batches of a stream. Every rank reads all samples and keeps only its rows, so batches are equal in all
+        layouts.
+        """
         collate = collate_function(self._dataset)
         samples = reader.read(state, lambda note: self.notes.append(note))
         done = state["samples"]
@@ -291,7 +298,7 @@ class Feed:
             yield _Item(batch, numbers, {"samples": done, "replay": replay})
 
     def _collate(self, number: int, collate: Callable[[Sequence[Sample]], Batch], samples: Sequence[Sample]) -> Batch:
-        """Collates `samples`. number: the number of the first sample, which seeds the generators.
+        """Returns the batch of `samples`. number: the number of the first sample, by which the generators are seeded.
 
         Raises RunError "data-random" if `collate` draws random numbers and this rank has only some of the rows.
         """
@@ -303,7 +310,9 @@ class Feed:
 
 
 def read_sample(dataset: Dataset, index: int) -> Sample:
-    """Returns sample `index`. Converts errors that would end the thread or process silently to RunError "data-sample"."""
+    """Returns the sample `index`. Converts StopIteration and SystemExit, which would silently end the thread or process, to
+    RunError "data-sample".
+    """
     try:
         sample = dataset[index]
     except (StopIteration, SystemExit) as error:
@@ -315,11 +324,11 @@ def read_sample(dataset: Dataset, index: int) -> Sample:
 
 
 class SeededReader:
-    """Reads samples, and seeds the host's generators by the sample number for a dataset that draws from them.
+    """Reads samples. If the dataset draws from the host's generators, seeds them by the sample number.
 
-    A forward in another thread also uses these generators, so seeded reads and forwards exclude each other. To avoid this for
-    other datasets, the reader observes only the first `num_observed` reads, and seeds later reads only if one of them has
-    drawn.
+    Forwards also use these generators, so a seeded read and a forward in another thread wait for each other. To avoid the waits
+    for datasets that draw nothing, the reader seeds and observes only the first `num_observed` reads; it seeds later reads only
+    if an observed read has drawn.
     """
 
     def __init__(self, seed: int, num_observed: int) -> None:
@@ -328,7 +337,7 @@ class SeededReader:
         self.has_drawn = False
 
     def read(self, number: int, read_one: Callable[[], T]) -> T:
-        """Calls `read_one` and returns its result. number: the number of the sample, over all epochs."""
+        """Calls `read_one` and returns its result. number: the number of the sample, counted over all epochs."""
         self._num_to_observe -= 1
         if not self.has_drawn and self._num_to_observe < 0:
             return read_one()
@@ -348,13 +357,15 @@ def compute_digest(samples: Iterable[Any]) -> str:
 
 
 class SamplesDigest:
-    """Computes the digest of a sequence of samples."""
+    """Computes the digest of samples that are added one by one."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
 
     def add(self, value: Any) -> None:
-        """Adds a sample, or a value of a sample. Only the type of values other than tensors, numbers and text is included."""
+        """Adds a sample, or a value of a sample. Of values other than dicts, tensors, numbers, text and bytes, only the type
+        counts.
+        """
         if isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 self._hash.update(f"{key}=".encode())
@@ -386,11 +397,11 @@ CHANGED_STREAM_NOTE = (
 
 
 class StreamReader:
-    """Reads the samples of a stream without end.
+    """Reads the samples of a stream, epoch after epoch.
 
     A position is `{"epoch": the number of completed epochs, "stream": the stream's state}`, without "stream" if the stream has
-    no state. read_sample: a function that is called with the number of each sample, over all epochs, and a function that reads
-    the sample; returns the sample.
+    no state. read_sample: a function `(number, read_one) -> sample` that reads each sample by `read_one`; number: the number of
+    the sample, counted over all epochs.
     """
 
     def __init__(self, stream: Stream, read_sample: Callable[[int, Callable[[], Sample]], Sample]) -> None:
@@ -408,9 +419,9 @@ class StreamReader:
     def read(self, state: Mapping[str, Any], add_note: Callable[[str], None]) -> Iterator[Sample]:
         """Returns the samples after the first `state["samples"]`.
 
-        state: may have `replay`, which describes the last batch: the number of "samples" and the position ("place") before it,
-        and its "digest". The batch is then read again. If it differs, or if the stream has no state, the stream is read from
-        its start.
+        state: may have `replay`, which describes the last batch: the number of samples ("samples") and the position ("place")
+        before it, and its "digest". If so, the batch is read again; if it differs, or the stream has no state, the stream is
+        read from its start.
         add_note: a function that receives messages for the user.
         """
         done, replay = state["samples"], state.get("replay")
@@ -451,7 +462,9 @@ class StreamReader:
             self._epoch += 1
 
     def _read_epoch(self) -> Iterator[Sample]:
-        """Yields the samples of one epoch. Adds the origin to errors of the stream; converts SystemExit to RunError."""
+        """Yields the samples of one epoch. Adds the origin to errors of the stream; converts SystemExit to RunError
+        "data-sample".
+        """
         try:
             yield from self._stream
         except SystemExit as error:  # would end this process without a message
@@ -462,6 +475,6 @@ class StreamReader:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Calls the dataset's `set_epoch`, if it has one, with the number of the next epoch, counted from 0."""
+    """Calls the dataset's `set_epoch`, if it has one, with `epoch`, the number of the next epoch, counted from 0."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)

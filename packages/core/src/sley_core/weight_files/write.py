@@ -193,7 +193,7 @@ def scratch_folder(folder: Path) -> Path:
 
 
 def begin_folder(folder: Path, patterns: Iterable[str] = WEIGHT_FILE_PATTERNS) -> Path:
-    """Creates the empty folder `scratch_folder(folder)` and returns it. Raises OSError and the errors of `check_replaceable`."""
+    """Creates an empty `scratch_folder(folder)` and returns it. Raises OSError and the errors of `check_replaceable`."""
     check_replaceable(folder, patterns)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_folder(folder)
