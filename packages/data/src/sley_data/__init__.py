@@ -1,1 +1,1 @@
-"""Datasets of text files and of token files, for Sley."""
+"""Datasets for Sley: text, conversations, token files, and mixtures of datasets."""

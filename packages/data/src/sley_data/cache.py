@@ -1,14 +1,14 @@
 """Tokenizes documents once, and caches the tokens on disk for later runs and for all ranks of a host; torch-free.
 
-    ~/.cache/sley/data/DIGEST/           the digest of files, tokenizer and settings
-        00000.tokens                     the tokens of about 32 MiB of text
-        00000.stats                      statistics about them as JSON, or `null`
+    ~/.cache/sley/data/DIGEST/           DIGEST identifies the files, the tokenizer and the settings
+        00000.tokens                     part 0: the tokens of about 32 MiB of text
+        00000.stats                      statistics about these tokens as JSON, or `null`
         00000.lengths                    the number of tokens of each document; written last
         offsets                          the start of each document in the tokens of all parts
         complete.json                    written when all parts are complete
 
-One process of a host holds a lock and tokenizes, while the other processes wait. If that process is killed, its parts remain,
-and the next process writes only the missing parts. The threads of `tokenizers` use all cores.
+One process of a host holds a lock and tokenizes, while the other processes wait. If that process is killed, its complete parts
+remain, and the next process writes only the missing parts. The threads of `tokenizers` use all cores.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 PART_BYTES = 1 << 25
-"""The size of the text of a part."""
+"""The size in bytes at which a part ends."""
 
 MIN_CACHED_BYTES = 1 << 23
-"""The minimum size of cached text with a tokenizer. Less text is tokenized again in each run, in about a second."""
+"""With a tokenizer, the minimum size in bytes of text that is cached. Each run tokenizes less text again, in about a second."""
 
 MAX_BYTES_IN_MEMORY = 1 << 27
-"""The minimum size of bytes that are cached as mapped files. Each rank holds smaller text in memory."""
+"""Without a tokenizer, the minimum size in bytes of text that is cached and mapped. Each rank holds less text in its memory."""
 
 _REPORT_S = 5.0
 """The minimum time in seconds between two progress lines."""
@@ -54,7 +54,7 @@ _COMPLETE = "complete.json"
 _OFFSETS = "offsets"
 
 Encoded: TypeAlias = "tuple[array[int], array[int], Any]"
-"""The concatenated tokens of documents, the length of each document (64 bits), and statistics that JSON can represent."""
+"""The concatenated tokens of documents, the length of each document (64 bits), and statistics as values that JSON supports."""
 
 D = TypeVar("D", bound=Document)
 T = TypeVar("T")
@@ -69,10 +69,10 @@ class _Part(NamedTuple):
 
 
 def load_text_stream(config: TextConfig, split: Split, tokenizer: Tokenizer | None, notes: list[str]) -> Stream:
-    """Returns the non-empty documents of a split of text in order.
+    """Returns the stream of the non-empty documents of a split of text, in order.
 
-    tokenizer: None for bytes. notes: the list that receives sentences for the user. Raises PlanError with all missing and empty
-    files, or for an unreadable file.
+    tokenizer: None for bytes. notes: the list that receives sentences for the user. Raises a PlanError that lists all missing
+    and empty files, or PlanError for the first document that cannot be read.
     """
 
     def read() -> Iterator[TextDocument]:
@@ -109,8 +109,8 @@ def find_cache_folder(
 ) -> Path | None:
     """Returns the cache folder for the tokens of `files`, or None if they are not cached.
 
-    held_out: the files whose documents are excluded. settings: all other values that determine the tokens. The name, size,
-    modification time and 16 blocks of bytes identify a file.
+    held_out: the files whose documents are excluded. settings: all other values that determine the tokens. A file is identified
+    by its name, size, modification time and 16 blocks of its bytes.
     """
     min_bytes = MIN_CACHED_BYTES if config.tokenizer else MAX_BYTES_IN_MEMORY
     if config.cache == "none" or sum(file.num_bytes for file in files) < min_bytes:
@@ -130,14 +130,14 @@ def load_tokens(
     encode: Callable[[Iterable[D]], Encoded],
     summarize: Callable[[list[Any]], dict[str, Any]],
 ) -> tuple[Stream, dict[str, Any]]:
-    """Returns the tokens of the non-empty documents, and the result of `summarize`. Raises the errors of the functions.
+    """Returns the stream of the non-empty documents, and the result of `summarize`. Raises the errors of the three functions.
 
-    Maps the tokens in the cache `folder`, which are computed first if they are missing. If `folder` is None or cannot be
-    written, all tokens are in memory.
+    Maps the tokens in the cache `folder`, after writing them if they are missing. If `folder` is None or cannot be written, all
+    tokens are in memory.
 
     dtype: the dtype of the tokens. num_bytes: the size of all text, for progress lines. read: yields all documents. encode:
-    tokenizes documents. summarize: returns JSON data, with sentences for the user in `notes`, for the statistics in all results
-    of `encode`.
+    tokenizes documents. summarize: takes the statistics in all results of `encode`, and returns a dict that JSON supports, with
+    sentences for the user under `notes`.
     """
     problems: list[str] = []
     if folder is not None:
@@ -168,14 +168,14 @@ def _read_complete(folder: Path) -> dict[str, Any] | None:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Returns the size of each file by name, without the lock, `complete.json` and temporary files."""
+    """Returns the size of each file by name. Leaves out the lock, `complete.json` and temporary files."""
     paths = (path for path in sorted(folder.iterdir()) if path.name not in ("lock", _COMPLETE) and path.name[0] != ".")
     return {path.name: path.stat().st_size for path in paths}
 
 
 @contextmanager
 def _hold_lock(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock in the block. Prints a line if another process holds it."""
+    """Holds the folder's lock in the block. Prints a line if it has to wait for another process."""
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,8 +186,8 @@ def _hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _write_parts(folder: Path, documents: Iterable[D], encode: Callable[[list[D]], Encoded], num_bytes: int) -> list[_Part]:
-    """Writes the missing parts, and returns the paths of all parts."""
-    if (folder / _COMPLETE).exists():  # some file is damaged
+    """Writes the missing parts, prints the progress, and returns the paths of all parts."""
+    if (folder / _COMPLETE).exists():  # a file is damaged
         for path in (*folder.glob("*.lengths"), folder / _COMPLETE):
             path.unlink()
     start = last_report = time.monotonic()
@@ -227,7 +227,7 @@ def _split_parts(documents: Iterable[D]) -> Iterator[tuple[list[D], int]]:
 
 
 def _read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields `items`. A thread reads the next item while the caller processes one."""
+    """Yields `items`, none of which is None. A thread reads the next item while the caller processes one."""
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(next, items, None)
         while (item := pending.result()) is not None:
@@ -258,13 +258,13 @@ def _write_summary(
 
 
 def _map_parts(folder: Path, dtype: str, parts: Iterable[_Part], digest: str | None = None) -> Stream:
-    """Returns the tokens of the parts as one mapped stream. digest: the digest of the stream, if it is known."""
+    """Returns the tokens of the parts as one memory-mapped stream. digest: the digest of the stream, or None to compute it."""
     tokens = [map_tokens(part.tokens, dtype) for part in parts if part.tokens.stat().st_size]
     return Stream(tokens, map_tokens(folder / _OFFSETS, "int64"), digest)
 
 
 def _compute_offsets(lengths: array[int], start: int = 0) -> Integers:
-    """Returns the offsets of the non-empty documents. start: the offset of the first document."""
+    """Returns the offset of each non-empty document and the end of the last one. start: the offset of the first document."""
     sizes = np.array(lengths, np.int64)
     offsets: Integers = np.cumsum(np.concatenate([[start], sizes[sizes > 0]]), dtype=np.int64)
     return offsets

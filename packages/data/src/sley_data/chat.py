@@ -31,10 +31,10 @@ from sley_data.streams import Stream
 class ChatStats:
     """Counts the conversations of a split.
 
-    documents: the number of conversations. samples: the number of packed token sequences. A conversation has several if the
-    template rewrites earlier turns. tokens, trained: the number of tokens of these samples, and of tokens with a label.
-    longest: the number of tokens of the longest conversation. dropped: the number of dropped samples by reason. first_dropped:
-    the name of the first dropped sample by reason.
+    documents: the number of conversations. samples: the number of packed token sequences, of which a conversation has several
+    if the template changes earlier turns. tokens, trained: the number of tokens of these samples, and of those that are labels.
+    longest: the number of tokens of the longest sample, before it is dropped or cut. dropped: the number of dropped or cut
+    samples by reason. first_dropped: by reason, the name of the first conversation with such a sample.
     """
 
     documents: int = 0
@@ -60,7 +60,7 @@ class ChatStats:
 
 
 _LABEL_BIT = 1 << 31
-"""The bit of a stored token that is set if the token is a label."""
+"""The bit that is set in a stored token if the token is a label."""
 
 TOO_LONG = "longer than `sequence`"
 CUT = "longer than `sequence`, and cut there"
@@ -70,9 +70,9 @@ NOT_TRAINED = "no token has a label"
 def encode_conversations(
     template: ChatTemplate, config: ChatConfig, conversations: Iterable[Conversation]
 ) -> tuple[array[int], array[int], dict[str, Any]]:
-    """Returns the tokens of conversations, the length of each sample, and the attributes of the `ChatStats`.
+    """Returns the tokens of all samples, with `_LABEL_BIT` for labels, their lengths, and the fields of the `ChatStats`.
 
-    Raises PlanError "data-too-long" for a conversation that is too long, if the plan refuses it.
+    Raises PlanError "data-too-long" for a sample that needs more than `sequence` positions, if `too_long` is "refuse".
     """
     ids, lengths, stats, max_length = array("I"), array("q"), ChatStats(), config.sequence + 1
     for conversation, samples, reason in template.encode(conversations, config):
@@ -135,14 +135,14 @@ def pack_best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 class ChatDataset(RowsDataset):
-    """Whole conversations, packed with their boundaries by best fit into `sequence` positions per row.
+    """Whole conversations, packed by best fit into rows of `sequence` positions, with their boundaries.
 
     A conversation of n tokens has n - 1 positions, since its last token is only a label. stats: the `ChatStats` of the split,
-    once the data is loaded.
+    available once the data is loaded.
 
-    Loading renders and tokenizes all conversations, or maps cached tokens. It raises PlanError "data-short" or "held-out" if
-    there is no conversation, "data-too-long" for a conversation that the plan refuses, and "chat-mask" if no token or every
-    token has a label.
+    Loading renders and tokenizes all conversations, or maps the cached tokens. It raises PlanError "data-short" or "held-out"
+    if the split has no conversation, "data-too-long" for a conversation that `too_long` refuses, and "chat-mask" if no token
+    has a label, or unexpectedly every token.
     """
 
     config: ChatConfig
@@ -159,17 +159,19 @@ class ChatDataset(RowsDataset):
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """The numbers of the samples in each row."""
+        """The numbers of the samples in each row. The first access loads the data."""
         return pack_best_fit((np.diff(self.stream.offsets) - 1).tolist(), self.config.sequence)
 
     @cached_property
     def max_documents(self) -> int:
-        """The largest number of documents in a row, including the padding."""
+        """The largest number of documents in a row, where the padding counts as a document."""
         return max(map(len, self.rows)) + 1
 
     @cached_property
     def stream(self) -> Stream:
-        """The tokens of all samples, with `_LABEL_BIT` for labels. Sets `stats`, and raises the errors of the class."""
+        """The tokens of all samples, with `_LABEL_BIT` for labels. The first access sets `stats` and adds to `data_notes`, or
+        raises the errors that the class describes.
+        """
         config, split, digest = self.config, self.context.split, self.template.digest
         files, held_out = find_split_files(config, split)
         options = (config.train_on, config.sequence, config.too_long, config.field, config.held_out, config.largest_share)
@@ -186,7 +188,7 @@ class ChatDataset(RowsDataset):
         return stream
 
     def _read(self, files: Sequence[DataFile]) -> Iterator[Conversation]:
-        """Yields the conversations of the split, and counts the excluded copies of held-out ones."""
+        """Yields the conversations of the split, and counts those that are excluded because they are also held out."""
         self._first: Conversation | None = None
         self._num_copied = 0
         for conversation, is_selected in read_split(self.config, self.context.split, files):
@@ -257,7 +259,7 @@ class ChatDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of documents, tokens, labels, positions and padding, as `counts` of `Dataset`."""
+        """The numbers of documents, tokens, labels, positions and padding, as in `Dataset.counts`."""
         num_positions, stats = len(self) * self.config.sequence, self.stats
         return {
             "documents": stats.documents,
@@ -276,10 +278,10 @@ _MAX_CHECKED_CONVERSATIONS = 64
 
 @report_errors
 def check_chat(config: ChatConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.chat` table, as `DatasetRecord.check`.
+    """Yields the problems of a `data.chat` table. Implements `DatasetRecord.check`.
 
-    Renders all conversations, but only the first few conversations of the first file if the total size of the files exceeds
-    ALWAYS_READ. A PlanError, such as `held-out` for an evaluation without held-out data, becomes a problem.
+    Renders all conversations, or only the first `_MAX_CHECKED_CONVERSATIONS` of the first file if the files have more than
+    `ALWAYS_READ` bytes in total. A PlanError, such as "held-out" for an evaluation without held-out data, becomes a problem.
     """
     splits: list[Split] = ["train", "held_out"] if evaluates else ["train"]
     files, problems = find_document_files(config, "train")

@@ -1,14 +1,15 @@
 """Renders conversations with a chat template, and finds the tokens of the assistant; torch-free.
 
-Templates with `{% generation %}` blocks mark these tokens. For other templates, two rendered prefixes show them:
+Templates with `{% generation %}` blocks mark these tokens. For other templates, two rendered prefixes of the conversation
+delimit the tokens of a turn:
 
     messages before the turn, with the generation prompt     <user> Hi <assistant>
     messages up to the turn                                  <user> Hi <assistant> Hello <end>
                                                                                    ^^^^^^^^^^^ trained
 
-The tokens of both must be the first tokens of the conversation. If they are not, because the template changes earlier turns
-when more turns follow, the turn becomes a separate sample that ends with it. If that is not possible either, the turn is
-dropped and counted.
+The tokens of the first prefix must be the first tokens of the second one; otherwise the turn is dropped and counted. The tokens
+of the second prefix should be the first tokens of the conversation. If they are not, because the template renders a turn
+differently when more turns follow, the second prefix becomes a separate sample.
 """
 
 from __future__ import annotations
@@ -40,31 +41,32 @@ _BATCH_SIZE = 64
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CURRENT_DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DATE = date(2024, 7, 26)
-"""The default date in the template of Llama 3.1."""
+"""The date that replaces the current date: the default in the template of Llama 3.1."""
 
 _PROMPT_DIFFERS = "the template does not begin the turn with its generation prompt"
 _NO_PROMPT = "the conversation begins with the assistant, and has no prompt for its first turn"
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-"""The turns with which the features of a template are found."""
+"""The conversation that is rendered to find the features of a template."""
 
 
 @dataclass
 class Encoded:
-    """A sample. ids: its tokens. trained: the ranges of the tokens that are labels, ascending and disjoint."""
+    """A sample. ids: its token ids. trained: the ranges [start, stop) of the tokens that are labels, ascending and disjoint."""
 
     ids: list[int]
     trained: list[tuple[int, int]]
 
 
 Outcome: TypeAlias = tuple[Conversation, list[Encoded], str]
-"""A conversation, its samples, and the reason why turns were dropped, or ""."""
+"""A conversation, its samples, and the reason why turns are dropped, or "" if none are."""
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer, and finds the tokens of the assistant.
 
-    path: the tokenizer's folder. template: a template file that replaces the tokenizer's template. Raises PluginError if
-    `transformers` is not installed, and PlanError if the folder has no tokenizer or no template.
+    path: the tokenizer's folder. template: a template file that replaces the tokenizer's template, or None. Raises PluginError
+    if `transformers` or `jinja2` is not installed, and PlanError if there is no tokenizer or no template, or the template file
+    cannot be read.
     """
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
@@ -91,7 +93,7 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str | None:
-        """A digest of all that determines a conversation's tokens, or None if the tokenizer cannot be serialised."""
+        """A digest of everything that determines a conversation's tokens, or None if the tokenizer cannot be serialised."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -101,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token with which the template ends an assistant turn, or None."""
+        """The id of the special token with which the template ends an assistant turn, or None."""
         end: int | None = None
         for token in self._probe_ids[1]:
             if token in self._special_ids:
@@ -112,8 +114,8 @@ class ChatTemplate:
 
     @cached_property
     def _probe_ids(self) -> tuple[list[int], list[int], bool]:
-        """The ids of a question with the generation prompt, the ids of the rest of the turns, and whether the template has a
-        generation prompt. There are no ids if the template refuses these turns.
+        """The ids of a question and the generation prompt, the ids of the answer, and whether the template has a generation
+        prompt. Both lists of ids are empty if the template refuses this conversation.
         """
         try:
             question, prompt, full = self._tokenize(
@@ -141,7 +143,7 @@ class ChatTemplate:
         return frozenset(self.tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
 
     def encode(self, conversations: Iterable[Conversation], config: ChatConfig) -> Iterator[Outcome]:
-        """Yields the outcome of each conversation, in order."""
+        """Yields the outcome of each conversation, in order. config: selects the turns that have labels."""
         pending = iter(conversations)
         while batch := list(islice(pending, _BATCH_SIZE)):
             for has_blocks, group in groupby(batch, lambda conversation: self._has_blocks(conversation, config)):
@@ -155,7 +157,7 @@ class ChatTemplate:
     def _encode_by_blocks(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Encodes conversations whose template has `{% generation %}` blocks.
 
-        Uses prefixes for a conversation whose number of blocks is not its number of assistant turns.
+        Uses prefixes instead if the number of blocks differs from the number of assistant turns.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -187,7 +189,10 @@ class ChatTemplate:
     def _find_token_range(
         self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], block: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Returns the token range of a text range, or None if a token begins before the text range and ends in it."""
+        """Returns the range of the tokens in a text range, or None if a token begins before the text range and ends in it.
+
+        offsets: the start and end of each token in the text. block: the text range.
+        """
         start = bisect_right(offsets, block[0], key=lambda offset: offset[1])
         stop = bisect_left(offsets, block[1], lo=start, key=lambda offset: offset[0])
         if start < len(ids) and offsets[start][0] < block[0] < block[1]:
@@ -197,7 +202,7 @@ class ChatTemplate:
     def _encode_by_prefixes(self, batch: Sequence[Conversation], config: ChatConfig) -> Iterator[Outcome]:
         """Encodes conversations from the rendered prefixes of their turns, which are tokenized together."""
         texts: list[str] = []
-        rendered: list[tuple[Conversation, int, str]] = []  # the number of texts of each conversation, and the reason
+        rendered: list[tuple[Conversation, int, str]] = []  # with the number of texts, and the reason for dropped turns
         for conversation in batch:
             try:
                 conversation_texts, reason = self._render_prefixes(conversation, config)
@@ -219,7 +224,7 @@ class ChatTemplate:
     def _render_prefixes(self, conversation: Conversation, config: ChatConfig) -> tuple[list[str], str]:
         """Returns the text of a conversation, and for each trained turn the texts up to its generation prompt and to its end.
 
-        The second value is the reason for a turn without these texts, or "". Raises ValueError if the template refuses a text.
+        The second value is the reason why a turn has no such texts, or "". Raises ValueError if the template refuses messages.
         """
         messages, tools, reason = conversation.messages, conversation.tools, ""
         texts = [self.render(messages, tools)]
@@ -250,7 +255,9 @@ class ChatTemplate:
         return [*separate_samples, *([Encoded(full, ranges)] if ranges or not turns else [])], num_dropped
 
     def _trim_turn(self, ids: Sequence[int], turn: tuple[int, int]) -> tuple[int, int]:
-        """Returns the token range of a turn without the text after its end-of-turn token, such as a line break."""
+        """Returns the token range of a turn, up to and including its end-of-turn token. Text after it, such as a line break, is
+        left out.
+        """
         start, stop = turn
         if self.end_of_turn is None:
             return turn
@@ -264,7 +271,10 @@ class ChatTemplate:
         return turn
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """Returns the text of messages. prompt: whether to add the generation prompt. Raises ValueError if they are refused."""
+        """Returns the text of messages. prompt: whether to add the generation prompt.
+
+        Raises ValueError if the template refuses the messages.
+        """
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
@@ -289,7 +299,7 @@ def _describe_refusal(error: Exception) -> str:
 
 
 def _fix_date(template: str) -> str:
-    """Replaces the current date in a template by a fixed date, so that the tokens are the same every day."""
+    """Replaces the current date in a template by `_DATE`, so that the tokens are the same every day."""
     return _CURRENT_DATE.sub(lambda match: repr(_DATE.strftime(match[2])), template)
 
 
@@ -317,6 +327,9 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def load_text_ids(config: ChatConfig, tokenizer: Path | None) -> TextIds:
-    """Implements `DatasetRecord.text_ids`: returns the `TextIds` of the table or of `tokenizer`. An end of turn ends a text."""
+    """Returns the `TextIds` of the table, or of `tokenizer` unless it is None. The end-of-turn token ends a text.
+
+    Implements `DatasetRecord.text_ids`.
+    """
     path = config.tokenizer if tokenizer is None else tokenizer
     return TokenizerIds(Tokenizer(path, None), ChatTemplate(path, config.template).end_of_turn)

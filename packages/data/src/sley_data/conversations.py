@@ -1,10 +1,10 @@
-"""Reads conversations from rows, as messages for chat templates; torch-free.
+"""Reads conversations from rows, as messages for chat templates; torch-free. A row has one of these keys or pairs of keys:
 
     messages                  [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
     conversations             the same, or ShareGPT's [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]
-    prompt and completion     two texts, or two lists of messages; only the completion has labels
+    prompt and completion     two texts, or two lists of messages; the prompt has labels only with `train_on = "all"`
 
-The template also receives additional keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
+The template also receives the other keys of a message, such as `tool_calls` and `name`, and the `tools` of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sley_data.files import DataFile
 from sley_data.formats import build_row_error, read_rows
 
 Message = dict[str, Any]
-"""A message with the keys `role` and `content`, and additional keys for the template."""
+"""A message: a dict with the keys `role` and `content`, and further keys for the template."""
 
 _COLUMNS = ("messages", "conversations", "prompt", "completion", "system", "tools")
 """The columns of a table that may contain a conversation."""
@@ -43,7 +43,8 @@ SHAREGPT_ROLES = {
 class Conversation:
     """The messages of a conversation.
 
-    name: the file name and the row number. first_trained: the index of the first message that may have labels.
+    name: the file name and the row number. tools: the tools that the assistant may call, or None. first_trained: the index of
+    the first message that may have labels.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Conversation:
 
     @property
     def trained_turns(self) -> list[int]:
-        """The indices of the assistant's messages that may have labels. Messages with `weight` 0 have none."""
+        """The indices of the assistant's messages that may have labels. Leaves out messages with `weight` 0."""
         numbers = (number for number in self.assistant_turns if number >= self.first_trained)
         return [number for number in numbers if self.messages[number].get("weight") != 0]
 
@@ -68,7 +69,7 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of all messages and tools as JSON."""
+        """The size in bytes of all messages and tools as JSON."""
         return len(self._content)
 
     @property
@@ -83,9 +84,9 @@ def content_key(content: bytes) -> bytes:
 
 
 def read_conversations(file: DataFile, field: str | None) -> Iterator[Conversation]:
-    """Yields the conversations of a file. field: the key of the messages, or None for the default keys.
+    """Yields the conversations of a file. field: the key of the messages, or None for the keys that the module describes.
 
-    Raises PlanError "data-json" for a row that is not a conversation.
+    Raises PlanError "data-json" for a row that is not a conversation, and the errors of `read_rows`.
     """
     columns = _COLUMNS if field is None else (field, "system", "tools")
     for number, row in read_rows(file, columns if file.format.is_table else None):
@@ -119,10 +120,13 @@ def _parse_row(row: dict[str, Any], field: str | None, name: str) -> Conversatio
 
 
 def _parse_messages(value: Any, key: str, role: str | None = None) -> list[Message]:
-    """Returns a list of messages. role: the role of a plain text, or None if a plain text is an error."""
+    """Returns the messages in `value`. role: the role of a plain text; with None, a plain text raises ValueError.
+
+    Raises ValueError for any other value that is not a list of messages.
+    """
     if role is not None and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if isinstance(value, str):  # some tables have messages as JSON
+    if isinstance(value, str):  # some tables contain messages as JSON
         try:
             value = json.loads(value)
         except ValueError:
@@ -153,12 +157,12 @@ def _parse_message(value: Any, number: int) -> Message:
         raise ValueError(f"has no text in the field `content` of message {number}")
     for call in message.get("tool_calls") or ():
         _parse_arguments(call)
-    json.dumps(message, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is a ValueError
+    json.dumps(message, ensure_ascii=False, default=str).encode()  # raises ValueError for half of a surrogate pair
     return message
 
 
 def _parse_arguments(call: Any) -> None:
-    """Parses the arguments of a tool call, which OpenAI writes as JSON text, into the object that templates need."""
+    """Replaces the arguments of a tool call, if they are JSON text as in OpenAI's format, by the object that templates need."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -170,7 +174,7 @@ def _parse_arguments(call: Any) -> None:
 
 
 def _part_text(part: Any, number: int) -> str:
-    """Returns the text of one part of a message. Raises ValueError for images and sounds."""
+    """Returns the text of one part of a message. Raises ValueError for any other part, such as an image."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     part_type = part.get("type") if isinstance(part, dict) else type(part).__name__

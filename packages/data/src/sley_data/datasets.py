@@ -1,7 +1,7 @@
 """The datasets `data.text` and `data.tokens`: samples of equal length from a stream of documents, and checks before a run.
 
-Labels are already shifted: each is the next token. Document d of a stream has the tokens [offsets[d], offsets[d + 1]). Imports
-torch only to read a sample.
+Labels are already shifted: the label at a position is the next token. Document d of a stream has the tokens
+[offsets[d], offsets[d + 1]). Imports torch only to read a sample.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from sley_data.tokenizer import Tokenizer
 
 WINDOW_BLOCK = 1 << 20
-"""The number of windows whose documents are counted in one operation."""
+"""The number of windows whose documents are counted at a time."""
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:
-    """Returns the number of windows over `num_tokens`: ceil((num_tokens - 1) / sequence_length), or 0 if no window is full."""
+    """Returns ceil((num_tokens - 1) / sequence_length), the number of windows, or 0 if the tokens do not fill one window."""
     return -(-(num_tokens - 1) // sequence_length) if num_tokens > sequence_length else 0
 
 
 def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[int, int]:
-    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows include.
+    """Returns the start of window `index` in the stream, and the number of its labels that earlier windows already contain.
 
-    The last window starts earlier, so that it is full. No token is dropped or added, and each label counts once.
+    The last window starts early enough to be full. No token is dropped or added, and each label counts once.
 
-        stream   0 1 2 3 4 5 6 7 8 9       N = 10, sequence_length = 4
+        stream   0 1 2 3 4 5 6 7 8 9       num_tokens = 10, sequence_length = 4
         window 0 a b c d .                 labels 1..4
         window 1         a b c d .         labels 5..8
         window 2           x x x d .       starts at 5; labels 6..8 are ignored, 9 is new
@@ -51,7 +51,7 @@ def locate_window(index: int, num_tokens: int, sequence_length: int) -> tuple[in
 
 
 class StreamSamples:
-    """Cuts a stream into samples of `sequence_length` tokens. Each label of the stream occurs once per epoch."""
+    """Splits a stream into samples of `sequence_length` tokens. Each label of the stream occurs once per epoch."""
 
     def __init__(self, stream: Stream, documents: Documents, sequence_length: int) -> None:
         self.stream, self.documents, self.sequence_length = stream, documents, sequence_length
@@ -66,9 +66,10 @@ class StreamSamples:
     def sample(self, index: int) -> dict[str, Integers]:
         """Returns sample `index`: tokens and labels, int64 [sequence_length], and for "pack" also positions and `cu_seqlens`.
 
-        Labels that earlier windows include are ignored, and no label of "pack" and "pad" crosses a document boundary.
-        `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window. `cu_seqlens`, int32
-        [max_documents_per_window + 1], contains the starts of the documents in the window, padded with `sequence_length`.
+        Labels that earlier windows already contain are ignored. With "pack" and "pad", labels that cross a document boundary
+        are ignored too. `positions`, int64 [sequence_length], restarts at 0 at the start of each document and of the window.
+        `cu_seqlens`, int32 [max_documents_per_window + 1], contains the starts of the documents in the window, padded with
+        `sequence_length`.
         """
         if self.documents == "pad":
             return self._padded_sample(index)
@@ -80,7 +81,7 @@ class StreamSamples:
         return sample | self._mark_boundaries(start, labels) if self.documents == "pack" else sample
 
     def _mark_boundaries(self, start: int, labels: Integers) -> dict[str, Integers]:
-        """Ignores the labels that cross a boundary, and returns the positions and `cu_seqlens`."""
+        """Sets the labels that cross a document boundary to IGNORE_INDEX, and returns the positions and `cu_seqlens`."""
         offsets = self.stream.offsets
         first, last = np.searchsorted(offsets, [start, start + self.sequence_length], side="right")
         boundaries = offsets[first:last] - start
@@ -92,9 +93,9 @@ class StreamSamples:
         return {"positions": positions, "cu_seqlens": cu_seqlens}
 
     def _padded_sample(self, index: int) -> dict[str, Integers]:
-        """Returns a piece of one document, padded with token 0, which every vocabulary has, and ignored labels.
+        """Returns a piece of one document, padded with token 0, which is in every vocabulary, and with ignored labels.
 
-        With causal attention, no token attends to the padding.
+        With causal attention, no token attends to the padding after it.
         """
         document = int(np.searchsorted(self._chunk_ends, index, side="right"))
         first_sample = int(self._chunk_ends[document - 1]) if document else 0
@@ -106,7 +107,7 @@ class StreamSamples:
 
     @cached_property
     def _chunk_ends(self) -> Integers:
-        """The number of samples of padded documents up to the end of each document."""
+        """For `documents = "pad"`, the total number of samples up to the end of each document, int64 [num_documents]."""
         return np.cumsum(-(-(self._lengths - 1) // self.sequence_length))
 
     @cached_property
@@ -125,7 +126,8 @@ class StreamSamples:
 class RowsDataset(ABC):
     """The samples of a split as tensors. The first access to the length, a sample, the counts or the digest loads the data.
 
-    data_notes: sentences for the user, once the data is loaded. A subclass also defines `counts` and `data_digest`.
+    data_notes: sentences for the user, which are complete once the data is loaded. A subclass also defines `counts` and
+    `data_digest`.
     """
 
     def __init__(self, config: Any, context: DataContext) -> None:
@@ -136,16 +138,16 @@ class RowsDataset(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """The number of token ids."""
+        """The vocabulary size."""
 
     @property
     @abstractmethod
     def rows(self) -> Sized:
-        """The loaded samples. The first access adds notes to `data_notes`, and may raise PlanError, such as "data-short"."""
+        """The samples. The first access loads them, adds to `data_notes`, and may raise PlanError, such as "data-short"."""
 
     @abstractmethod
     def sample(self, index: int) -> dict[str, Integers]:
-        """Returns the arrays of sample `index`, by the name of the field."""
+        """Returns the arrays of sample `index`, keyed by the name of the field."""
 
     @cached_property
     def info(self) -> DataInfo:
@@ -169,15 +171,15 @@ class RowsDataset(ABC):
 class TokenDataset(RowsDataset):
     """Samples of a text corpus or of token files.
 
-    Loading raises PlanError with all missing and empty files, and "data-short" or "held-out" if the data of the split is
-    shorter than one sample.
+    Loading raises a PlanError that lists all missing and empty files, or, if the split has too few tokens for a sample,
+    PlanError "data-short" for the training split and "held-out" for the held-out split.
     """
 
     config: TextConfig | TokensConfig
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids of the table or its tokenizer; 256 for bytes."""
+        """The vocabulary size of the table or of its tokenizer; 256 for bytes."""
         if isinstance(self.config, TokensConfig):
             return self.config.vocab_size
         return NUM_BYTES if self._tokenizer is None else self._tokenizer.vocab_size
@@ -193,7 +195,7 @@ class TokenDataset(RowsDataset):
 
     @cached_property
     def rows(self) -> StreamSamples:
-        """The samples of the split. Raises the errors of the class."""
+        """The samples of the split. The first access loads them, and raises the errors that the class describes."""
         config, split = self.config, self.context.split
         if isinstance(config, TokensConfig):
             stream = load_token_stream(config, split)
@@ -209,7 +211,7 @@ class TokenDataset(RowsDataset):
         return self.rows.sample(index)
 
     def _short_error(self, num_tokens: int) -> PlanError:
-        """Returns the PlanError for a split of `num_tokens` tokens, which are fewer than a sample needs."""
+        """Returns the PlanError for a split of `num_tokens` tokens, fewer than a sample needs."""
         config, needed = self.config, self.config.sequence + 1  # the last token is only a label
         is_text, holds_out = isinstance(config, TextConfig), bool(config.held_out_files or getattr(config, "held_out", 0))
         if self.context.split == "held_out":
@@ -239,9 +241,9 @@ class TokenDataset(RowsDataset):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of documents, tokens, labels, positions and padding, as `counts` of `Dataset`.
+        """The numbers of documents, tokens, labels, positions and padding, as in `Dataset.counts`.
 
-        The number and lengths of the documents of token files with `documents = "cut"` are unknown.
+        For token files with `documents = "cut"`, "documents" and "longest" are None, since they are unknown.
         """
         lengths, documents = np.diff(self.rows.stream.offsets), self.config.documents
         num_tokens, positions = len(self.rows.stream), len(self.rows) * self.config.sequence
@@ -259,13 +261,13 @@ class TokenDataset(RowsDataset):
 
 
 ALWAYS_READ = 1 << 20
-"""The maximum size of text that is read and tokenized only to count samples."""
+"""The maximum size in bytes of text that a check reads and tokenizes only to count samples."""
 
 P = ParamSpec("P")
 
 
 def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator[Problem]]:
-    """Wraps a function that yields problems: an error ends it, and becomes a problem."""
+    """Wraps a function that yields problems. If it raises SleyError or OSError, the wrapper yields the error as a problem."""
 
     @wraps(check)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[Problem]:
@@ -281,7 +283,7 @@ def report_errors(check: Callable[P, Iterator[Problem]]) -> Callable[P, Iterator
 
 @report_errors
 def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a `data.text` or `data.tokens` table, as `DatasetRecord.check`."""
+    """Yields the problems of a `data.text` or `data.tokens` table. Implements `DatasetRecord.check`."""
     if isinstance(config, TokensConfig):
         train, held_out = find_token_files(config, "train"), find_token_files(config, "held_out")
     else:
@@ -295,7 +297,7 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
         return
     if isinstance(config, TokensConfig):
         problems = dict.fromkeys(find_copied_tokens(train[0], held_out[0]))
-    elif config.field is not None:  # later rows are read only in the run
+    elif config.field is not None:  # reads the first row; later rows are read only in the run
         for file in dict.fromkeys((*train[0], *held_out[0])):
             next(read_file(config, file), None)
     yield from problems
@@ -308,7 +310,10 @@ def check(config: TextConfig | TokensConfig, *, evaluates: bool, vocab_size: int
 
 
 def check_vocabulary(vocab_size: int | None, count: int) -> Iterator[Problem]:
-    """Yields a problem if the model has fewer token ids than the data."""
+    """Yields a problem if the model has fewer token ids than the data. vocab_size: that of the model, or None if unknown.
+
+    count: the vocabulary size of the data.
+    """
     if vocab_size is not None and vocab_size < count:
         message = f"vocab_size = {vocab_size} is less than the {count} token ids of the data"
         yield Problem(("model", "vocab_size"), message, "increase or remove it", "model-vocabulary")
@@ -318,7 +323,7 @@ def _can_count_samples(config: TextConfig | TokensConfig, split: Split, files: S
     """Returns whether a check can count the samples of a split in about a second. files: the files of the split."""
     holds_out = bool(config.held_out_files) or bool(getattr(config, "held_out", 0))
     if split == "held_out" and not holds_out:
-        return True  # without reading, since there are no samples
+        return True  # nothing is read, since the split is empty
     is_cheap = isinstance(config, TokensConfig) or not (config.field or config.separator or config.tokenizer)
     is_cheap = is_cheap and not any(file.format.is_compressed for file in files)
     return sum(file.num_bytes for file in files) <= (MAX_BYTES_IN_MEMORY if is_cheap else ALWAYS_READ)

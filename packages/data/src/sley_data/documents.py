@@ -1,7 +1,7 @@
 """Reads the documents of a split, which are texts or conversations; torch-free.
 
-Only the content of a document decides whether it is held out, so all copies are in the same split, whatever the ranks, the
-order of the files, the seed and the path of the corpus.
+Only the content of a document decides whether it is held out. All copies of a document are therefore in the same split, which
+depends neither on the ranks, nor on the order of the files, the seed, or the path of the corpus.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Document: TypeAlias = TextDocument | Conversation
 """A document of `data.text` or `data.chat`."""
 
 _PIECE_BYTES = 1 << 10
-"""The size of a piece of a held-out token file to search for in the training files."""
+"""The size of each piece of a held-out token file for which the training files are searched."""
 
 _MAX_SEARCH_BYTES = 1 << 30
-"""The maximum number of bytes to search for copies of held-out tokens, in about a second."""
+"""The maximum number of bytes that are searched for copies of held-out tokens, which takes about a second."""
 
 _READ_BYTES = 1 << 20
 
@@ -55,9 +55,9 @@ def is_in_share(key: bytes, share: float) -> bool:
 
 
 def find_copied_tokens(training_files: Sequence[DataFile], held_out_files: Sequence[DataFile]) -> list[Problem]:
-    """Returns a problem for each held-out token file whose tokens are in a training file.
+    """Returns a problem for each held-out token file whose tokens are also in a training file.
 
-    Searches for three pieces of each held-out file, in large training files only at their start and end.
+    Searches the training files for three pieces of each held-out file. Searches only the start and end of large files.
     """
     max_bytes = _MAX_SEARCH_BYTES // max(1, len(training_files) * len(held_out_files))
     problems = []
@@ -83,7 +83,7 @@ def _contains_all(file: DataFile, pieces: Sequence[bytes], max_bytes: int) -> bo
 
 
 def _read_pieces(file: DataFile) -> list[bytes]:
-    """Returns pieces from the start, middle and end of a token file, except pieces with few different bytes."""
+    """Returns pieces from the start, middle and end of a token file. Leaves out pieces with at most four different bytes."""
     pieces = []
     with file.path.open("rb") as content:
         for start in (0, (file.num_bytes - _PIECE_BYTES) // 2, file.num_bytes - _PIECE_BYTES):
@@ -93,13 +93,14 @@ def _read_pieces(file: DataFile) -> list[bytes]:
 
 
 _MAX_COMPARE_BYTES = 1 << 30
-"""The maximum number of bytes to read only to compare documents, in about a second."""
+"""The maximum number of bytes that are read only to compare documents, which takes about a second."""
 
 
 def read_split(config: DocumentsConfig, split: Split, files: Sequence[DataFile]) -> Iterator[tuple[Document, bool]]:
     """Yields each document in `files`, the files of a split, and whether the document belongs to the split.
 
-    Raises PlanError listing every problem with the held-out files, or at the first row that is not a document.
+    Yields nothing for a held-out split if the table holds nothing out. Raises a PlanError that lists all problems of the
+    held-out files, or PlanError "data-json" for the first row that is not a document.
     """
     if split == "held_out" and not (config.held_out or config.held_out_files):
         return
@@ -113,7 +114,7 @@ def read_documents(
 ) -> Iterator[TextDocument]:
     """Yields each document of a split, in the order of `files`, the files of the split.
 
-    Excludes documents that are also in `held_out_files`, and appends a sentence about them to `notes`.
+    Excludes documents that are also in `held_out_files`, and appends a sentence with their number to `notes`, if it is a list.
     """
     count = num_excluded = 0
     for document, is_selected in read_split(config, split, files):
@@ -128,7 +129,7 @@ def read_documents(
 
 
 def _read_split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
-    """Returns the keys of the documents of a split. Raises PlanError with all problems of the files."""
+    """Returns the keys of the documents of a split. Raises a PlanError that lists all problems of the files."""
     files, problems = find_document_files(config, split)
     if problems:
         raise build_plan_error(problems)
@@ -136,9 +137,10 @@ def _read_split_keys(config: DocumentsConfig, split: Split) -> list[bytes]:
 
 
 def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> str:
-    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns "".
+    """Returns a sentence about the held-out documents of the table `evaluation` on which the table `training` trains.
 
-    Compares contents, and may read all data of the run.
+    Returns "" if there are none. Compares the contents of the documents, and may read all data of the run. If it cannot compare
+    them, for example because the data has more than 1 GiB, the sentence says so.
     """
     noun = "documents" if isinstance(training, TextConfig) else "conversations"
     if isinstance(training, TextConfig) and any(
@@ -161,7 +163,7 @@ def describe_overlap(training: DocumentsConfig, evaluation: DocumentsConfig) -> 
 
 
 def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes], bool]:
-    """Returns a function that returns whether a document belongs to the split. Its argument is the key of the document.
+    """Returns a function that takes the key of a document, and returns whether the document belongs to the split.
 
     The training split also excludes the held-out documents of a mixture's other sources.
     """
@@ -174,7 +176,10 @@ def build_split_filter(config: DocumentsConfig, split: Split) -> Callable[[bytes
 
 
 def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
-    """Yields each document in a file. Raises PlanError "data-json" for a row without a text or conversation."""
+    """Yields each document in a file.
+
+    Raises PlanError "data-json" for a row without a text or conversation, and the errors of `open_decompressed`.
+    """
     if isinstance(config, ChatConfig):
         yield from read_conversations(file, config.field)
     elif config.field is not None:
@@ -189,7 +194,7 @@ def read_file(config: DocumentsConfig, file: DataFile) -> Iterator[Document]:
 def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
     """Yields the non-empty documents of a file, without separators. Their names are `file#0`, `file#1`, ...
 
-    A `\\n` in the separator also matches `\\r\\n`. At most a block and a document are in memory.
+    A `\\n` in the separator also matches `\\r\\n`. At most one block and one document are in memory.
     """
     pattern = re.compile(re.sub(rb"(?:\\\r)?\\\n", rb"\r?\n", re.escape(separator)))
     number, remainder = 0, b""
@@ -207,7 +212,7 @@ def _split_file(file: DataFile, separator: bytes) -> Iterator[TextDocument]:
 def _read_texts(file: DataFile, field: str) -> Iterator[TextDocument]:
     """Yields the non-empty texts in the rows of a file. Their names are `file#1`, `file#2`, ..."""
     for number, row in read_rows(file, (field,) if file.format.is_table else None):
-        text = row.get(field, "" if file.format.is_table else None)  # null in a table
+        text = row.get(field, "" if file.format.is_table else None)  # tables omit null values
         if not isinstance(text, str):
             keys = ", ".join(f"`{key}`" for key in row)
             reason = f"has no text in the field `{field}`" if field in row else f"has no `{field}`"

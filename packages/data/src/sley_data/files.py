@@ -1,7 +1,7 @@
 """Finds the files that a `[data]` table names, on this host or on the Hugging Face hub; torch-free.
 
 Hub names have the form `hf://datasets/OWNER/NAME@REVISION/PATTERN`, where `@REVISION` is optional. Each host downloads the
-files once. It records the folder of a complete download, so that later runs and other ranks need no server.
+files once, and records the folder of a complete download, so that later runs and other ranks do not contact the hub.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INSTALL_HUB = """install sley-data[hub]; in a clone of Sley's repository, run `
 _HUB_NAME = re.compile(r"hf:/+datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<path>.+)")
 
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""The folders that do not belong to the sources of the standard library."""
+"""The names of folders that `find_library_files` skips: installed packages, tests and bytecode."""
 
 _JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 _WILDCARDS = frozenset("*?[")
@@ -54,8 +54,8 @@ _WILDCARDS = frozenset("*?[")
 class DataFile:
     """A data file.
 
-    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk. index: the
-    Megatron index of a token file, if any.
+    name: the path within the corpus, such as `sub/one.txt` for `corpus/**/*.txt`. num_bytes: the size on disk in bytes. index:
+    the Megatron index of a token file, or None.
     """
 
     name: str
@@ -75,7 +75,7 @@ def print_note(text: str) -> None:
 
 
 def find_cache_home() -> Path | None:
-    """Returns the default folder for prepared data, or None if the user has no home folder."""
+    """Returns the default cache folder for tokens and downloads, or None if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sley" / "data"
     except RuntimeError:
@@ -83,7 +83,7 @@ def find_cache_home() -> Path | None:
 
 
 FilesAndProblems: TypeAlias = "tuple[list[DataFile], list[Problem]]"
-"""The files that paths and patterns name, and the problems of these paths and patterns."""
+"""The files that some paths and patterns name, and the problems with these paths and patterns."""
 
 
 def build_plan_error(problems: Iterable[Problem]) -> PlanError:
@@ -94,12 +94,12 @@ def build_plan_error(problems: Iterable[Problem]) -> PlanError:
 
 
 def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
-    """Returns the files that `patterns` name, each once, and their problems.
+    """Returns the files that `patterns` name, each once, and the problems with them.
 
     patterns: paths and patterns, of the type `PlanPattern`. key: the plan key of the patterns. The files are in the order of
-    `patterns`, and sorted within each pattern. Links to the same file count once, with the first name. Empty files that match a
-    pattern are skipped. Problems are paths that are missing, empty or not regular files, patterns without a match, and missing
-    read permissions.
+    `patterns`, and sorted within each pattern. Several links to one file count once, with the first name. Empty files that
+    match a pattern are skipped. Problems are: a path that is missing, empty or not a regular file, a pattern without a match,
+    and a file that may not be read.
     """
     files: dict[str, DataFile] = {}
     problems = []
@@ -118,7 +118,7 @@ def find_files(patterns: Sequence[Path], key: KeyPath) -> FilesAndProblems:
 
 
 class _BadPathError(Exception):
-    """The problem of a path or pattern, with its code, message and hint."""
+    """A problem with a path or pattern. The fields are those of `Problem`."""
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -139,7 +139,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _match_files(pattern: str) -> Iterator[DataFile]:
-    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if there are none."""
+    """Yields the files that a path or pattern names, sorted. Raises `_BadPathError` if there are none, or all are empty."""
     if pattern.startswith("hf:/"):
         try:
             pattern = download_files(pattern)
@@ -166,9 +166,10 @@ def _match_files(pattern: str) -> Iterator[DataFile]:
 
 
 def _match_paths(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields the files in `folder` whose paths match `patterns`, the parts of a pattern. Visits each real folder once.
+    """Yields the files in `folder` whose relative paths match `patterns`, the parts of a pattern.
 
-    As in a shell, `*` and `**` skip names that begin with a dot. Raises OSError for a folder that cannot be listed.
+    Follows links, but visits each real folder only once. As in a shell, `*` and `**` skip names that begin with a dot. Raises
+    OSError for a folder that cannot be listed.
     """
     visited: set[str] = set()
     for path, folders, names in os.walk(folder, onerror=_raise_error, followlinks=True):
@@ -186,7 +187,7 @@ def _raise_error(error: OSError) -> None:
 
 
 def matches_pattern(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Returns whether the parts of a path match the parts of a pattern, where `**` matches any number of folders."""
+    """Returns whether the parts of a path match the parts of a pattern. The part `**` matches any number of folders."""
     if not patterns or not parts:
         return not patterns and not parts
     if patterns[0] == "**":
@@ -198,7 +199,7 @@ _SAVED_STATE = "state.json"
 
 
 def _list_saved_dataset(folder: Path) -> list[DataFile]:
-    """Returns the data files in a folder written by `save_to_disk` of `datasets`."""
+    """Returns the data files in a folder written by `save_to_disk` of `datasets`. Raises `_BadPathError`."""
     try:
         state = json.loads((folder / _SAVED_STATE).read_text("utf-8"))
         names = [data_file["filename"] for data_file in state["_data_files"]]
@@ -227,7 +228,8 @@ def _stat_file(path: Path) -> DataFile:
 def download_files(name: str) -> str:
     """Downloads the files with a hub name, unless they are cached, and returns a pattern that matches the local files.
 
-    Raises PlanError `data-hub` if the download fails, and PluginError `hub-missing` if `huggingface_hub` is not installed.
+    Raises PlanError "data-hub" for a wrong name or a failed download, and PluginError "hub-missing" if `huggingface_hub` is not
+    installed.
     """
     match = _HUB_NAME.fullmatch(name)
     if match is None:
@@ -248,7 +250,9 @@ def download_files(name: str) -> str:
 
 
 def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
-    """Downloads the files of a dataset that match `pattern`, and returns the revision's folder in the hub's cache."""
+    """Downloads the files of a dataset that match `pattern`. Returns the folder of the revision in the cache of
+    `huggingface_hub`. Raises the errors of `download_files`.
+    """
     try:
         from huggingface_hub import HfApi, hf_hub_download
     except ImportError:
@@ -271,7 +275,7 @@ def _download_snapshot(repo: str, revision: str | None, pattern: str) -> Path:
 
 
 def find_library_files() -> FilesAndProblems:
-    """Returns the sorted source files of this Python's standard library, without tests and installed packages."""
+    """Returns the source files of this Python's standard library, sorted by name, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
     if files := _walk_library(root):
         return [*files], []
@@ -291,9 +295,9 @@ def _walk_library(root: str) -> tuple[DataFile, ...]:
 
 
 def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.text` or `data.chat` table, and their problems.
+    """Returns the files of a split of a `data.text` or `data.chat` table, and the problems with them.
 
-    Without `held_out_files`, all files contain both splits.
+    Without `held_out_files`, both splits are in the same files, so the result does not depend on `split`.
     """
     key = "held_out_files" if split == "held_out" and config.held_out_files else "files"
     if isinstance(config, TextConfig) and config.source is not None and key == "files":
@@ -312,7 +316,7 @@ def find_document_files(config: DocumentsConfig, split: Split) -> FilesAndProble
 def find_split_files(config: DocumentsConfig, split: Split) -> tuple[list[DataFile], list[DataFile]]:
     """Returns the files of a split, and the files whose documents are excluded from the split.
 
-    Raises PlanError with all problems.
+    Raises a PlanError that lists all problems with the files.
     """
     results = [find_document_files(config, split)]
     if split == "train":
@@ -329,7 +333,7 @@ def _find_content_suffix(path: Path) -> str:
 
 
 def _find_format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tables: bool = False) -> Iterator[Problem]:
-    """Yields a problem for each file of an unsupported format. allows_tables: whether Parquet and Arrow are supported."""
+    """Yields a problem for each file in an unsupported format. allows_tables: whether Parquet and Arrow are supported."""
     for file in files:
         if file.format.unsupported is not None and not (allows_tables and file.format.is_table):
             description, hint = file.format.unsupported
@@ -337,7 +341,7 @@ def _find_format_problems(files: Sequence[DataFile], key: KeyPath, *, allows_tab
 
 
 def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
-    """Returns the files of a split of a `data.tokens` table, and their problems, such as a wrong dtype."""
+    """Returns the files of a split of a `data.tokens` table, and the problems with them, such as a wrong dtype."""
     key, patterns = ("files", config.files) if split == "train" else ("held_out_files", config.held_out_files)
     files, problems = find_files(patterns, ("data", key))
     try:
@@ -363,7 +367,10 @@ def find_token_files(config: TokensConfig, split: Split) -> FilesAndProblems:
 
 
 def _add_index(file: DataFile) -> DataFile:
-    """Returns the token file of `file`, a token file or its index, with the index if there is one. Raises `_BadPathError`."""
+    """Returns a token file with its index, if it has one. file: the token file, or its index.
+
+    Raises `_BadPathError` if the index cannot be read or is wrong, or if its token file is missing.
+    """
     index, tokens = file.path.with_suffix(".idx"), file
     try:
         with file.path.open("rb") as content:

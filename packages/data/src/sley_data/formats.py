@@ -1,9 +1,10 @@
 """Detects file formats by their first bytes, decompresses files, and reads rows and Megatron's indices; torch-free.
 
-A file is refused if it is neither text nor raw token ids of the width and byte order that its table names. Megatron's index
-`NAME.idx` contains the token dtype and the documents of `NAME.bin`, in little-endian order:
+Files in unsupported formats are refused, and so are token files whose ids have another width or byte order than their table
+says. Megatron's index `NAME.idx` contains the token dtype and the documents of `NAME.bin`. It is little-endian and has these
+fields, the first five with their sizes in bytes:
 
-    magic, 9 bytes | version 1, 8 | code of the token dtype, 1 | number of sequences, 8 | number of documents + 1, 8
+    magic, 9 | version 1, 8 | code of the token dtype, 1 | number of sequences, 8 | number of documents + 1, 8
     length of each sequence, int32 | first byte of each sequence, int64 | first sequence of each document, and the end, int64
     mode of each sequence, int8: only for multimodal data
 """
@@ -45,14 +46,14 @@ except ImportError:
 TokenDtype: TypeAlias = Literal["uint16", "uint32"]
 
 _HEAD_BYTES = 512
-"""The number of bytes that are compared with signatures. The signature of tar is at byte 257."""
+"""The number of bytes at the start of a file that are compared with signatures. The signature of tar is at byte 257."""
 
 Opener = Callable[[Path], BufferedIOBase]
 T = TypeVar("T")
 Integers = NDArray[np.integer[Any]]
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-"""The first bytes of an index of Megatron."""
+"""The first bytes of a Megatron index."""
 _ZSTD = rb"(?:\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"  # a frame, or a skippable frame before it
 
 _COMPRESSED: dict[bytes, Opener] = {
@@ -61,12 +62,12 @@ _COMPRESSED: dict[bytes, Opener] = {
     rb"\xfd7zXZ\x00": lzma.LZMAFile,
     **({_ZSTD: zstd.ZstdFile} if zstd is not None else {}),
 }
-"""The readers of compressed files by signature."""
+"""The readers of compressed files, keyed by signature (a regular expression)."""
 
 _DECOMPRESSION_ERRORS = (zlib.error, lzma.LZMAError, *([zstd.ZstdError] if zstd is not None else []))
 
 COMPRESSED_SUFFIXES = frozenset({".gz", ".bz2", ".xz", ".zst"})
-"""The last suffixes of compressed files. The suffix before it names the content, as in `.jsonl.gz`."""
+"""The suffixes of compressed files. The suffix before such a suffix names the content, as in `.jsonl.gz`."""
 
 PARQUET = rb"PAR1\x15"
 ARROW_FILE = rb"ARROW1\x00\x00"
@@ -98,7 +99,7 @@ _UNSUPPORTED = {
         'write raw ids, for `data.tokens`: `numpy.load("...").astype("uint16").tofile("tokens.bin")`',
     ),
 }
-"""The description and hint of each unsupported format by signature."""
+"""The description and hint of each unsupported format, keyed by signature (a regular expression)."""
 
 _ANY_SIGNATURE = re.compile(b"|".join((*_COMPRESSED, *_UNSUPPORTED)), re.DOTALL)
 
@@ -108,7 +109,8 @@ class Format:
     """The format of a file.
 
     is_compressed: whether `open_decompressed` decompresses the file. is_table: whether it is a Parquet or Arrow table.
-    unsupported: the description of the format and a hint, if it is neither text nor raw ids.
+    unsupported: a description of the format and a hint, or None for text and raw token ids. Tables have it too, since only
+    callers that read rows support them.
     """
 
     is_compressed: bool = False
@@ -121,7 +123,7 @@ PLAIN = Format()
 
 
 def detect_format(path: Path) -> Format:
-    """Returns the format of a file, or `PLAIN` for an unreadable file, since the code that reads it reports the error."""
+    """Returns the format of a file, or `PLAIN` if it cannot be read, since the code that reads it later reports the error."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -139,9 +141,9 @@ def detect_format(path: Path) -> Format:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
-    """Opens a file for reading. Decompresses gzip, bzip2, xz and zstd.
+    """Opens a file for reading in binary mode. Decompresses gzip, bzip2, xz and zstd.
 
-    Raises OSError, and PlanError "data-format" if compressed content is damaged or incomplete.
+    Raises OSError if the file cannot be read, and PlanError "data-format" if compressed content is damaged or incomplete.
     """
     with path.open("rb") as file:
         opener = _match_signature(file.read(_HEAD_BYTES), _COMPRESSED)
@@ -153,7 +155,7 @@ def open_decompressed(path: Path) -> Iterator[BufferedIOBase]:
         with opener(path) as file:
             yield file
     except (EOFError, OSError, *_DECOMPRESSION_ERRORS) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of gzip and bz2 have no number
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; the errors of gzip and bz2 have no number
             raise
         message = f"`{path}` is compressed, and damaged or incomplete: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None
@@ -166,19 +168,20 @@ def _match_signature(head: bytes, signatures: dict[bytes, T]) -> T | None:
 
 _BLOCK_BYTES = 1 << 13
 _NUM_BLOCKS = 16
-"""The size and number of the blocks that identify a file's content."""
+"""The number of blocks that identify a file's content. Each has `_BLOCK_BYTES` bytes."""
 
 _MIN_IDS = 64
-"""The minimum number of ids for which a rare pattern shows a wrong format."""
+"""The minimum number of ids that are checked. In fewer ids, a suspicious pattern may be chance."""
 
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
-"""The first bytes of the header, of 1024 bytes, of token files of llm.c."""
+"""The first bytes of a token file of llm.c, which begins with a header of 1024 bytes."""
 
 
 def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str, str] | None:
-    """Returns a reason and a hint if the ids of a file are not of `dtype` and below `vocab_size`.
+    """Returns a reason and a hint if the ids of a file seem to have another dtype than `dtype`, or are not below `vocab_size`.
 
-    Returns None if they are, or if the file cannot be read. Reads at most 128 KiB of the file.
+    Returns None if the ids are plausible, if there are too few, or if the file cannot be read. Reads at most 128 KiB. The
+    reason is a predicate whose subject is the file.
     """
     try:
         sample = read_blocks(path)
@@ -203,7 +206,10 @@ def check_token_ids(path: Path, dtype: TokenDtype, vocab_size: int) -> tuple[str
 
 
 def read_blocks(path: Path) -> bytes:
-    """Returns blocks that are spread over a file, each at a multiple of 8 bytes, or all bytes of a small file."""
+    """Returns the concatenated blocks of a file: 16 of 8 KiB, spread evenly from start to end, or all bytes of a small file.
+
+    Each block begins at a multiple of 8 bytes.
+    """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size <= _BLOCK_BYTES * _NUM_BLOCKS:
@@ -221,7 +227,7 @@ def _view_ids(sample: bytes, dtype: str) -> Integers:
 
 
 def _is_padded(ids: Integers) -> bool:
-    """Returns whether every second id is 0 or small, like the upper halves of wider ids."""
+    """Returns whether every second id is 0 or small, as if it were the upper half of a wider id."""
     lower, upper = ids[::2], ids[1::2]
     return bool((upper.max() == 0 and len(np.unique(lower)) > 4) or (upper.max() < 16 and lower.max() >= 1 << 12))
 
@@ -233,16 +239,19 @@ _UNSUPPORTED_DTYPES_BY_CODE = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6:
 
 @dataclass(frozen=True)
 class Index:
-    """A Megatron index. offsets: the first token of each document, and the number of tokens, int64 [num_documents + 1]."""
+    """A Megatron index. dtype: that of the tokens. offsets: the start of each document in tokens, followed by the number of all
+    tokens, int64 [num_documents + 1].
+    """
 
     dtype: TokenDtype
     offsets: Integers
 
 
 def read_index(path: Path, num_bytes: int) -> Index:
-    """Returns the index at `path` of a token file with `num_bytes`.
+    """Returns the Megatron index at `path`. num_bytes: the size of its token file.
 
-    Raises OSError, and ValueError for a wrong index, with a message that continues the name of the file.
+    Raises OSError if the index cannot be read, and ValueError if it is wrong or does not fit the token file. The message of the
+    ValueError is a predicate whose subject is the index.
     """
     content = path.read_bytes()
     head = content[: _HEADER.size]
@@ -282,11 +291,11 @@ _BATCH_ROWS = 256
 
 
 def read_rows(file: DataFile, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number of each row, from 1, and the row. In JSON lines, the row number is the line number.
+    """Yields each row of a file, after its number, from 1. In JSON lines, the row number is the line number.
 
-    columns: the columns of tables to read, or None for all. Null values of tables are omitted, even in nested dicts, since
-    every row of a table has the keys of all rows. Raises PlanError "data-json" or "data-format" for an unreadable row, and
-    PluginError "pyarrow-missing" if `pyarrow` is not installed.
+    columns: the columns to read from a table, or None for all. Null values of tables are left out, also in nested dicts, since
+    every row of a table has the keys of all rows. Raises PlanError "data-json" for a row that is not a JSON object,
+    "data-format" for a damaged file, and PluginError "pyarrow-missing" for a table if `pyarrow` is not installed.
     """
     if file.format.is_table:
         yield from _read_table(file, columns)
@@ -350,7 +359,7 @@ def _read_table(file: DataFile, columns: Sequence[str] | None) -> Iterator[tuple
                     number += 1
                     yield number, _remove_nulls(row)
     except (pyarrow.ArrowException, KeyError, ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # from the disk; errors of pyarrow have no number
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk; the errors of pyarrow have no number
             raise
         message = f"`{file.path}` is damaged or incomplete after row {number}: {error}"
         raise PlanError("data-format", message, path=("data", "files")) from None

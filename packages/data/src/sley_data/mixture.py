@@ -1,8 +1,9 @@
 """The dataset `data.mixture`: the samples of several datasets, in an order that depends only on the seed.
 
-Sources are split off one after another, the largest share first. Of the first n numbers that remain before a split, a source
-with share a of the remaining shares b gets round(n a / b), and later sources get the rest. The count of a source in any range
-of numbers differs from its share by about two samples at most. All arithmetic is in integers, without state or tables.
+Sample numbers are assigned to one source after another, the largest share first. Let a be the share of the source, and b the
+sum of the shares of this source and of all later ones. The source gets round(n a / b) of the first n numbers that are still
+free, for every n, and the later sources get the rest. In any range of numbers, the count of a source differs from its share by
+at most about two samples. All arithmetic is in integers, and needs neither state nor tables.
 
                  0 1 2 3 4 5 6 7 8 9
     code, 3        x       x     x        3 of 10, spread evenly
@@ -31,13 +32,14 @@ from sley_data.plugin import MixtureConfig, SourceTable
 from sley_data.sources import build_source_component, list_sources, locate_errors
 
 _ALL_LENGTHS = range(1 << 62)
-"""The lengths among which a prefix of the numbers is searched."""
+"""All lengths that a prefix of the sample numbers may have, for a binary search."""
 
 
 class Interleave:
-    """Interleaves sources: `order[n]` is the source of number n, and the index of n among the numbers of this source.
+    """Interleaves sources. `interleave[n]` is the source of number n, and the index of n among the numbers of this source.
 
-    shares: the share of each source, an integer of at least 1. The first sum(shares) numbers contain each source that often.
+    shares: the share of each source, an integer of at least 1. Of the first sum(shares) numbers, each source has as many as its
+    share.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -86,12 +88,14 @@ def to_integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 _NUM_PROBES = 4
-"""The number of reads of each source that are checked for random numbers."""
+"""The number of reads of each source that are observed to find whether they draw random numbers."""
 
 
 @dataclass
 class _Source:
-    """An open source. number: the index of its table. reader: seeds each read of a sample. epoch: the dataset's epoch."""
+    """An open source. number: the index of its table. reader: reads its samples. epoch: the dataset's epoch, or -1 before
+    the first read.
+    """
 
     table: SourceTable
     number: int
@@ -102,13 +106,14 @@ class _Source:
 
 
 class Mixture:
-    """The samples of several datasets, each with the field `source`.
+    """The samples of several datasets, each with the additional field `source`, the number of its source.
 
-    Sample n of the whole run is number c of one source, which is position c % length in epoch c // length of the source's own
-    order. A source's seed depends only on the run's seed and the source's name.
+    Sample n of the whole run is, for some c, the c-th sample read from one source: position c % length in epoch c // length of
+    the source's own order. A source's seed depends only on the run's seed and the source's name.
 
-    Raises PlanError "mixture-sources" if the sources have different fields, vocabulary sizes or lengths, and PlanError or
-    RunError "data-exhausted" if a source with `exhausted = "refuse"` has too few samples.
+    Raises PlanError "mixture-sources" if a source is a stream or has its own `collate`, or if the sources have different
+    fields, vocabulary sizes or sequence lengths. Raises PlanError "data-exhausted", or RunError in `set_epoch`, if a source has
+    too few samples and the plan sets `exhausted = "refuse"`.
     """
 
     is_ordered = True
@@ -139,7 +144,7 @@ class Mixture:
 
     @cached_property
     def info(self) -> DataInfo:
-        """The common info of the sources, with the field `source`. Loads tokenizers, but no data."""
+        """The info that all sources share, with the additional field `source`. Loads tokenizers, but no data."""
         infos = []
         for source in self._sources:
             with locate_errors(source.number, source.table.name):
@@ -158,7 +163,7 @@ class Mixture:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of samples of each source. Loads the data."""
+        """The number of samples of each source. Loads the data. Raises PlanError "data-empty" for a source without samples."""
         lengths = []
         for source in self._sources:
             with locate_errors(source.number, source.table.name):
@@ -170,7 +175,7 @@ class Mixture:
 
     @cached_property
     def _interleave(self) -> Interleave:
-        """The order of the sources. Loads the data if the plan sets `epochs`."""
+        """The order of the sources. Loads the data if the sources set `epochs`."""
         tables = [source.table for source in self._sources]
         if self._config.has_epochs:
             counts = [(table.epochs or 0) * length for table, length in zip(tables, self.lengths, strict=True)]
@@ -201,19 +206,22 @@ class Mixture:
     def __len__(self) -> int:
         """Returns the number of samples per epoch.
 
-        An epoch ends once every source has been read once, or `epochs` times. With `exhausted = "end"` or "refuse", it ends
-        once the first source has been read.
+        An epoch ends once every source has been read completely, or `epochs` times. In training with `exhausted = "end"` or
+        "refuse", it ends once any source has been read completely.
         """
         return self._length
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of later reads."""
+        """Sets the epoch of later reads. Raises RunError "data-exhausted" for a second epoch with `exhausted = "refuse"`."""
         if epoch and self._context.split == "train" and self._config.exhausted == "refuse":
             raise RunError("data-exhausted", f"a source of the mixture is exhausted after {len(self)} samples", path=("data",))
         self._epoch = epoch
 
     def locate(self, index: int) -> tuple[int, int, int]:
-        """Returns the source of sample `index` of the current epoch, the source's epoch, and the sample's index there."""
+        """Returns the source of sample `index` of the current epoch, the source's own epoch, and the index in the source.
+
+        Raises IndexError outside [0, len).
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         epoch = self._epoch
@@ -225,7 +233,10 @@ class Mixture:
         return source, epoch, self._order(source, epoch)[position]
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns sample `index` with the field `source`, int64. Pads `cu_seqlens` to the same length for all sources."""
+        """Returns sample `index` with the field `source`, an int64 scalar. Pads `cu_seqlens` to one length for all sources.
+
+        Raises IndexError outside [0, len).
+        """
         source_number, epoch, sample_index = self.locate(index)
         source = self._sources[source_number]
         if epoch != source.epoch:
@@ -243,20 +254,20 @@ class Mixture:
 
     @cached_property
     def _num_starts(self) -> int | None:
-        """The largest length of `cu_seqlens` of any source, or None if samples lack that field."""
+        """The largest length of `cu_seqlens` in any source, or None if samples do not have that field."""
         if "cu_seqlens" not in self.info.fields:
             return None
         return max(len(self._read_sample(source, 0, 0)["cu_seqlens"]) for source in self._sources)
 
     @property
     def data_notes(self) -> list[str]:
-        """The notes of all sources, each with the name of its source."""
+        """The notes of all sources, each after the name of its source."""
         datasets = zip(self.sources, (source.dataset for source in self._sources), strict=True)
         return [f"{name}: {note}" for name, dataset in datasets for note in getattr(dataset, "data_notes", ())]
 
     @property
     def data_digest(self) -> str:
-        """A digest of the samples of all sources. Raises AttributeError if a source has none."""
+        """A digest of the samples of all sources. Raises AttributeError if a source has no digest."""
         digests: Sequence[str] = [cast(Any, source.dataset).data_digest for source in self._sources]
         return blake2b("/".join(digests).encode(), digest_size=16).hexdigest()
 

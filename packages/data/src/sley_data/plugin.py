@@ -15,18 +15,18 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import DatasetRecord
 
 Documents = Literal["pack", "cut", "pad"]
-"""The way in which documents become samples of equal length.
+"""How documents become samples of equal length.
 
-pack: concatenates documents and keeps their boundaries in `cu_seqlens`, in positions that restart, and in ignored labels.
+pack: concatenates documents, and marks their boundaries by `cu_seqlens`, by positions that restart at 0, and by ignored labels.
 cut: concatenates documents into one long text without boundaries.
 pad: starts a new sample with each document, and pads the document's last sample with ignored labels.
 """
 
 NUM_BYTES = 256
-"""The number of token ids of text without a tokenizer."""
+"""The vocabulary size without a tokenizer: tokens are bytes."""
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
-"""The size of a token in a token file in bytes."""
+"""The size of a token in bytes, by the dtype of the token file."""
 
 
 def _compute_default_held_out(values: dict[str, Any]) -> float:
@@ -40,27 +40,31 @@ class DocumentsConfig(DataConfig):
     """The number of tokens per sample."""
 
     field: Annotated[str, Limits(min_length=1)] | None = None
-    """The key or column of a row's text or messages. Text needs it for files with rows: JSON lines, a JSON array, Parquet or
-    Arrow. Conversations need it if the key is neither `messages` nor `conversations`.
+    """The key or column with the text or the messages of a row. Text needs it for files with rows: JSON lines, a JSON array,
+    Parquet or Arrow. Conversations need it if rows have neither `messages`, nor `conversations`, nor `prompt` and `completion`.
     """
 
     held_out_files: Array[PlanPattern] = ()
-    """Files for evaluation, instead of a share of `files`. A document that is in both is excluded from training."""
+    """Files for evaluation, instead of a share of `files`. A document that occurs in both is excluded from training."""
 
     held_out: Annotated[float, Limits(ge=0, lt=1)] = Limits(default_factory=_compute_default_held_out)
     """The share of documents that are never used for training, with or without `[evaluation]`. A document's content decides
-    whether it is held out, so copies stay together. The default is 0.02, or 0 with `held_out_files`.
+    whether it is held out, so all copies of a document are in the same split. Default: 0.02, or 0 with `held_out_files`.
     """
 
     cache: Literal["auto", "none"] | PlanPath = "auto"
-    """The cache folder for tokens, which are computed once on each host: of files of at least 8 MiB with a tokenizer, and of
-    128 MiB without. "auto" is `sley/data` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """The folder that caches tokens, so that each host computes them only once. "auto" is `sley/data` in `$XDG_CACHE_HOME` or
+    `~/.cache`; "none" disables the cache. The cache is not used if the files have less than 8 MiB in total, or less than
+    128 MiB without a tokenizer.
     """
 
     _sibling_tables: tuple[Any, ...] = PrivateAttr(())
 
     def with_siblings(self, tables: Iterable[DataConfig]) -> Self:
-        """Returns a copy for a mixture source, which also excludes the held-out documents of `tables` of the same type."""
+        """Returns a copy for a source of a mixture. Its training split also excludes the held-out documents of `tables`.
+
+        tables: the tables of the other sources. Tables of another type are ignored.
+        """
         copy = self.model_copy()
         copy._sibling_tables = tuple(table for table in tables if type(table) is type(self))
         return copy
@@ -72,43 +76,44 @@ class DocumentsConfig(DataConfig):
 
     @property
     def largest_share(self) -> float:
-        """The largest share of held-out documents, which no source trains on."""
+        """The largest `held_out` of `all_sources`. No source trains on this share of documents."""
         return max(table.held_out for table in self.all_sources)
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
-        """Raises ValueError if a share and files are held out."""
+        """Raises ValueError if both `held_out` and `held_out_files` are set."""
         if self.held_out and self.held_out_files:
             raise ValueError("set only one of `held_out` and `held_out_files`")
         return self
 
 
 class TextConfig(DocumentsConfig):
-    """Text files. The tokens are bytes or come from a tokenizer."""
+    """Text files. Tokens are bytes, or the ids of a tokenizer."""
 
     source: Literal["python-stdlib"] | None = None
-    """A text that every machine has: the source files of Python's standard library."""
+    """A text that is available on every machine: the source files of Python's standard library."""
 
     files: Array[PlanPattern] = ()
-    """Text files, as paths or patterns such as `corpus/**/*.txt`. Each file is read once. Files in gzip, bzip2, xz and zstd are
-    decompressed. Files with names `hf://datasets/OWNER/NAME/PATTERN` are downloaded from the hub once (`sley-data[hub]`).
+    """Text files, as paths or patterns such as `corpus/**/*.txt`. A file that several of them name is read only once. Files in
+    gzip, bzip2, xz and zstd (needs `sley-data[zstd]`) are decompressed. Names of the form `hf://datasets/OWNER/NAME/PATTERN`
+    are downloaded once from the Hugging Face hub (needs `sley-data[hub]`).
     """
 
     documents: Documents = "pack"
-    """How documents become samples: "pack" keeps boundaries, "cut" ignores them, "pad" pads each document."""
+    """How documents become samples: "pack" keeps boundaries, "cut" ignores boundaries, and "pad" pads each document."""
 
     separator: Annotated[str, Limits(min_length=1)] | None = None
-    """The text that splits a file into documents. Without it, each file is one document. `\\n` also matches `\\r\\n`."""
+    """The text between the documents of a file. Without it, each file is one document. `\\n` also matches `\\r\\n`."""
 
     tokenizer: PlanPath | None = None
-    """A Hugging Face `tokenizer.json` or its folder (needs `sley-data[tokenizers]`). Without it, tokens are bytes."""
+    """A Hugging Face `tokenizer.json`, or its folder (needs `sley-data[tokenizers]`). Without it, tokens are bytes."""
 
     end_of_document: Annotated[str, Limits(min_length=1)] | None = None
-    """A token of the tokenizer to add after every document."""
+    """A token of the tokenizer that is appended to every document. Default: none."""
 
     @model_validator(mode="after")
     def _check_options(self) -> TextConfig:
-        """Raises ValueError for options that exclude or need each other."""
+        """Raises ValueError if two options exclude each other, or if an option lacks another one that it needs."""
         if self.source is None and not self.files:
             raise ValueError("set `source` or `files`")
         if self.source is not None and self.files:
@@ -123,11 +128,13 @@ class TextConfig(DocumentsConfig):
 
 
 class ChatConfig(DocumentsConfig):
-    """Conversations, rendered with a chat template, tokenized and packed whole. The loss covers the assistant's tokens."""
+    """Conversations, rendered with a chat template, tokenized, and packed whole. By default, only the assistant's tokens have
+    labels.
+    """
 
     files: Array[PlanPattern]
-    """Conversation files, as paths or patterns: JSON lines, JSON, Parquet or Arrow, or a folder from `save_to_disk` of
-    `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
+    """Files with conversations, as paths or patterns: JSON lines, a JSON array, Parquet or Arrow, or a folder written by
+    `save_to_disk` of `datasets`. A row has `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
     """
 
     tokenizer: PlanPath
@@ -137,12 +144,14 @@ class ChatConfig(DocumentsConfig):
     """A file with a Jinja chat template that replaces the tokenizer's template."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """The tokens with labels: "assistant" for all assistant turns with their end-of-turn tokens, "last" for the last assistant
-    turn, "all" for every token. In rows with `prompt` and `completion`, only completion turns have labels.
+    """The tokens that have labels: "assistant" selects all assistant turns, including their end-of-turn tokens, "last" only the
+    last assistant turn, and "all" every token. In rows with `prompt` and `completion`, the prompt has labels only with "all".
     """
 
     too_long: Literal["drop", "cut", "refuse"] = "drop"
-    """The treatment of conversations with more than `sequence` tokens. A note reports their number."""
+    """What happens to a conversation that needs more than `sequence` positions: "drop" leaves it out, "cut" keeps its first
+    tokens, and "refuse" raises an error. A note reports the number of dropped or cut conversations.
+    """
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:
@@ -155,12 +164,12 @@ class TokensConfig(DataConfig):
     """Memory-mapped token files: raw little-endian integers, such as nanoGPT's, or Megatron files with an index."""
 
     files: Array[PlanPattern]
-    """Token files, as paths or patterns such as `train-*.bin`, which form one stream in this order. If a file has an index with
-    the same name and the suffix `.idx`, as Megatron files do, the index defines the dtype and the documents.
+    """Token files, as paths or patterns such as `train-*.bin`. They form one stream, in this order. If there is an index with
+    the name of the file and the suffix `.idx`, as for Megatron files, the index defines the dtype and the documents.
     """
 
     held_out_files: Array[PlanPattern] = ()
-    """Token files for evaluation. Files that share tokens with `files` are an error."""
+    """Token files for evaluation. It is an error if their tokens are also in `files`."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
     """The token dtype of files without an index."""
@@ -172,14 +181,16 @@ class TokensConfig(DataConfig):
     """The number of tokens per sample."""
 
     documents: Documents = "cut"
-    """How documents become samples: "cut" ignores boundaries; "pack" and "pad" need `end_of_document` or an index."""
+    """How documents become samples: "cut" ignores boundaries, "pack" keeps them, and "pad" pads each document. "pack" and "pad"
+    need `end_of_document` or an index.
+    """
 
     end_of_document: NonNegativeInt | None = None
     """The token id at the end of every document, in files without an index."""
 
     @model_validator(mode="after")
     def _check_options(self) -> TokensConfig:
-        """Raises ValueError for options that exclude or need each other, or a vocabulary that `dtype` cannot hold."""
+        """Raises ValueError without files, for an `end_of_document` outside of the vocabulary, or if `dtype` is too narrow."""
         if not self.files:
             raise ValueError("`files` must not be empty")
         if self.end_of_document is not None and self.end_of_document >= self.vocab_size:
@@ -192,7 +203,7 @@ class TokensConfig(DataConfig):
 
 
 class SourceTable(PartTable):
-    """A mixture source: a dataset of any type, with its own keys."""
+    """A source of a mixture: a dataset of any type, with its own keys."""
 
     record_type: ClassVar = DatasetRecord
     shared: ClassVar = ("sequence",)
@@ -206,30 +217,31 @@ class SourceTable(PartTable):
     """The relative share of the samples. The weights of all sources need not add up to 1."""
 
     epochs: PositiveFloat | None = None
-    """The number of passes over the source in one epoch of the mixture, instead of `weight`; 0.5 for half of the source."""
+    """The number of passes over the source per epoch of the mixture, instead of `weight`; 0.5 reads half of the source."""
 
 
 class MixtureConfig(DataConfig):
-    """A dataset of several sources. Each sample is from one source; any 1,000 samples have the plan's shares, within 1 %.
-    The order of the samples depends only on the seed, not on the layout, `global_size`, or the step of a resume.
+    """A dataset of several sources. Each sample comes from one source. In any 1,000 consecutive samples, the share of each
+    source differs from the plan's by less than 1 percentage point. The order of the samples depends only on the seed, and not
+    on the layout, `global_size`, or the step at which a run resumes.
     """
 
     sequence: PositiveInt | None = None
     """The number of tokens per sample, for all sources."""
 
     exhausted: Literal["repeat", "end", "refuse"] = "repeat"
-    """The action at the end of a source with a `weight`: "repeat" repeats the source in another order, "end" starts a new epoch
-    of all sources, and "refuse" raises an error, if possible before the first step.
+    """What happens when a source with a `weight` has no more samples: "repeat" repeats that source in another order, "end"
+    starts a new epoch of all sources, and "refuse" raises an error, if possible before the first step.
     """
 
     sources: Annotated[Array[SourceTable], Limits(min_length=1)]
-    """The sources, `[[data.sources]]`. Their samples must have the same fields and the same token ids. No source trains on a
-    document that another source holds out, and the largest `held_out` share applies to all sources of the same type.
+    """The sources, `[[data.sources]]`. Their samples must have the same fields, and they must share one tokenizer. No source
+    trains on a document that another source of its type holds out, and the largest `held_out` of a type applies to all of them.
     """
 
     @model_validator(mode="after")
     def _check_options(self) -> MixtureConfig:
-        """Raises ValueError if two sources have the same name, or unless all sources have a weight or all have epochs."""
+        """Raises ValueError if two sources share a name, or unless all sources set only `weight` or all set only `epochs`."""
         duplicates = [name for name, count in Counter(source.name for source in self.sources).items() if count > 1]
         if duplicates:
             raise ValueError(f"two sources have the name `{duplicates[0]}`")
@@ -254,7 +266,7 @@ class MixtureConfig(DataConfig):
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer of the sources, which share their token ids; None if no source's table names it."""
+        """The tokenizer that the sources share, or None if no source names one."""
         return getattr(self._tokenizer_table, "tokenizer", None)
 
     @property

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Component
 
 _PROBE_TEXT = "Two sources of one mixture, 3 x 14 = 42: déjà vu!\n"
-"""A text that different models' tokenizers split differently."""
+"""A text that the tokenizers of different models split differently."""
 
 
 def list_sources(config: MixtureConfig, split: Split) -> list[tuple[int, SourceTable]]:
-    """Returns the number and table of each source that has a split, or of all sources if none holds samples out."""
+    """Returns the index and the table of each source that has samples in a split; of all sources if none holds samples out."""
     sources = list(enumerate(config.sources))
     return sources if split == "train" else [pair for pair in sources if _may_hold_out(pair[1])] or sources
 
 
 def _may_hold_out(source: SourceTable) -> bool:
-    """Returns whether the source may hold samples out, as a table may that has no keys for it."""
+    """Returns whether the source may hold samples out. A table that has no keys for held-out data may."""
     config = source.component.config
     values = [getattr(config, key) for key in ("held_out", "held_out_files") if hasattr(config, key)]
     return any(values) or not values
 
 
 def build_source_component(config: MixtureConfig, number: int) -> Component:
-    """Returns the dataset component of a source, which excludes the held-out documents of the other sources."""
+    """Returns the dataset component of a source, whose training split excludes the held-out documents of the other sources."""
     component = config.sources[number].component
     if not isinstance(component.config, DocumentsConfig):
         return component
@@ -46,13 +46,13 @@ def build_source_component(config: MixtureConfig, number: int) -> Component:
 
 
 def to_source_path(number: int, path: KeyPath) -> KeyPath:
-    """Returns a key path of `[data]` as the key path of a source's table."""
+    """Converts a key path in `[data]` to the same key in the table of source `number`. Returns any other path unchanged."""
     return ("data", "sources", number, *path[1:]) if path[:1] == ("data",) else path
 
 
 @contextmanager
 def locate_errors(number: int, name: str) -> Iterator[None]:
-    """Adds the name of a source to errors of the block, and changes their key paths to those of the source's table."""
+    """Adds the name of a source to every SleyError raised in the block, and makes its key paths refer to the source's table."""
     try:
         yield
     except SleyError as error:
@@ -63,7 +63,7 @@ def locate_errors(number: int, name: str) -> Iterator[None]:
 
 
 def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | None = None) -> Iterator[Problem]:
-    """Yields the problems of a mixture and of the tables of its sources, as `DatasetRecord.check`."""
+    """Yields the problems of a mixture and of the tables of its sources. Implements `DatasetRecord.check`."""
     held_out = [number for number, source in enumerate(config.sources) if evaluates and _may_hold_out(source)]
     problems: list[Problem] = []
     for number, source in enumerate(config.sources):
@@ -82,7 +82,7 @@ def check_mixture(config: MixtureConfig, *, evaluates: bool, vocab_size: int | N
 
 
 def _find_differences(config: MixtureConfig) -> Iterator[Problem]:
-    """Yields a problem for each source whose properties differ from those of earlier sources."""
+    """Yields a problem for each source with a property that differs from that of an earlier source."""
     references: dict[str, tuple[str, Any]] = {}
     for number, source in enumerate(config.sources):
         for key, (label, value) in _read_shared_properties(source).items():
@@ -122,7 +122,7 @@ def _format_value(value: Any) -> str:
 
 
 def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
-    """Yields a problem for each held-out token file of a source whose tokens another source trains on."""
+    """Yields a problem for each held-out token file whose tokens are also in the training files of another source."""
     for (number, source), (_, sibling) in permutations(enumerate(config.sources), 2):
         held_out, trained = source.component.config, sibling.component.config
         if isinstance(held_out, TokensConfig) and isinstance(trained, TokensConfig) and held_out.held_out_files:
@@ -131,7 +131,10 @@ def _find_copied_tokens(config: MixtureConfig) -> Iterator[Problem]:
 
 
 def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` that all sources share. Implements `DatasetRecord.text_ids`."""
+    """Returns the `TextIds` that all sources share. Implements `DatasetRecord.text_ids`.
+
+    Raises UsageError "no-vocabulary" if no source converts text to token ids.
+    """
     for source in config.sources:
         record = source.component.record
         if isinstance(record, DatasetRecord) and record.text_ids is not None:
@@ -141,7 +144,7 @@ def load_text_ids(config: MixtureConfig, tokenizer: Path | None) -> TextIds:
 
 
 def describe_overlap(training: MixtureConfig, evaluation: MixtureConfig) -> str:
-    """Describes the held-out documents of the table `evaluation` that the table `training` trains on, or returns ""."""
+    """Returns sentences about the held-out documents of the table `evaluation` on which the table `training` trains, or ""."""
     sentences = []
     for number, source in list_sources(evaluation, "held_out"):
         record = source.component.record

@@ -1,4 +1,4 @@
-"""Streams of documents: the tokens of a split, one document after another, in memory or in mapped files; torch-free."""
+"""Streams of documents: the tokens of a split, one document after another, in memory or in memory-mapped files; torch-free."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sley_data.formats import Integers, read_blocks
 from sley_data.plugin import TokensConfig
 
 _SCAN_TOKENS = 1 << 22
-"""The number of tokens of a file that are in memory while it is searched for documents."""
+"""The number of tokens that are in memory at a time while a file is searched for documents."""
 
 
 @dataclass(frozen=True)
 class Stream:
     """Holds the tokens of documents, one after another.
 
-    parts: arrays of uint8, uint16 or uint32, in memory or mapped. A document may be in several parts. offsets: the start of
-    each document, and the number of tokens, int64 [num_documents + 1]. No document is empty. known_digest: the value of
-    `digest`, or None to compute it from all tokens and document lengths.
+    parts: arrays of uint8, uint16 or uint32, in memory or memory-mapped, whose concatenation contains all tokens. offsets: the
+    start of each document, followed by the number of all tokens, int64 [num_documents + 1]. No document is empty. known_digest:
+    the value of `digest`, or None to compute it from all tokens and document lengths.
     """
 
     parts: Sequence[Integers]
@@ -56,7 +56,7 @@ class Stream:
 
     @property
     def digest(self) -> str:
-        """A text that changes if the tokens or the document lengths change."""
+        """A string that changes if the tokens or the document lengths change."""
         if self.known_digest is not None:
             return self.known_digest
         digest = blake2b(digest_size=16)
@@ -69,24 +69,27 @@ class Stream:
 
 
 def _release_pages(part: Integers, start: int = 0, stop: int | None = None) -> None:
-    """Removes pages of a mapped file from this process's memory. The next access loads them again."""
+    """Removes bytes [start, stop) of a mapped file from this process's memory. The next access loads them again.
+
+    stop: None for the end of the file. Does nothing for an array that is not mapped.
+    """
     file = getattr(part.base, "obj", None)
     if isinstance(file, mmap):
         file.madvise(MADV_DONTNEED, start, (len(file) if stop is None else stop) - start)
 
 
 def map_tokens(path: Path, dtype: str) -> Integers:
-    """Maps a file of integers as a read-only array. The map is shared, so that a file can be larger than the memory."""
+    """Returns a file of little-endian integers as a memory-mapped, read-only array. The file may be larger than the memory."""
     assert sys.byteorder == "little", "token files are little-endian"
     with path.open("rb") as file:
         return np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ), dtype)
 
 
 def load_token_stream(config: TokensConfig, split: Split) -> Stream:
-    """Returns the token files of a split as one mapped stream. Its digest is that of blocks of the files.
+    """Returns the token files of a split as one memory-mapped stream. Its digest covers only some blocks of each file.
 
     With `documents = "cut"`, the stream is one document. Otherwise, files without an index are searched for `end_of_document`.
-    Raises PlanError with all files that are missing, empty or not a whole number of tokens long.
+    Raises a PlanError that lists all problems of the files, such as missing files, or held-out tokens in the training files.
     """
     files, problems = find_token_files(config, split)
     if split == "held_out":
@@ -107,7 +110,7 @@ def load_token_stream(config: TokensConfig, split: Split) -> Stream:
 
 
 def _document_ends(file: DataFile, part: Integers, config: TokensConfig) -> Integers:
-    """Returns the ends of the documents in a file, or also the start of the first document."""
+    """Returns the positions in a file at which its documents end. If the file has an index, they begin with position 0."""
     if file.index is not None:
         return file.index.offsets
     assert config.end_of_document is not None, file

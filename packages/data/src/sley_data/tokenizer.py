@@ -1,4 +1,4 @@
-"""Loads a Hugging Face `tokenizer.json`, or a folder with one, using the optional package `tokenizers`."""
+"""Converts text to token ids with a Hugging Face tokenizer, using the optional package `tokenizers`, or to UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Implementation
 
 _BATCH_SIZE = 256
-"""The number of documents per call of `tokenizers`, which uses a thread for each core."""
+"""The number of documents per call of `tokenizers`, which runs one thread per core."""
 
 _FILE_NAME = "tokenizer.json"
 
@@ -33,11 +33,11 @@ _INSTALL = (
 
 
 class Tokenizer:
-    """Converts text to token ids, including `end_of_document` and special tokens that the tokenizer adds, such as `<s>`.
+    """Converts text to token ids, and adds special tokens to each document, such as `<s>`, as the tokenizer's settings say.
 
-    path: a file or folder. end_of_document: the token to append to each document, or None. Truncation, padding and random
-    segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and PlanError if the file is not a
-    tokenizer or does not have the token `end_of_document`.
+    path: a `tokenizer.json`, or a folder with one. end_of_document: a token to append to each document too, or None.
+    Truncation, padding and random segmentation (dropout) are disabled. Raises PluginError if `tokenizers` is not installed, and
+    PlanError if the file is not a tokenizer or lacks the token `end_of_document`.
     """
 
     def __init__(self, path: Path, end_of_document: str | None) -> None:
@@ -58,7 +58,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all that determines the tokens of a text."""
+        """A digest of everything that determines the token ids of a text."""
         text = f"{version('tokenizers')}{self._implementation.to_str()}{self._begin}{self._end}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -68,9 +68,10 @@ class Tokenizer:
         return max(self._implementation.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, documents: Iterable[tuple[str, bytes]]) -> tuple[array[int], array[int]]:
-        """Returns the concatenated ids of all documents, of 16 or 32 bits, and the length of each document, of 64 bits.
+        """Returns the concatenated ids of all documents, and the number of ids of each document.
 
-        documents: (name, content) pairs. Raises PlanError "data-encoding" for a document that is not UTF-8.
+        documents: (name, content) pairs. The ids are unsigned integers of 16 bits, or of 32 bits for a vocabulary of more than
+        65,536 ids; the lengths have 64 bits. Raises PlanError "data-encoding" for a document that is not UTF-8.
         """
         code = "H" if self.vocab_size <= 1 << 16 else "I"
         begin, end = array(code, self._begin), array(code, self._end)
@@ -86,7 +87,7 @@ class Tokenizer:
         return ids, lengths
 
     def encode_prompt(self, text: str) -> tuple[list[int], int]:
-        """Returns the first ids of a document that begins with `text`, and the number of special tokens before the text."""
+        """Returns the ids of the beginning of a document, `text`, and the number of special tokens before the text."""
         ids = self._implementation.encode(text, add_special_tokens=False).ids
         return [*self._begin, *ids], len(self._begin)
 
@@ -96,7 +97,7 @@ class Tokenizer:
         return self._end[-1] if self._end else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, including special tokens. An incomplete character becomes U+FFFD."""
+        """Returns the text of token ids, including that of special tokens. An incomplete character becomes U+FFFD."""
         text: str = self._implementation.decode(list(ids), skip_special_tokens=False)
         return text
 
@@ -113,7 +114,10 @@ class Tokenizer:
 
 
 def _load_tokenizer(path: Path) -> Implementation:
-    """Loads a tokenizer. Raises PluginError "tokenizers-missing", or PlanError "tokenizer-missing" or "tokenizer-invalid"."""
+    """Loads a tokenizer from a file or folder.
+
+    Raises PluginError "tokenizers-missing" without the package, and PlanError "tokenizer-missing" or "tokenizer-invalid".
+    """
     try:
         from tokenizers import Tokenizer as Implementation
     except ImportError:
@@ -132,7 +136,7 @@ def _load_tokenizer(path: Path) -> Implementation:
 
 
 def _find_tokenizer_file(path: Path) -> Path:
-    """Returns the tokenizer file of `path`, which may be a folder written by `save_pretrained`."""
+    """Returns the tokenizer file at `path`, or in the folder `path`. Raises PlanError "tokenizer-missing"."""
     if path.is_dir():
         message, path = f"the folder `{path}` has no `{_FILE_NAME}`", path / _FILE_NAME
         hint = "use a folder that `save_pretrained` of a fast tokenizer has written"
@@ -145,7 +149,7 @@ def _find_tokenizer_file(path: Path) -> Path:
 
 
 def _decode_text(name: str, content: bytes) -> str:
-    """Decodes the content of a document. Raises the PlanError of `Tokenizer.encode`."""
+    """Decodes the content of a document. Raises PlanError "data-encoding" if it is not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -170,7 +174,7 @@ class Utf8Ids(TextIds):
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields, for each byte, the characters that it completes."""
+        """Yields, for each byte, the text that it completes, and finally the rest. Invalid bytes become U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for byte in ids:
             yield decoder.decode(bytes([byte]))
@@ -178,7 +182,7 @@ class Utf8Ids(TextIds):
 
 
 class TokenizerIds(TextIds):
-    """Converts text to the ids of a tokenizer. end: the id that ends a document, or None for the tokenizer's own."""
+    """Converts text to the ids of a tokenizer. end: the id that ends a document; None for `tokenizer.end_of_document`."""
 
     is_bytes = False
 
@@ -188,14 +192,15 @@ class TokenizerIds(TextIds):
         self.num_before = 0
 
     def encode(self, text: str) -> list[int]:
-        """Returns the first ids of a document that begins with `text`, and sets `num_before`."""
+        """Returns the ids of the beginning of a document, `text`. Sets `num_before`, the number of special tokens before it."""
         ids, self.num_before = self._tokenizer.encode_prompt(text)
         return ids
 
     def decode(self, ids: Iterable[int]) -> Iterator[str]:
-        """Yields the text that each token id adds, once its characters are complete.
+        """Yields the text that the ids add, each time that its characters are complete, and finally the rest.
 
-        Decodes tokens together with those of the previous text, since some tokens begin with a space only after other tokens.
+        Decodes new tokens together with the tokens of the previous text, since some tokens begin with a space only if they
+        follow other tokens.
         """
         tokens: list[int] = []
         start = stop = 0  # the range of the tokens of the previous text
@@ -210,10 +215,10 @@ class TokenizerIds(TextIds):
 
 
 def load_text_ids(config: Table, tokenizer: Path | None) -> TextIds:
-    """Returns the `TextIds` of a `data.text` table, or of `tokenizer` for any table. Implements `DatasetRecord.text_ids`.
+    """Returns the `TextIds` of a `data.text` table, or of `tokenizer`, for any table, unless it is None.
 
-    A document ends with the table's `end_of_document`, or else with the `eos_token` in the `tokenizer_config.json` next to
-    `tokenizer`.
+    With `tokenizer`, a document ends with the table's `end_of_document`, or else with the `eos_token` in the
+    `tokenizer_config.json` next to `tokenizer`. Implements `DatasetRecord.text_ids`.
     """
     end = getattr(config, "end_of_document", None)
     if tokenizer is None:

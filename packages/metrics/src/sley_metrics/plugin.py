@@ -1,4 +1,4 @@
-"""Declares the records and the tables of the plugin `metrics`."""
+"""The plan tables and records of the plugin `metrics`. Imports neither TensorBoard nor wandb."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ class TensorboardConfig(Table):
 
 
 class WandbConfig(Table):
-    """Sends curves to Weights & Biases, with one W&B run for each run of Sley. Needs `sley-metrics[wandb]`."""
+    """Sends curves to Weights & Biases (W&B). Needs `sley-metrics[wandb]`."""
 
     project: str
     """The W&B project."""
 
     entity: str | None = None
-    """The user or team that owns the project. Default: the owner of the API key."""
+    """The user or team that owns the project. Default: the default entity of the API key."""
 
     mode: Literal["online", "offline"] = "online"
-    """The destination of rows: the server, or for `wandb sync` the folder `wandb` in the run's folder (offline)."""
+    """The destination of rows: "online" is the W&B server, and "offline" the folder `wandb` in the run's folder, which
+    `wandb sync` can send later.
+    """
 
     tags: tuple[str, ...] = ()
     """The tags of the W&B run."""
@@ -45,7 +47,7 @@ def sley_records() -> list[MetricsWriterRecord]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for each TensorBoard or W&B writer whose package is not installed or that the plan lists twice."""
+    """Yields a problem for each TensorBoard or W&B writer that the plan lists twice or whose package is not installed."""
     packages: set[str] = set()
     for index, writer in enumerate(plan.metrics):
         if not isinstance(writer.config, TensorboardConfig | WandbConfig):

@@ -17,7 +17,7 @@ FLUSH_S = 10
 
 
 class TensorboardWriter(MetricsWriter):
-    """The writer `metrics.tensorboard`. Adds each number of a row to the curve with its name, at the row's step."""
+    """The writer `metrics.tensorboard`. Adds each number of a row to the curve of the number's name, at the row's step."""
 
     def __init__(self, config: TensorboardConfig, folder: Path) -> None:
         self._folder = str(folder / "tensorboard")
@@ -30,7 +30,7 @@ class TensorboardWriter(MetricsWriter):
                 self._writer.add_scalar(name, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Starts a new file, which makes TensorBoard hide earlier points of the steps after `step`."""
+        """Starts a new file, which makes TensorBoard hide the points of earlier files after `step`."""
         self._writer.close()
         self._writer = self._open_file(step + 1)
 
@@ -45,7 +45,7 @@ class TensorboardWriter(MetricsWriter):
 
 
 class WandbWriter(MetricsWriter):
-    """The writer `metrics.wandb`. Adds each number of a row to the curve with its name, at the row's step.
+    """The writer `metrics.wandb`. Adds each number of a row to the curve of the number's name, at the row's step.
 
     The first row starts a W&B run, whose config is the resolved plan. Weights & Biases cannot delete rows, so the first row
     after `rewind` starts another W&B run in the same group.
@@ -57,9 +57,9 @@ class WandbWriter(MetricsWriter):
         self._run: Any = None
 
     def write(self, row: Mapping[str, float | int]) -> None:
-        """Queues the row's numbers, which a process of the package `wandb` sends or stores.
+        """Queues the row's numbers. A process of the package `wandb` sends or stores them.
 
-        Raises RunError `metrics-wandb` if the W&B run cannot start, for example without an API key.
+        Raises RunError "metrics-wandb" if the W&B run cannot start, for example without an API key.
         """
         self._run = self._run or self._start_run()
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
@@ -75,7 +75,7 @@ class WandbWriter(MetricsWriter):
             run.finish()
 
     def _start_run(self) -> Any:
-        """Starts and returns a W&B run. Raises RunError `metrics-wandb` if W&B reports an error."""
+        """Starts and returns a W&B run. Raises RunError "metrics-wandb" if W&B reports an error."""
         wandb: Any = import_module("wandb")  # imported here, since `metrics.tensorboard` does not need this extra
         plan = self._folder / "plan.toml"
         try:

@@ -1,1 +1,1 @@
-"""Decoders for Sley, and their weights in and out of Hugging Face's layout."""
+"""The Llama decoder for Sley, and the conversion of its weights from and to Hugging Face's files."""

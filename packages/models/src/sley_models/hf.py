@@ -1,7 +1,8 @@
 """Reads the weights of `models.llama` from safetensors files, and exports a run as a Llama, Qwen2 or Qwen3 of transformers.
 
-Only the names of parameters differ, since rotary pairs, heads and matrices have the same layout. As in the files that
-`save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its layers, one at a time.
+Rotary pairs, heads and matrices have the same layout in both models, so only the names of parameters are converted. As in the
+files that `save_pretrained` writes, a tied head has no separate tensor. A rank reads only the tensors of its own layers, one at
+a time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MODULE_NAMES = {
 
 
 def list_param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all parameters by name, except of a tied head."""
+    """Returns the shape of each parameter by name. Leaves out a tied head."""
     block = build_on_meta(Block, config)
     layers = {"embed": build_on_meta(Embed, vocab_size, config.hidden)}
     layers |= {f"blocks.{index}": block for index in range(config.num_layers)}
@@ -53,7 +54,7 @@ def list_param_shapes(config: LlamaConfig, vocab_size: int) -> dict[str, tuple[i
 
 
 def hf_name(name: str) -> str:
-    """Returns the Hugging Face name of a parameter."""
+    """Returns the name in Hugging Face files of the parameter that runs call `name`."""
     if name in _OUTER_NAMES:
         return _OUTER_NAMES[name]
     _, block, path = name.split(".", 2)
@@ -64,7 +65,7 @@ def hf_name(name: str) -> str:
 PATH: KeyPath = ("model", "weights")
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-"""The suffix of a buffer in old files, which transformers ignores too."""
+"""The suffix of a buffer in old files. It is ignored, as by transformers."""
 
 
 class FileInitializer:
@@ -88,7 +89,10 @@ class FileInitializer:
         self._files, self._folder = files, config.weights
 
     def __call__(self, module: nn.Module, name: str) -> None:
-        """Reads the parameters of `module` without submodules. Raises RunError "weight-files" if a shape has changed."""
+        """Reads the parameters of `module`, without those of its submodules.
+
+        Raises RunError "weight-files" if a file cannot be read, or if the shape of a tensor has changed.
+        """
         for attribute, parameter in module.named_parameters(recurse=False):
             if (stored_name := self._stored_names.get(f"{name}.{attribute}")) is not None:
                 value = self._files.tensor(stored_name)
@@ -99,7 +103,7 @@ class FileInitializer:
 
 
 def _find_problems(files: TensorReader, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:
-    """Returns missing tensors, unknown tensors, wrong shapes and wrong dtypes. shapes: the expected shapes by name."""
+    """Describes missing tensors, unknown tensors, wrong shapes and wrong dtypes. shapes: the expected shapes by name."""
     kinds = {name: files.kind(name) for name in files.names}
     problems = [f"{name!r} is missing" for name in shapes if name not in kinds]
     for name, kind in kinds.items():
@@ -131,8 +135,8 @@ def _build_weights_error(message: str, hint: str | None = None) -> PlanError:
 def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceModel:
     """Returns the transformers model of a plan with the weights in `source`. Implements `ModelRecord.hugging_face`.
 
-    Raises UsageError "export-format" for options that no transformers model has, and RunError "weights-mismatch" if the weights
-    do not match the plan.
+    Raises UsageError "export-format" if no transformers model has the options of the plan, and RunError "weights-mismatch" if
+    the weights do not match the plan.
     """
     config = plan.model.config
     assert isinstance(config, LlamaConfig), config
@@ -151,7 +155,11 @@ def build_hugging_face_model(plan: Plan, source: TensorReader) -> HuggingFaceMod
 
 
 def _find_token_keys(plan: Plan) -> dict[str, Any]:
-    """Returns special token ids and the maximum sequence length, from the run's initial weights or from the data."""
+    """Returns the keys of `config.json` for special token ids and for the maximum sequence length.
+
+    The ids are those of the weights from which the run starts, or None. The length is the larger one of the data's sequence
+    length and of the maximum of these weights.
+    """
     keys: dict[str, Any] = dict.fromkeys(IDS)
     sequence = getattr(plan.data.config, "sequence", None)
     if sequence is not None:

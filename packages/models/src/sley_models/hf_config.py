@@ -1,6 +1,6 @@
 """Converts Hugging Face's `config.json` of a Llama, Qwen2 or Qwen3 to the keys of `models.llama`, and back. Imports no torch.
 
-Refuses options that `models.llama` does not support, since training would silently use a different model.
+Refuses options that `models.llama` does not support, since training would otherwise silently use a different model.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ _SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The content of a `config.json`. keys: the values of the keys of `models.llama`. content: the unchanged content."""
+    """The config of a model. keys: the values of the keys of `models.llama`. content: the content of its `config.json`, or an
+    empty mapping for the model of a run.
+    """
 
     keys: Mapping[str, Any]
     content: Mapping[str, Any] = field(repr=False)
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads the `config.json` in `folder`. Raises ValueError if it cannot be read or `models.llama` does not support it."""
+    """Reads the `config.json` in `folder`, or the plan if `folder` belongs to a run.
+
+    Raises ValueError if the file cannot be read, or if `models.llama` does not support the model.
+    """
     path = find_config_path(folder)
     if path.name != CONFIG:
         return _read_run(folder, path)
@@ -59,7 +64,7 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def find_config_path(folder: Path) -> Path:
-    """Returns the path of the file with the model's sizes: `config.json`, or the plan of a run."""
+    """Returns the path of the file with the sizes of the model in `folder`: `config.json`, or `plan.toml` of a run."""
     from sley_core.api.files import run_of
 
     run = run_of(folder)
@@ -95,7 +100,7 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     if model_type not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {', '.join(ARCHITECTURES)}, but is {model_type!r}")
     _check_supported(content, str(model_type))
-    # The defaults of these keys in transformers depend on the model, and are not written to the file.
+    # The required keys have defaults that depend on the model type, and transformers may not write them to the file.
     required = {"llama": (), "qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim")}
     missing_keys = [name for name in (*_SIZES.values(), *required[str(model_type)]) if content.get(name) is None]
     if missing_keys:
@@ -108,7 +113,7 @@ def from_hf_config(content: Mapping[str, Any]) -> HFConfig:
     keys["qkv_bias"], keys["qk_norm"] = model_type == "qwen2", model_type == "qwen3"
     keys["rope_theta"], keys["rope_scaling"] = _convert_rope_keys(content)
     if 0 < (std := content.get("initializer_range") or 0) <= 1:
-        keys["init_std"] = std  # the plan may use another value
+        keys["init_std"] = std  # a default, which the plan may replace
     return HFConfig(keys, content)
 
 
@@ -135,7 +140,10 @@ def _check_supported(content: Mapping[str, Any], model_type: str) -> None:
 
 
 def _find_rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of rotary positions, `rope_parameters` in transformers 5 or `rope_scaling` in earlier versions."""
+    """Returns the table of rotary positions: `rope_parameters` in transformers 5, `rope_scaling` in earlier versions, or {}.
+
+    Raises ValueError if it is not a table, or if it differs by layer.
+    """
     table = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
         raise ValueError(f"rope_scaling must be a table, but is {table!r}")
@@ -145,7 +153,7 @@ def _find_rope_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _convert_rope_keys(content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Returns `rope_theta` and `rope_scaling`. Raises ValueError for any scaling except Llama 3's."""
+    """Returns `rope_theta`, and `rope_scaling` or None. Raises ValueError for any scaling except Llama 3's."""
     table = _find_rope_table(content)
     theta = table.get("rope_theta", content.get("rope_theta", 10000.0))
     rope_type = table.get("rope_type", table.get("type", "default"))

@@ -6,8 +6,8 @@ Options make it Qwen2 (biases of queries, keys and values) or Qwen3 (normalised 
 
     block:  x + attention(norm(x)),  then  x + feed_forward(norm(x))
 
-Weights have the layout of Hugging Face's Llama (`hf.py`). Rotary tables and the inner computations of torch's RMSNorm (Zhang
-and Sennrich 2019) are at least fp32, whatever the dtype of the inputs.
+Weights have the layout of Hugging Face's Llama (`hf.py`). Rotary tables are computed in at least fp32, and so are the inner
+values of torch's RMSNorm (Zhang and Sennrich 2019), whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 def build_llama(config: LlamaConfig, data: DataInfo) -> Model:
     """Returns the model with the layers `embed`, `blocks.0` ... and `head`.
 
-    Each rank builds only its layers, and with `weights` reads only the values of these layers. The first layer reads the field
-    `tokens` [b, s]. Blocks read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError
-    "model-vocabulary" if the vocabulary is unknown or smaller than that of the data, and "model-weights" if the files cannot be
-    read or belong to another model.
+    Each rank builds only its own layers, and with `weights` reads only the values of these layers. The first layer reads the
+    field `tokens` [b, s]. Blocks read `positions` [b, s] and `cu_seqlens` [b, n + 1] if the data has them. Raises PlanError
+    "model-vocabulary" if the vocabulary size is unknown or smaller than that of the data, and "model-weights" if the files
+    cannot be read or belong to another model.
     """
     vocab_size = _resolve_vocab_size(config, data)
     builders: Any = [
@@ -58,7 +58,10 @@ def build_on_meta(layer_class: Callable[..., nn.Module], *args: Any) -> nn.Modul
 
 
 def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
-    """Returns the vocabulary size of the plan, or else of the data. Raises PlanError "model-vocabulary" if it does not fit."""
+    """Returns the vocabulary size of the plan, or else that of the data.
+
+    Raises PlanError "model-vocabulary" if neither is known, or if the plan's is smaller than the data's.
+    """
     path = ("model", "vocab_size")
     if config.vocab_size is None:
         if data.vocab_size is None:
@@ -74,9 +77,10 @@ def _resolve_vocab_size(config: LlamaConfig, data: DataInfo) -> int:
 
 
 class _NormalInitializer:
-    """Draws normal weights, with a smaller deviation for projections into the residual stream (Radford et al. 2019, 2.3).
+    """Draws normally distributed weights. Projections into the residual stream have a smaller deviation (Radford et al. 2019).
 
-    Each block adds two projections to the stream. With std / sqrt(2 x blocks), its variance does not grow with depth.
+    Each block adds two projections to the stream. With the deviation std / sqrt(2 x num_layers), the variance of the stream
+    does not grow with the number of blocks.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -132,7 +136,7 @@ class Head(nn.Module):
         self.output = nn.Linear(config.hidden, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [b, s, v], in the dtype of `hidden` and the weight."""
+        """Returns the logits [b, s, v]."""
         logits: Tensor = self.output(self.norm(hidden))
         return logits
 
@@ -143,7 +147,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.attention_width = config.heads * config.head_dim  # counted by `model_flops`
+        self.attention_width = config.heads * config.head_dim  # read by `model_flops`
         self.query = nn.Linear(config.hidden, config.heads * config.head_dim, bias=config.qkv_bias)
         self.key = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.value = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=config.qkv_bias)
@@ -180,15 +184,15 @@ class FeedForward(nn.Module):
 class Rotary(nn.Module):
     """Applies rotary position embeddings (RoPE).
 
-    Rotates channel i of the first half and channel i of the second half by the angle position / theta^(2 i / head_dim).
-    `scaling` changes these frequencies.
+    Rotates each pair, channel i of the first half and channel i of the second half, by the angle
+    position / theta^(2 i / head_dim). `scaling` changes the frequencies 1 / theta^(2 i / head_dim).
     """
 
     frequencies: Tensor
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        # On the host explicitly, since blocks are built on meta.
+        # The device is explicit, since blocks are built with meta as the default device.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies = 1.0 / theta**exponents
         if scaling is not None:
@@ -210,14 +214,14 @@ class Rotary(nn.Module):
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def _compute_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines, [b, s, 1, d] of `dtype`, with negated sines in the first half."""
+        """Returns the cosines and sines, [b, s, 1, d] of `dtype`. The sines in the first half of the channels are negated."""
         angles = (positions[:, :, None].to(dtype) * self.frequencies.to(dtype))[:, :, None]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Returns the frequencies of Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates the rest.
+    """Returns the frequencies as scaled by Llama 3.1: low ones divided by `factor`, high ones unchanged, others interpolated.
 
     The number of rotations within the original context determines whether a frequency is low or high.
     """
@@ -228,9 +232,9 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the rotated x [b, s, heads, d].
+    """Returns the rotated x [b, s, heads, d], in its dtype.
 
-    Rotates all channels at once, which launches a third fewer kernels than a rotation of separate halves. Kernel launches limit
-    the speed of small models.
+    Rotates all channels at once, which launches a third fewer kernels than rotating the halves separately. Kernel launches
+    limit the speed of small models.
     """
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)

@@ -12,19 +12,21 @@ from sley_core.hookspecs import hookimpl
 from sley_core.records import ModelRecord
 
 FFN_MULTIPLE = 64
-"""The number that divides the default width of the feed-forward layers."""
+"""The default width of the feed-forward layers is a multiple of this number."""
 
 
 def compute_default_ffn_hidden(hidden: int) -> int:
     """Returns 8/3 of `hidden`, rounded up to a multiple of 64.
 
-    With this width, the three matrices of SwiGLU are as large as two matrices of hidden x 4 hidden (Shazeer 2020).
+    With this width, the three matrices of SwiGLU have as many elements as two matrices of hidden x 4 hidden (Shazeer 2020).
     """
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 class RopeScaling(Table):
-    """Slows rotary positions for longer contexts, as in Llama 3.1 (`rope_type` "llama3"), with Hugging Face's names."""
+    """Lowers the rotary frequencies for longer contexts, as in Llama 3.1. The keys are those of Hugging Face's `rope_type`
+    "llama3".
+    """
 
     factor: PositiveFloat
     """The divisor of low frequencies."""
@@ -33,7 +35,7 @@ class RopeScaling(Table):
     """The number of rotations within the original context below which a frequency is low."""
 
     high_freq_factor: PositiveFloat
-    """The number of rotations within the original context above which a frequency is high, and does not change."""
+    """The number of rotations within the original context above which a frequency is high, and is not changed."""
 
     original_max_position_embeddings: PositiveInt
     """The length of the original context in tokens."""
@@ -54,14 +56,15 @@ def _require_sizes_or_weights(schema: dict[str, Any]) -> None:
 
 
 class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
-    """A Llama decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, or by options a Qwen2 or Qwen3.
+    """A Llama decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU. Options make it a Qwen2 or Qwen3.
 
-    With `weights`, keys that the weights determine are optional, and must otherwise agree with them.
+    With `weights`, the keys that the weights determine are optional. If such a key is set, it must agree with the weights.
     """
 
     weights: PlanPath | None = None
-    """The folder of a Hugging Face Llama, Qwen2 or Qwen3 to start from, with `config.json` and safetensors files; or a run of
-    this model, such as `runs/x`, or its checkpoint `runs/x/checkpoints/step-00000100`.
+    """The folder with the initial weights: of a Hugging Face Llama, Qwen2 or Qwen3, with `config.json` and safetensors files;
+    or of a run of this model, such as `runs/x`; or of one of its checkpoints, such as `runs/x/checkpoints/step-00000100`.
+    Default: random weights.
     """
 
     num_layers: PositiveInt
@@ -71,10 +74,10 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The width of the residual stream."""
 
     heads: PositiveInt
-    """The number of query heads of each attention, which must divide `hidden` unless `head_dim` is set."""
+    """The number of query heads, which must divide `hidden` unless `head_dim` is set."""
 
     kv_heads: PositiveInt = Field(default_factory=lambda values: int(values["heads"]))
-    """The number of key and value heads. `heads / kv_heads` query heads share each of them. Default: `heads`."""
+    """The number of key and value heads, each shared by `heads / kv_heads` query heads. Default: `heads`."""
 
     head_dim: PositiveInt = Field(default_factory=lambda values: values["hidden"] / values["heads"], validate_default=True)
     """The width of a head, an even number. Default: `hidden / heads`."""
@@ -83,10 +86,10 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The inner width of the feed-forward layers. Default: 8/3 of `hidden`, rounded up to a multiple of 64."""
 
     vocab_size: PositiveInt | None = None
-    """The number of rows of embedding and head. Default: the number of token ids of the data."""
+    """The number of rows of the embedding and of the head. Default: the vocabulary size of the data."""
 
     tie_embeddings: bool = False
-    """Whether head and embedding share one matrix."""
+    """Whether the head and the embedding share one matrix."""
 
     qkv_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2."""
@@ -101,18 +104,20 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     """The scaling of rotary positions for longer contexts, as in Llama 3.1. Default: no scaling."""
 
     norm_eps: PositiveFloat = 1e-5
-    """The number that RMSNorm adds to the mean square."""
+    """The term that RMSNorm adds to the mean square."""
 
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """The standard deviation of initial weights. Projections into the residual stream divide it by sqrt(2 x blocks)."""
+    """The standard deviation of the initial weights. For projections into the residual stream, it is divided by
+    sqrt(2 x num_layers).
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_weights(cls, values: Any, info: ValidationInfo) -> Any:
-        """Fills in missing keys from the `config.json` of `weights`. Raises ValueError for a key that differs from it.
+        """Fills in missing keys from the config of `weights`. Raises ValueError for a key that differs from it.
 
-        Changes nothing if the folder lacks that file but all sizes are set, as in the resolved plan of a complete run. Only a
-        run needs the files, and its check reports missing ones.
+        Changes nothing if the file with the config is missing but all required sizes are set, as in the resolved plan of a
+        complete run. Only a new run needs the files of `weights`, and its check reports missing ones.
         """
         if not isinstance(values, dict) or not isinstance(values.get("weights"), str | Path):
             return values
@@ -142,7 +147,7 @@ class LlamaConfig(ModelConfig, json_schema_extra=_require_sizes_or_weights):
     @field_validator("head_dim", mode="before")
     @classmethod
     def _check_head_dim(cls, head_dim: Any, info: ValidationInfo) -> Any:
-        """Raises ValueError for a default that is not a whole number, and for an odd number, which has no pairs to rotate."""
+        """Raises ValueError for a default that is not a whole number, and for an odd number, since channels rotate in pairs."""
         hidden, heads = info.data.get("hidden", 0), info.data.get("heads", 1)
         is_quotient = head_dim == hidden / heads
         if is_quotient and hidden % heads:

@@ -1,1 +1,1 @@
-"""Sley's optimizer Muon, and its averages of the weights over steps."""
+"""The optimizer `optim.muon` for Sley, and the averages of weights over steps `optim.ema` and `optim.mean`."""

@@ -1,11 +1,11 @@
 """`optim.muon`: torch.optim.Muon for the matrices of hidden layers, and torch.optim.AdamW for all other parameters.
 
-    embedding, output layer         AdamW   also if they are tied
+    embedding, output layer         AdamW, also if they are tied
     norms, biases, convolutions     AdamW
-    stacks of matrices (experts)    AdamW; one Muon matrix per expert in a group with `optimizer = "muon"`
-    other matrices                  Muon    one rank gets each of them whole
+    stacks of matrices (experts)    AdamW; in a group with `optimizer = "muon"`, Muon for each matrix of the stack
+    other matrices                  Muon; one rank updates each whole matrix
 
-One torch optimizer has all groups and states, so the learning rate and checkpoints reach both algorithms.
+One torch optimizer holds all groups and states, so the learning-rate schedule and checkpoints cover both algorithms.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Groups = Sequence[dict[str, Any]]
 
 
 def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, ParameterRole]:
-    """Returns the role of each parameter of the model by name, `muon` or `adamw`. If the first group of the plan that matches
-    the name sets `optimizer`, it decides.
+    """Returns the role of each parameter of the model by name: "muon" or "adamw".
 
-    Raises PlanError "muon-shape" for a group that names Muon for a vector or for a tensor of more than three dims.
+    If the first group of the plan that matches the name sets `optimizer`, that decides the role. Raises PlanError "muon-shape"
+    if such a group selects Muon for a parameter that is neither a matrix nor a stack of matrices.
     """
     output_layer = _find_output_layer(params)
     muon = ParameterRole("muon", config.lr, config.weight_decay, "per_matrix")
@@ -50,8 +50,8 @@ def assign_roles(config: MuonConfig, params: Sequence[Param]) -> Mapping[str, Pa
 
 
 def _is_hidden_matrix(param: Param) -> bool:
-    """Returns whether `param` is a matrix that belongs to no norm and is no embedding table, nor another table in the first
-    layer, such as learned positions.
+    """Returns whether `param` is a matrix, but not of a norm, not an embedding table, and not another table in the first layer,
+    such as learned positions. The matrices of linears in the first layer count.
     """
     modules = [holder.module for holder in param.holders]
     is_linear = any(isinstance(module, nn.Linear) for module in modules)
@@ -62,7 +62,7 @@ def _is_hidden_matrix(param: Param) -> bool:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Returns whether `module` is an embedding, by torch's classes or by its class name."""
+    """Returns whether `module` is an embedding, judged by torch's classes and by the name of its class."""
     is_torch = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     return is_torch or type(module).__name__.lower().endswith(("embedding", "embeddings"))
 
@@ -79,9 +79,10 @@ def _find_output_layer(params: Sequence[Param]) -> Param | None:
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates groups whose `role` is "muon" by torch.optim.Muon, and those whose role is "adamw" by torch.optim.AdamW.
+    """Updates groups whose `role` is "muon" with torch.optim.Muon, and groups whose `role` is "adamw" with torch.optim.AdamW.
 
-    muon_options, adamw_options: the options of the two classes, except for the rate and the weight decay of each group.
+    lr: the default learning rate of the groups. muon_options, adamw_options: the options of the two classes, except the
+    learning rate and the weight decay, which are options of the groups.
     """
 
     def __init__(self, groups: Groups, lr: float, muon_options: dict[str, Any], adamw_options: dict[str, Any]) -> None:
@@ -91,8 +92,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # runs pass no closure
-        """Runs a step of both algorithms. Their optimizers exist only during the step, and use the groups and states of this
-        optimizer.
+        """Runs a step of both algorithms. closure: is not called.
+
+        The step creates temporary optimizers of torch, which use the groups and states of this optimizer.
         """
         if groups := self._select_groups("adamw"):
             for group in groups:
@@ -105,7 +107,7 @@ class Muon(torch.optim.Optimizer):
             self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Steps the matrices, and each matrix of the stacks, of one group by torch.optim.Muon."""
+        """Updates the matrices of a group, and each matrix of its stacks, with torch.optim.Muon."""
         buffers: dict[Tensor, Tensor] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -124,8 +126,8 @@ class Muon(torch.optim.Optimizer):
             muon.step()  # type: ignore[no-untyped-call]
 
     def _drop_other_states(self, group: Mapping[str, Any], key: str) -> None:
-        """Removes the states of parameters that had the other algorithm in the loaded checkpoint; their new states start at
-        zero. key: the name of a state of the algorithm of `group`.
+        """Removes the states of parameters that the other algorithm updated before a checkpoint was loaded, so that their new
+        states start at zero. key: the name of a state of the group's algorithm.
         """
         for parameter in group["params"]:
             if key not in self.state.get(parameter, {key: None}):
@@ -136,13 +138,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def _split_into_matrices(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a view of the matrix, or of each matrix of a stack."""
+    """Yields a detached view of the matrix, or of each matrix of a stack."""
     yield from [tensor.detach()] if tensor.ndim == 2 else tensor.detach().unbind()
 
 
 def build(config: MuonConfig, groups: Groups, device: torch.device) -> Muon:
-    """Builds the optimizer. In groups without a role, which come from code without a model, Muon updates the matrices and AdamW
-    all other parameters.
+    """Builds the optimizer. Splits groups without a role, which do not come from a plan's model: Muon updates their matrices,
+    and AdamW their other parameters.
     """
     split_groups = []
     for group in groups:
@@ -154,7 +156,7 @@ def build(config: MuonConfig, groups: Groups, device: torch.device) -> Muon:
             split_groups.append({**group, "params": parameters, "role": role})
     muon_options = config.model_dump(include={"momentum", "nesterov", "eps", "ns_steps"})
     muon_options |= {"ns_coefficients": tuple(config.ns_coefficients), "adjust_lr_fn": config.adjust_lr}
-    # A fused kernel on a CPU rounds the last elements of a tensor differently, so groups may ask for `foreach`.
+    # On a CPU, the fused kernel rounds the last elements of a tensor differently, so groups may require `foreach`.
     is_fused = device.type in ("cpu", "cuda") and not any(group.get("foreach") for group in groups)
     adamw_options = {"betas": tuple(config.adamw.betas), "eps": config.adamw.eps, "fused": is_fused}
     return Muon(split_groups, config.lr, muon_options, adamw_options)

@@ -19,24 +19,24 @@ class AveragingConfig(Table):
     """The common keys of `optim.ema` and `optim.mean`."""
 
     every: PositiveInt = 1
-    """The number of updates between two weights that enter the average."""
+    """The number of updates after which the weights enter the average again; 1 for every update."""
 
 
 class EMAConfig(AveragingConfig):
     """The exponential moving average of the weights: `average = decay * average + (1 - decay) * weights`."""
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """The decay. The average covers about the last `1 / (1 - decay)` weights that entered it."""
+    """The factor of the old average. The average covers about the last `1 / (1 - decay)` weights that entered it."""
 
     warmup: bool = False
-    """Whether the decay of the n-th weights is at most `(1 + n) / (10 + n)`, so that the first weights are forgotten soon."""
+    """Whether the decay is at most `(1 + n) / (10 + n)` for the n-th weights, so that the first weights lose their share."""
 
 
 class MeanConfig(AveragingConfig):
-    """The mean of the weights of the last steps, all with the same share (stochastic weight averaging)."""
+    """The mean of the weights of the last steps, each with the same share (stochastic weight averaging)."""
 
     last: PositiveInt
-    """The number of steps at the end of the run whose weights enter the mean. Before them, the average equals the weights."""
+    """The number of steps at the end of the run whose weights enter the mean. Until then, the average equals the weights."""
 
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -47,7 +47,7 @@ class MuonGroupConfig(GroupConfig):
     """Options for the parameters that match a pattern. The first matching group in the list applies."""
 
     optimizer: Algorithm | None = None
-    """The optimizer of these parameters: `"muon"`, for matrices and for stacks of them, such as experts, or `"adamw"`."""
+    """The optimizer of these parameters: "muon", only for matrices and for stacks of matrices, such as experts, or "adamw"."""
 
     @field_validator("optimizer")
     @classmethod
@@ -58,13 +58,13 @@ class MuonGroupConfig(GroupConfig):
 
 
 class MuonAdamWConfig(Table):
-    """AdamW for the parameters that Muon does not update."""
+    """The options of AdamW for the parameters that Muon does not update."""
 
     lr: PositiveFloat
     """The peak learning rate. `[learning_rate]` scales it in each step, like Muon's."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """The weight decay of embeddings and the output layer. Norms and biases have none unless a group sets it."""
+    """The weight decay of embeddings and of the output layer. Norms and biases have none unless a group sets it."""
 
     betas: Annotated[Array[BelowOne], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     """The decay rates of the running means of the gradient and its square."""
@@ -80,7 +80,7 @@ class MuonConfig(OptimizerConfig):
     """The weight decay of Muon's matrices: each step subtracts lr x weight_decay x weight."""
 
     momentum: BelowOne = 0.95
-    """The momentum of the gradient."""
+    """The decay rate of the running mean of the gradient."""
 
     nesterov: bool = True
     """Whether to use Nesterov momentum."""
@@ -92,26 +92,26 @@ class MuonConfig(OptimizerConfig):
     """The number of Newton-Schulz iterations, which torch computes in bf16."""
 
     eps: PositiveFloat = 1e-7
-    """The smallest norm by which a gradient is divided."""
+    """The smallest norm by which an update is divided before the iterations."""
 
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    """The factor of the rate by the shape of a matrix: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), with which
-    AdamW's rates suit Muon.
+    """The factor of the learning rate of a matrix: "original" is sqrt(max(1, rows / columns)), and "match_rms_adamw" is
+    0.2 sqrt(max(rows, columns)), with which learning rates for AdamW suit Muon.
     """
 
     adamw: MuonAdamWConfig
-    """The options of AdamW."""
+    """The options of AdamW for all other parameters."""
 
     groups: Array[MuonGroupConfig] = ()
     """Options by parameter name. The first group that matches a name applies."""
 
 
 Rule = Callable[[int, int], float]
-"""Returns the weight of new weights in their average, by step and age (see `records.AveragingRecord`)."""
+"""A function `(step, age)` that returns the share of the new weights in their average (see `records.AveragingRecord`)."""
 
 
 def build_ema(config: EMAConfig, num_steps: int) -> Rule:
-    """Returns the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`, optionally with a warm-up of the decay."""
+    """Returns the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`, with a warm-up of the decay if the config sets it."""
 
     def compute_weight(step: int, age: int) -> float:
         count, remainder = divmod(age, config.every)
@@ -151,7 +151,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for a mean over more steps than the run has."""
+    """Yields a problem if the mean covers more steps than the run has."""
     config = None if plan.averaging is None else plan.averaging.config
     if isinstance(config, MeanConfig) and config.last > plan.run.steps:
         message = f"`last = {config.last}` needs more steps than `run.steps = {plan.run.steps}`"
