@@ -46,7 +46,7 @@ exit.
 
 def check_launcher_variables(environ: Mapping[str, str]) -> None:
     """Raises UsageError "no-ranks" if only one of RANK and WORLD_SIZE is set, or if a launcher has started more processes than
-    WORLD_SIZE. Otherwise each process would be a separate run, and only one of them could use the run folder.
+    WORLD_SIZE. In the second case, each process would be a separate run, and only one of them could use the run folder.
     """
     if ("RANK" in environ) != ("WORLD_SIZE" in environ) and environ.get("WORLD_SIZE") != "1":
         name, missing_name = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")

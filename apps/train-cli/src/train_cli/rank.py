@@ -171,8 +171,8 @@ def _start_reporter(run: Run, folder: Path, totals: RunTotals, resume: str | Non
 
 
 def make_compile_reader(notes: list[str]) -> Callable[[Mapping[str, float]], None]:
-    """Returns a function that reads the rows of a compiled run. It adds to `notes` the number of graphs that the first step
-    compiled, and each later step, from the fourth, that compiled again.
+    """Returns a function that reads the rows of a compiled run. It adds notes: on the number of graphs that the
+    first step compiled, and on each step after the third that compiled again.
     """
     num_steps = 0
     known_ids: set[str] = set()

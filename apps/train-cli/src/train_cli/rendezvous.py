@@ -32,8 +32,8 @@ from train_cli.faults import Fault
 from train_cli.preflight import PREFLIGHT
 
 RESPONSE_TIMEOUT_S = 8.0
-"""The time limit, in seconds, of an operation that a longer wait would not help: resolving a name, opening a port, or an answer
-of the store.
+"""The time limit, in seconds, of operations that fail for good if they take longer: resolving a name, opening a port, and an
+answer of the store.
 """
 
 ARRIVAL_GRACE_S = 10.0
@@ -55,7 +55,7 @@ _BUILD_TEXTS = (
     "did not open their data and build their model",
     "check whether they read from a slow disk, for example; raise [limits] collective_timeout_s to wait longer",
 )
-"""Each has the part of a message that states what the missing ranks did not do, and the hint."""
+"""For each of the two rounds, the part of a message that says what the missing ranks did not do, and the hint."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Rendezvous:
 
     timeout_s: the time limit of a wait for ranks. ends_store: whether the store may end soon after this process. job: the
     launcher's name for this run, which distinguishes runs that use the same port. num_rounds: the number of completed rounds,
-    in each of which all ranks have agreed. process: a random id, since a pid may occur twice.
+    in each of which all ranks have agreed. process: a random id, which a restarted rank does not use again.
     """
 
     rank: int

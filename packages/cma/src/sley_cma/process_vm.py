@@ -11,7 +11,7 @@ MAX_SPANS = 1024
 """The maximum number of spans per call (IOV_MAX of Linux)."""
 
 MAX_BYTES = 1 << 30
-"""The maximum number of bytes per call. Linux silently copies less than 2 GiB per call (MAX_RW_COUNT)."""
+"""The maximum number of bytes per call. Linux itself silently truncates a copy just below 2 GiB (MAX_RW_COUNT)."""
 
 
 class MemorySpan(NamedTuple):
@@ -31,15 +31,15 @@ _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # on other 
 def read(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
     """Copies the spans `remote` of process `pid` to the spans `local` of equal sizes, without the GIL.
 
-    Returns the number of copied bytes, or -1 if the copy is not permitted.
+    Returns the number of copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_readv, pid, local, remote)
 
 
 def write(pid: int, local: Sequence[MemorySpan], remote: Sequence[MemorySpan]) -> int:
-    """Copies the spans `local`, one after another, to `remote` of process `pid`, without the GIL.
+    """Copies the spans `local`, one after another, to the spans `remote` of process `pid`, without the GIL.
 
-    Returns the number of copied bytes, or -1 if the copy is not permitted.
+    Returns the number of copied bytes, or -1 if a system call fails.
     """
     return _copy(_LIBC.process_vm_writev, pid, local, remote)
 

@@ -1,5 +1,5 @@
-"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory. Results have the same bits as with
-messages.
+"""Gathers, reductions and all-to-alls of rows by ranks that read each other's memory. Results have the same bits as
+those of transports that send messages.
 
 Ranks copy data only in `wait`, not in the background.
 """
@@ -38,7 +38,7 @@ class _Exchange(Work):
             self._read_peers()
 
     def release(self) -> None:
-        """Gives up the result, but still completes the exchange, which confirms the reads that peers wait for."""
+        """Gives up the result. This completes the exchange, since peers wait until this rank has read their tensors."""
         self.wait()
 
     def wait_sent(self) -> None:

@@ -219,8 +219,8 @@ def _export_safetensors(plan: Plan, source: TensorReader, out: Path) -> int:
 
 
 def _find_module_names(plan: Plan) -> tuple[dict[str, list[str]], nn.Module | None]:
-    """Calls the factory on meta. Returns for each weight in the registry its state-dict names in the module that the factory
-    has created, of which a tied weight has several, and that module.
+    """Calls the factory on meta. Returns the state-dict names of each weight in the module that the factory has created, keyed
+    by the weight's name in the registry, and that module. A tied weight has several names.
 
     If no single module has all weights, returns the names in the registry and None. Raises the errors of the data and the
     factory.

@@ -150,7 +150,7 @@ def new(
 def package_files(plugin_kind: str, name: str) -> dict[str, str]:
     """Returns the text of each file of a new plugin package, by its path. Raises the same errors as `check_name`.
 
-    docs/write-a-plugin.md explains such a package for a gradient handler, which is also examples/plugins/sley-narrow.
+    docs/write-a-plugin.md explains the package of a gradient handler, and examples/plugins/sley-narrow contains it.
     """
     folder = Path(templates.__file__).parent / plugin_kind
     paths = sorted(path for path in folder.rglob(f"*{_TEMPLATE_SUFFIX}") if path.is_file())

@@ -91,7 +91,7 @@ def _plan_lines(plan: Plan, topology: Topology, rank: int | None) -> Iterator[st
 
 
 def rank_lines(topology: Topology, rank: int | None) -> Iterator[str]:
-    """Yields a table of the coordinates of all ranks, or of `rank`. A large world has only the first ranks and the last."""
+    """Yields a table of the coordinates of all ranks, or of `rank`. Of more than 32 ranks, lists the first 32 and the last."""
     yield "  rank  stage    dp    sp   wdp    wp"
     is_large = rank is None and topology.world > _MAX_RANKS
     last = topology.world - 1
