@@ -20,7 +20,7 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up
 
 @dataclass(eq=False)
 class _Block:
-    """A block of host memory, divided into slots. counters: the counters to which it is added. num_free: the unused slots."""
+    """A block of host memory, divided into slots. counters: the counters that include its bytes. num_free: the unused slots."""
 
     memory: HostMemory
     counters: Moved | None
@@ -39,11 +39,12 @@ class HostArena:
 
     allocate_host: allocates page-locked memory of a number of bytes. wait_for_copies: blocks the host until all copies so far
     are done; called before memory is freed. max_locked_bytes: the limit of page-locked memory; memory beyond it is pageable,
-    with one warning. max_waste: the largest ratio of a slot's size to a request. frees_unused: whether a new block first frees
-    unused ones; otherwise only `trim` does. num_bytes: bytes of all blocks, in whole pages. num_lent_bytes, max_lent_bytes:
-    bytes of used slots, now and at most. num_allocations: the number of allocated blocks.
+    with one warning. max_waste: the largest ratio of a reused slot's size to the size of the request. frees_unused: whether the
+    arena frees unused blocks before it allocates a new one; otherwise only `trim` frees them. num_bytes: the bytes of all
+    blocks, in whole pages. num_lent_bytes, max_lent_bytes: the bytes of used slots, now and at most. num_allocations: the
+    number of blocks allocated so far.
 
-    A slot may be released while a copy from it is in flight: the next copy that writes to it is on the same stream.
+    A slot may be released while a copy from it is in flight, if the next copy that writes to it runs after that copy.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class HostArena:
         self._used_slots: dict[int, _Slot] = {}  # by address
 
     def allocate(self, sizes: Sequence[int], counters: Moved | None = None) -> list[Tensor]:
-        """Returns memory for each of `sizes`, in bytes above 0: uint8 [size], aligned to 256 bytes. Reuses the smallest free
-        slots that fit, and allocates one new block for all other sizes. counters: the counters to which a new block is added.
+        """Returns memory for each of `sizes`, positive numbers of bytes: uint8 [size], aligned to 256 bytes. Reuses the
+        smallest free slots that fit, and allocates one new block for all other sizes. counters: the counters to which the new
+        block's bytes are added, if any.
         """
         free_slots = [self._pop_fitting_slot(size) for size in sizes]
         missing_sizes = [size for size, slot in zip(sizes, free_slots, strict=True) if slot is None]
@@ -87,8 +89,8 @@ class HostArena:
         insort(self._free_slots, slot, key=attrgetter("size"))
 
     def trim(self, num_bytes: int = 0) -> int:
-        """Frees unused blocks, small ones first, until at most `num_bytes` remain, and returns the number of freed bytes. Waits
-        for all copies before it frees a block.
+        """Frees unused blocks, small ones first, until the arena has at most `num_bytes` or no unused block. Returns the number
+        of freed bytes. Waits for all copies before it frees a block.
         """
         unused_blocks = [block for block in self._blocks if block.num_free == block.num_slots]
         unused_blocks.sort(key=lambda block: block.memory.num_bytes)
@@ -118,7 +120,7 @@ class HostArena:
 
     def _allocate_block(self, sizes: Sequence[int], counters: Moved | None) -> list[_Slot]:
         """Allocates a block with a slot for each of `sizes`, and returns the slots."""
-        if self._frees_unused:  # otherwise memory whose size changes at each offload would grow without limit
+        if self._frees_unused:  # else the arena would grow without limit if sizes change at each offload
             self.trim()
         starts = list(accumulate((round_up(size, ALIGNMENT_BYTES) for size in sizes), initial=0))
         block = _Block(self._allocate_memory(starts[-1]), counters, len(sizes))
@@ -128,7 +130,7 @@ class HostArena:
         return [_Slot(size, block.memory.data[start : start + size], block) for start, size in zip(starts, sizes, strict=False)]
 
     def _allocate_memory(self, num_bytes: int) -> HostMemory:
-        """Returns new memory, page-locked up to the limit. Warns the first time that the limit is reached."""
+        """Returns new memory, which is page-locked unless that would exceed the limit. Warns the first time it would."""
         num_locked_bytes = num_bytes + sum(block.memory.num_bytes for block in self._blocks if block.memory.is_locked)
         if num_locked_bytes <= self._max_locked_bytes:
             return self._allocate_host(num_bytes)

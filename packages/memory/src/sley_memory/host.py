@@ -5,8 +5,8 @@
     backward of layer k+1  begins ──> storages of layer k are fetched while it computes
     backward of layer k    uses them
 
-A gradient of a layer's output marks the start of its backward. Copies run in order on their own stream, so host memory is
-reused without waiting. The states of one storage:
+A layer's backward starts when a gradient of its output is ready. All copies run in order on one stream of their own, so host
+memory can be reused without waiting. A storage has these states:
 
     pack ──> HERE ── send, release ──> AWAY ── fetch ──> BACK ──> gone with the last handle
               │ copied when the layer is over │ host alone     │ on the device again
@@ -38,14 +38,16 @@ from sley_memory.arena import HostArena
 from sley_memory.plugin import HostConfig, match_layers
 
 MAX_WASTE = 1.25
-"""The largest ratio of a reused slot to a request, whose size differs from step to step."""
+"""The largest ratio of a reused slot's size to that of a request. Sizes of requests differ from step to step."""
 
 COUNTS = ("moved_bytes", "moved_storages", "fetched_bytes", "fetched_on_demand", "over_budget_bytes")
 """The names of the counts that start at zero."""
 
 
 class Geometry(NamedTuple):
-    """The layout of a tensor in its storage. span: its first byte and its end. is_dense: whether it fills the span."""
+    """The layout of a tensor in its storage. span: the offsets of its first byte and of its end. is_dense: whether the tensor's
+    elements fill the span.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -63,18 +65,19 @@ def _get_geometry(tensor: Tensor) -> Geometry:
 
 
 class MovedStorage:
-    """Copies the storage of `tensor`, once and in full, to host memory of `arena` over `stream`, for all its saved tensors.
+    """Copies the storage of `tensor`, once and in full, to host memory of `arena` on `stream`. All saved tensors in the storage
+    share the copy.
 
-    The copy starts after the layer's forward: tensors may share a storage without a version counter (`unsafe_chunk`, `.data`),
-    so the layer may write to one after it has saved another. Only handles own this object: autograd drops them with the saved
-    tensors, and the host memory is released with the last handle.
+    The copy starts only after the layer's forward. Tensors may share a storage without sharing a version counter
+    (`unsafe_chunk`, `.data`), so the layer may write to one after it has saved another. Only handles own this object. Autograd
+    drops them with the saved tensors, and the last handle releases the host memory.
 
     num_bytes, device: the size and the device of the storage. weak: a weak reference to the storage. is_sent: whether the copy
     to the host has started.
     """
 
     def __init__(self, tensor: Tensor, arena: HostArena, stream: CopyStream) -> None:
-        self._event: CopyEvent | None = None  # end of the copy back, until device work waits for it
+        self._event: CopyEvent | None = None  # the end of the copy back, until device work has been made to wait for it
         storage = tensor.untyped_storage()
         self.num_bytes = storage.nbytes()
         self.device = tensor.device
@@ -99,8 +102,8 @@ class MovedStorage:
         return self._source is not None
 
     def covers(self, tensor: Tensor) -> bool:
-        """Returns whether the host copy will have the present contents of `tensor`: the copy has not started, or it includes
-        all elements of the tensor and they have not been written since.
+        """Returns whether the host copy has, or will have, the present contents of `tensor`: whether the copy has not started,
+        or it includes all elements of the tensor and they have not been written since.
         """
         if not self.is_sent:
             return True
@@ -114,7 +117,7 @@ class MovedStorage:
         )
 
     def new_handle(self, tensor: Tensor, layer: str) -> Handle:
-        """Returns a handle, which autograd keeps in place of `tensor`, which `layer` saves."""
+        """Returns a handle that autograd keeps in place of `tensor`. layer: the name of the layer that saves the tensor."""
         handle = Handle(tensor, self, layer)
         if not self.is_sent:
             self._versions[_get_geometry(tensor)] = version_of(tensor)
@@ -123,7 +126,7 @@ class MovedStorage:
         return handle
 
     def send(self, *, sums_bits: bool) -> None:
-        """Starts the copy to the host after the layer's forward. sums_bits: whether handles sum bits to detect later writes."""
+        """Starts the copy to the host. sums_bits: whether the handles first sum their tensors' bits, to detect later writes."""
         assert self._source is not None, "sent after it was released"
         if sums_bits:
             for handle in self._live_handles():
@@ -135,8 +138,8 @@ class MovedStorage:
         self.is_sent = True
 
     def release(self) -> None:
-        """Drops the device memory after each handle has checked its tensor for writes. The copy must be done, or the device
-        must wait for it.
+        """Drops the device memory, after each handle has checked its tensor for writes. The copy must be done, or later device
+        work must wait for it.
         """
         for handle in self._live_handles():
             handle.release()
@@ -159,8 +162,8 @@ class MovedStorage:
         return True
 
     def storage(self) -> torch.UntypedStorage:
-        """Returns the storage on the device, the original or the fetched one. Makes later device work wait for its contents.
-        Raises AssertionError if the storage is away.
+        """Returns the storage on the device, the original or the fetched one, and makes later device work wait for its
+        contents. The storage must not be away.
         """
         if self._source is not None:
             return self._source
@@ -172,7 +175,11 @@ class MovedStorage:
 
 
 class Handle:
-    """Replaces one saved tensor of `storage` in autograd's graph. The other attributes describe the tensor."""
+    """Replaces one saved tensor in autograd's graph.
+
+    storage: the tensor's storage. layer: the name of the layer that saved it. The other attributes describe the tensor's
+    layout.
+    """
 
     __slots__ = ("__weakref__", "_bits", "_fault", "_saved", "dtype", "layer", "offset", "shape", "storage", "stride")
 
@@ -188,7 +195,7 @@ class Handle:
         self._fault = ""
 
     def sum_bits(self) -> None:
-        """Stores the sum of the tensor's bits, which detects writes that no version counter counts."""
+        """Stores the sum of the tensor's bits, to detect writes that no version counter counts."""
         assert self._saved is not None, "bits summed after the release"
         self._bits = sum_of_bits(self._saved[0])
 
@@ -199,8 +206,9 @@ class Handle:
             self._saved = None
 
     def tensor(self) -> Tensor:
-        """Returns the saved tensor, over the storage on the device, which must not be away. Raises RunError `saved-in-place` if
-        the tensor was written before its release; after `sum_bits`, also for writes through other owners of the storage.
+        """Returns the saved tensor, as a view of the storage on the device, which must not be away. Raises RunError
+        `saved-in-place` if the tensor was written before its release or, after `sum_bits`, through another owner of the
+        storage.
         """
         if self._saved is not None:
             self._check(self._saved[0])
@@ -218,8 +226,8 @@ class Handle:
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _check(self, tensor: Tensor) -> None:
-        """Records a fault if `tensor`, which has the memory of the saved one, was written. After `sum_bits` it waits for the
-        device.
+        """Records a fault if `tensor`, which has the memory of the saved tensor, was written. Waits for the device if
+        `sum_bits` was called.
         """
         if self._saved is not None and version_of(tensor) != self._saved[1]:
             self._fault = "since its forward saved it"
@@ -230,7 +238,9 @@ class Handle:
 
 
 class KeptTensor:
-    """Replaces a saved tensor that stays on the device. Drops its autograd history, which would keep the graph alive."""
+    """Replaces a saved tensor that stays on the device. Keeps it without its autograd history, which would keep the graph
+    alive.
+    """
 
     __slots__ = ("_tensor", "_version", "layer")
 
@@ -242,8 +252,8 @@ class KeptTensor:
         self._version = None if is_wrapped else version_of(tensor)
 
     def tensor(self) -> Tensor:
-        """Returns the tensor. Raises RunError `saved-in-place` if the tensor was written, which autograd does not check for
-        tensors with hooks.
+        """Returns the tensor. Raises RunError `saved-in-place` if it was written, which autograd itself does not check if there
+        are hooks.
         """
         if self._version is not None and version_of(self._tensor) != self._version:
             raise written_error(self.layer)
@@ -253,7 +263,7 @@ class KeptTensor:
 def written_error(layer: str, fault: str = "since its forward saved it") -> RunError:
     """Returns the RunError `saved-in-place` for a tensor that `layer` saved and that was written before its backward.
 
-    fault: the end of the sentence, which says when or through which tensor it was written.
+    fault: the end of the error's sentence, which says when or through which tensor it was written.
     """
     return RunError(
         "saved-in-place",
@@ -263,7 +273,7 @@ def written_error(layer: str, fault: str = "since its forward saved it") -> RunE
 
 
 class AddressRanges:
-    """The address ranges of the storages of `tensors`: `address in ranges` tells whether one of them contains an address."""
+    """The address ranges of the storages of `tensors`. `address in ranges` tells whether an address is within one of them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -276,8 +286,8 @@ class AddressRanges:
 
 
 class LayerCall:
-    """Records one call of `layer`. storages: weak references to the storages that it saves and that are offloaded.
-    over_budget_ids: the ids of storages beyond the host budget.
+    """Records one call of `layer`. storages: weak references to the offloaded storages that the call has saved.
+    over_budget_ids: the ids of storages that stay on the device, since they exceed the host budget.
     """
 
     def __init__(self, layer: str) -> None:
@@ -286,12 +296,12 @@ class LayerCall:
         self.over_budget_ids: set[int] = set()
 
     def live_storages(self) -> list[MovedStorage]:
-        """Returns the storages that autograd still holds, the last saved first, in the order of the backward."""
+        """Returns the storages that autograd still holds, last saved first, which is the order of the backward."""
         return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
 class HostActivations(ActivationPolicy):
-    """Offloads the storages that the layers `names` save, and prefetches them."""
+    """Offloads the storages that the layers `names` save for the backward, and prefetches them."""
 
     def __init__(self, config: HostConfig, names: frozenset[str]) -> None:
         self.config = config
@@ -309,15 +319,15 @@ class HostActivations(ActivationPolicy):
         device = parts.world.device
         self._parts = parts
         self._stream = device.copy_stream()
-        # No block is freed within a step: unlocking host memory may wait for all device work, which may include a receive whose
-        # sender waits for this rank.
+        # No block is freed within a step: unlocking host memory may wait for all device work, and that may include a receive
+        # whose sender waits for this rank.
         self.arena = HostArena(
             device.host_memory, lambda: self._stream.record().wait(), max_waste=MAX_WASTE, frees_unused=False
         )
 
     def begin(self, actions: Sequence[Action], phase: Phase) -> None:
-        """Discards the storages of a failed step, and records the addresses of parameters and buffers for this step. The first
-        step detects writes that no version counter counts.
+        """Discards the storages of a failed step, frees host memory beyond twice the peak of use, and records the addresses of
+        parameters and buffers, which are not offloaded.
         """
         if self._parts is None:
             return
@@ -330,7 +340,7 @@ class HostActivations(ActivationPolicy):
         self._permanent_addresses = AddressRanges([*buffers, *(param.parameter for param in self._parts.registry)])
 
     def detach(self) -> None:
-        """Releases offloaded device memory, and frees host memory."""
+        """Releases the device memory of storages that are leaving, and frees unused host memory."""
         if self._parts is not None:
             self._release_leaving_storages()
             self._last_calls.clear()
@@ -341,7 +351,7 @@ class HostActivations(ActivationPolicy):
         return iter(()) if self._parts is None else self.arena.named_tensors()
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of moved, fetched and over-budget bytes, and of host memory."""
+        """Returns counts of moved, fetched and over-budget bytes, and of host memory; none before `attach`."""
         if self._parts is None:
             return {}
         return {
@@ -355,8 +365,8 @@ class HostActivations(ActivationPolicy):
         self, name: str, layer: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], micro: MicroStep
     ) -> Any:
         """Calls the layer and returns its output. The storages that a chosen layer saves are copied to the host after its
-        forward, released after the next layer's forward, and fetched when the gradient of the next layer's output, or of its
-        own output, is ready. Before `attach` no storage is offloaded.
+        forward, and their device memory is released by the end of the next layer's forward. They are fetched when a gradient of
+        the next layer's output, or of the layer's own output, is ready. Before `attach`, no storage is offloaded.
         """
         if self._parts is None:
             return layer(*args, **fields)
@@ -378,8 +388,8 @@ class HostActivations(ActivationPolicy):
         return output
 
     def _pack(self, tensor: Tensor, call: LayerCall, field_addresses: set[int]) -> Handle | KeptTensor | Tensor:
-        """Returns the object that autograd keeps in place of `tensor`, and adds its storage to `call` if it is offloaded.
-        field_addresses: the addresses of the microbatch's fields, which stay.
+        """Returns the object that autograd keeps in place of `tensor`. If the tensor's storage is offloaded, adds it to `call`.
+        field_addresses: the addresses of the microbatch's fields, which stay on the device.
         """
         if not self._is_movable(tensor, field_addresses):
             return _wrap_kept(tensor, call.layer)
@@ -401,7 +411,7 @@ class HostActivations(ActivationPolicy):
         assert self._parts is not None, "not attached"
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         if is_wrapped or not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-            return False  # more than a geometry and a storage
+            return False  # such tensors are more than a geometry and a storage
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False
         if tensor.device != self._parts.world.device.torch_device:
@@ -416,7 +426,7 @@ class HostActivations(ActivationPolicy):
         return address not in self._permanent_addresses and address not in pool_addresses
 
     def _fits_budget(self, tensor: Tensor) -> bool:
-        """Returns whether the storage of `tensor` fits the budget. Counts its bytes if not."""
+        """Returns whether the storage of `tensor` fits into the host budget. Counts its bytes if it does not."""
         num_bytes, budget = tensor.untyped_storage().nbytes(), self.config.budget_bytes
         if budget is None or self.arena.num_lent_bytes + round_up(num_bytes, PAGESIZE) <= budget:
             return True
@@ -424,8 +434,8 @@ class HostActivations(ActivationPolicy):
         return False
 
     def _unpack(self, packed: Handle | KeptTensor | Tensor) -> Tensor:
-        """Returns the tensor that autograd saved, on the device. Fetches and counts a storage that is still away. May be called
-        repeatedly. Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
+        """Returns the tensor that autograd saved, on the device. If its storage is still away, fetches it and counts this. May
+        be called repeatedly. Raises RunError `saved-in-place` if the tensor was written since autograd saved it.
         """
         if isinstance(packed, Tensor):
             return packed
@@ -434,7 +444,7 @@ class HostActivations(ActivationPolicy):
         return packed.tensor()
 
     def _prefetch_with(self, output: Any, call: LayerCall) -> None:
-        """Adds hooks that fetch the storages of `call` when a tensor in `output` gets its gradient."""
+        """Adds hooks that fetch the storages of `call` when the gradient of a tensor in `output` is ready."""
 
         def fetch(_gradient: Tensor) -> None:
             for storage in call.live_storages():
@@ -446,7 +456,7 @@ class HostActivations(ActivationPolicy):
                     tensor.register_hook(fetch)  # type: ignore[no-untyped-call]
 
     def _fetch(self, storage: MovedStorage) -> bool:
-        """Starts to fetch a storage if it is away, and returns whether it was. Counts its bytes."""
+        """Starts to fetch a storage if it is away, and counts its bytes. Returns whether it was away."""
         is_away = storage.fetch()
         if is_away:
             self._totals["fetched_bytes"] += storage.num_bytes
@@ -454,7 +464,8 @@ class HostActivations(ActivationPolicy):
 
     def _send_storages(self, call: LayerCall) -> None:
         """Starts the copies of the storages of `call`, and releases the device memory if the copies are already done.
-        Otherwise, and always in the first step, the memory is released after the next layer, to detect writes of that layer.
+        Otherwise, the memory is released after the next layer. The first step always does the latter, to detect writes of that
+        layer.
         """
         storages = call.live_storages()[::-1]
         for storage in storages:
@@ -467,8 +478,8 @@ class HostActivations(ActivationPolicy):
             self._release_leaving_storages()
 
     def _release_leaving_storages(self) -> None:
-        """Releases the device memory of all storages that are leaving. Later device work, which may reuse the memory, waits for
-        their copies.
+        """Releases the device memory of all storages that are leaving. Makes later device work wait for their copies, since it
+        may reuse the memory.
         """
         while self._leaving_storages:
             event, storages = self._leaving_storages.popleft()
@@ -478,7 +489,9 @@ class HostActivations(ActivationPolicy):
 
 
 def _wrap_kept(tensor: Tensor, layer: str) -> KeptTensor | Tensor:
-    """Returns the object that autograd keeps for a tensor that stays: a leaf itself, since it has no history."""
+    """Returns the object that autograd keeps for a tensor that stays on the device: the tensor itself if it is a trainable
+    leaf, since a leaf has no history, and a `KeptTensor` otherwise.
+    """
     return tensor if tensor.is_leaf and tensor.requires_grad else KeptTensor(tensor, layer)
 
 

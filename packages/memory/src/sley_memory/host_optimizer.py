@@ -25,13 +25,13 @@ from sley_core.api.parts import ALIGNMENT_BYTES, FlatLayout, Parts
 from sley_memory.movers import Mover, Streams, TimedCopies, split_by_bytes
 
 NUM_HOST_BUCKETS = 2
-"""The number of buckets with gradients on the host: one is updated while the next is copied."""
+"""The number of buckets for which the host has memory: one is updated while the next is copied."""
 
 
 class SteppedBucket(NamedTuple):
     """Parameters that are updated together.
 
-    gradients, weights: host tensors for the gradients, and for the weights in the device's dtype.
+    gradients, weights: one host tensor per parameter, for its gradient, and for its weight in the dtype on the device.
     """
 
     stepped: Sequence[Stepped]
@@ -40,10 +40,10 @@ class SteppedBucket(NamedTuple):
 
 
 class HostOptimizer(Mover):
-    """Steps the optimizer on the host, bucket by bucket, and moves gradients there and weights back.
+    """Steps the optimizer on the host, bucket by bucket. Copies gradients to the host and updated weights to the device.
 
-    The master weights and optimizer states are always on the host. counters: the counters of both parts. A plan whose weights
-    have several dtypes cannot use it.
+    The master weights and optimizer states are always on the host. counters: the counters of these two parts. All weights must
+    have the same dtype.
     """
 
     is_onloaded_automatically = True
@@ -62,13 +62,13 @@ class HostOptimizer(Mover):
         parts.events.step_in_buckets = self._step
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket once its gradients are on the host, then copies its stepped weights to the device. Waits for all
-        copies at the end.
+        """Yields each bucket once its gradients are on the host. When the caller has updated the bucket, copies its weights to
+        the device. Waits for all copies at the end.
         """
         self._build_buckets(stepped)
         streams = self._streams
-        streams.to_host.wait_for_device()  # gradients are clipped
-        streams.to_device.wait_for_device()  # the backward has read the weights
+        streams.to_host.wait_for_device()  # until gradients are clipped
+        streams.to_device.wait_for_device()  # until the backward has read the weights
         fetches = [self._fetch(index) for index in range(min(NUM_HOST_BUCKETS, len(self._buckets)))]
         try:
             for index, bucket in enumerate(self._buckets):
@@ -77,7 +77,7 @@ class HostOptimizer(Mover):
                     param.parameter.grad = host_gradient.to(param.parameter.dtype) if param.param in self._store else None
                 yield bucket.stepped
                 for param, host_gradient in zip(bucket.stepped, bucket.gradients, strict=True):
-                    if host_gradient.dtype != param.parameter.dtype:  # a converted copy: only one bucket has copies at a time
+                    if host_gradient.dtype != param.parameter.dtype:  # frees the converted copy before the next bucket's
                         param.parameter.grad = None
                 self._send(index)
                 if index + NUM_HOST_BUCKETS < len(self._buckets):
@@ -103,7 +103,7 @@ class HostOptimizer(Mover):
         return TimedCopies(self._streams.to_host.record(), start_s, num_bytes)
 
     def _send(self, index: int) -> None:
-        """Casts the weights of bucket `index` to the device's dtype on the host, and starts their copies to the device."""
+        """Casts the weights of bucket `index` on the host to their dtype on the device, and starts to copy them there."""
         bucket, _, weights = self._buckets[index]
         masters = [param.parameter.detach() for param in bucket]
         if index % NUM_HOST_BUCKETS in self._sent:
@@ -120,7 +120,9 @@ class HostOptimizer(Mover):
         self._sent[index % NUM_HOST_BUCKETS] = TimedCopies(self._streams.to_device.record(), start_s, num_bytes)
 
     def _build_buckets(self, stepped: Sequence[Stepped]) -> None:
-        """Builds the buckets and host memory for two of them, in the first step and after weights were unfrozen."""
+        """Builds the buckets, and the host memory for two of them, in the first step and whenever the number of weights has
+        changed, as when weights were unfrozen.
+        """
         if sum(len(bucket.stepped) for bucket in self._buckets) == len(stepped):
             return
         buckets = split_by_bytes(stepped, self._bucket_bytes)
@@ -131,7 +133,7 @@ class HostOptimizer(Mover):
         self._buckets = [SteppedBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
 
     def _allocate_views(self, buckets: Sequence[Sequence[Stepped]], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
+        """Returns host tensors of `dtype` with the shapes of each bucket's weights. Every second bucket uses the same memory."""
         alignment = ALIGNMENT_BYTES // dtype.itemsize
         layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
         num_bytes = max(layout.numel for layout in layouts) * dtype.itemsize

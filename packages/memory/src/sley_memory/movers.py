@@ -1,4 +1,4 @@
-"""Movers: each offloads and onloads one part of a run's memory, or one bucket of optimizer states.
+"""Movers, each of which offloads and onloads one part of a run's memory, or one bucket of optimizer states.
 
         offload                                onload
 HERE ────────────> LEAVING ──────────> AWAY ────────────> COMING ────────> HERE
@@ -23,30 +23,33 @@ from sley_core.api.parts import ALIGNMENT_BYTES, round_up, split_by_size
 from sley_memory.arena import HostArena
 
 MAX_SMALL_BYTES = 1 << 20
-"""The largest storage that is merged with others. At 25 GB/s a larger copy takes 40 us or more, much longer than its launch."""
+"""The size in bytes of the largest storage that is merged with others. At 25 GB/s, the copy of a larger one takes more than 40
+us, much longer than its launch.
+"""
 
 NUM_OWNERS = 3
-"""The use count of a storage without other views: its tensor, the view in `StorageEntry`, and the Python object."""
+"""The use count of a storage without other views. Its owners are the tensor, the view in `StorageEntry`, and the Python object.
+"""
 
 ListStorages = Callable[[], Sequence[StorageEntry]]
-"""Returns the storages to move, which may change between calls."""
+"""A function that returns the storages to move. They may differ between calls."""
 
 StorageCopy = tuple[StorageEntry, Tensor]
 """A storage, and the host memory of equal size that holds its bytes while it is offloaded."""
 
 SHARED_BYTES = 1 << 20
-"""Torch's allocator packs tensors up to this size into shared segments of driver memory."""
+"""The largest size in bytes of tensors that torch's allocator packs into shared segments of driver memory."""
 
 ROUNDED_BYTES = 512
-"""Torch's allocator rounds sizes up to a multiple of this."""
+"""The number of bytes to whose multiples torch's allocator rounds sizes up."""
 
 
 def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
-    """Reserves one segment of device memory in torch's allocator for tensors of `sizes` bytes, if its cache is too small. Does
-    nothing on a CPU, or if the driver has no segment of that size.
+    """Makes torch's allocator reserve one segment of device memory for tensors of `sizes` bytes, if its cache is too small.
+    Does nothing on a CPU, or if the driver has no segment of that size.
 
-    Otherwise each large tensor gets its own segment, and the driver is slow: on an H200 it takes 19 ms to allocate 336 segments
-    of 21 MiB and 14 ms to free them, but 0.5 and 3 ms for one segment of 7 GiB.
+    Without this, each large tensor gets its own segment, and the driver is slow. On an H200, it takes 19 ms to allocate 336
+    segments of 21 MiB and 14 ms to free them, but only 0.5 ms and 3 ms for one segment of 7 GiB.
     """
     large_sizes = [round_up(size, ROUNDED_BYTES) for size in sizes if size > SHARED_BYTES]
     if device.type != "cuda" or len(large_sizes) < 2:
@@ -60,10 +63,9 @@ def reserve_segment(sizes: Iterable[int], device: torch.device) -> None:
 def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[StorageEntry]:
     """Merges small storages of one tensor each into storages of up to `max_bytes`, and returns all resulting storages.
 
-    The memory must be on the device. A state with other views keeps its storage, since the views would keep the old memory.
-
-    A model of 500 small parameters has 1000 states, and a copy of a few hundred bytes takes as long as one of 200 KB. The
-    tensor objects stay the same; only their storage changes.
+    This makes copies faster: a copy of a few hundred bytes takes as long as one of 200 KB. The tensor objects stay the same;
+    only their storage changes. A tensor with other views keeps its storage, since the views would refer to the old memory. All
+    memory must be on the device.
     """
     small = [storage for storage in storages if _is_mergeable(storage)]
     small_ids = {id(storage) for storage in small}
@@ -74,7 +76,7 @@ def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[Storag
 
 
 def _is_mergeable(storage: StorageEntry) -> bool:
-    """Returns whether a storage may be merged: at most 1 MiB, resizable, with one plain tensor and no other views."""
+    """Returns whether a storage may be merged: whether it is resizable, has at most 1 MiB, one plain tensor and no other views."""
     if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(storage):
         return False
     (tensor,) = storage.tensors.values()
@@ -102,14 +104,16 @@ def _merge_storages(storages: Sequence[StorageEntry]) -> StorageEntry:
 
 
 def is_resizable(entry: StorageEntry) -> bool:
-    """Returns whether torch can free and grow the memory of `entry`: it is neither shared nor owned by another library."""
+    """Returns whether torch can free and grow the memory of `entry`. It cannot if the memory is shared between processes or
+    owned by another library.
+    """
     storage = entry.memory.untyped_storage()
     # A host tensor shared between processes claims to be resizable, but growing it crashes the process.
     return storage.resizable() and not (entry.memory.device.type == "cpu" and storage.is_shared())
 
 
 class Streams:
-    """The copy streams of a manager, one per direction: the link between device and host is full duplex."""
+    """The copy streams of a manager: one per direction, since the link between device and host is full duplex."""
 
     def __init__(self, new_stream: Callable[[], CopyStream]) -> None:
         self.to_host = new_stream()
@@ -122,14 +126,16 @@ class Streams:
 
 
 class TimedCopies(NamedTuple):
-    """Copies in flight in one direction: the event at their end, their start time, and their bytes."""
+    """Copies in flight in one direction. end: the event after them. start_s: their start, by `time.perf_counter`. num_bytes:
+    their total size.
+    """
 
     end: CopyEvent
     start_s: float
     num_bytes: int
 
     def finish(self, counters: Moved, *, to_host: bool) -> None:
-        """Waits for the copies, and adds their seconds, as measured on the host, and their bytes to `counters`."""
+        """Waits for the copies, and adds their duration, as measured on the host, and their bytes to `counters`."""
         self.end.wait()
         seconds = time.perf_counter() - self.start_s
         if to_host:
@@ -158,10 +164,10 @@ class Mover:
         return self._where
 
     def offload(self) -> None:
-        """Starts to offload the part unless it is away."""
+        """Starts to offload the part, unless it is away or leaving."""
 
     def onload(self) -> None:
-        """Starts to onload the part unless it is here."""
+        """Starts to onload the part, unless it is here or coming."""
 
     def require(self) -> None:
         """Makes later device work wait for the part if it is coming."""
@@ -170,11 +176,13 @@ class Mover:
         """Blocks the host until copies in flight are done."""
 
     def host(self) -> Mapping[int, Tensor]:
-        """Returns the host copies of storages that are away or coming, by `storage_id`, uint8 [bytes]. Waits for the copies."""
+        """Returns the host copies, uint8 [bytes], of storages that are not here, by `storage_id`. Waits until they are
+        complete.
+        """
         return {}
 
     def close(self) -> None:
-        """Onloads the part for use after the run, and waits."""
+        """Onloads the part for use after the run, and waits until it is here."""
         self.onload()
         self.wait()
 
@@ -199,7 +207,10 @@ class FreedGradients(Mover):
 
 
 class TrimmedPools(Mover):
-    """Frees unused memory that its owner allocates again when needed. The part is never away."""
+    """Frees unused memory, which its owner allocates again when needed. The part is never away.
+
+    trim: frees the memory and returns its size in bytes.
+    """
 
     def __init__(self, trim: Callable[[], int], counters: Moved) -> None:
         super().__init__(counters)
@@ -210,10 +221,10 @@ class TrimmedPools(Mover):
 
 
 class HostCopy(Mover):
-    """Offloads the storages that `list_storages` returns as one unit: a part, or one bucket of optimizer states.
+    """Copies storages to the host and back. Together, the storages are a part, or one bucket of optimizer states.
 
-    bucket_bytes: the bytes to free or allocate at a time. arena: the allocator of host copies, which the first offload
-    allocates. reserves_segment: whether an onload first reserves device memory for all storages at once.
+    list_storages: returns the storages. arena: allocates the host copies, in the first offload. bucket_bytes: the bytes to free
+    or allocate at a time. reserves_segment: whether an onload first reserves device memory for all storages at once.
     """
 
     def __init__(
@@ -240,14 +251,14 @@ class HostCopy(Mover):
 
     @property
     def where(self) -> Where:
-        """The location of the memory, after an update for finished copies."""
+        """The location of the memory. Before it is returned, it is updated if copies have finished."""
         if self._copies is not None and self._copies.end.is_done():
             self._finish_move()
         return self._where
 
     def offload(self) -> None:
-        """Starts to copy all storages to the host, and frees them. After a failure all storages are onloaded before the error
-        is raised.
+        """Starts to copy all storages to the host, and frees their device memory. If this fails, onloads all storages before it
+        raises the error.
         """
         if self._where in (Where.LEAVING, Where.AWAY):
             return
@@ -265,7 +276,7 @@ class HostCopy(Mover):
         self._offloaded = copies
         num_bytes = sum(host.numel() for _, host in copies)
         self._counters.copied_out += num_bytes
-        # Several units may share counters; each adds only the bytes that its own last offload freed.
+        # Several movers may share counters, so each replaces only the bytes that its own last offload freed.
         self._counters.given_back += num_bytes - self._num_freed_bytes
         self._num_freed_bytes = num_bytes
         self._start_move(Where.LEAVING, start_s, num_bytes)
@@ -324,7 +335,7 @@ class HostCopy(Mover):
         return {storage_id(storage.memory): host for storage, host in self._offloaded}
 
     def _start_move(self, target: Where, start_s: float, num_bytes: int) -> None:
-        """Sets the location to `target` with copies of `num_bytes` in flight; ends the move if the copies are already done."""
+        """Sets the location to `target`, and records that copies of `num_bytes` are in flight. Ends the move if they are done."""
         stream = self._streams.to_host if target is Where.LEAVING else self._streams.to_device
         self._where, self._copies = target, TimedCopies(stream.record(), start_s, num_bytes)
         self.where  # noqa: B018  # ends a synchronous copy now, so that its time is right
@@ -340,7 +351,7 @@ class HostCopy(Mover):
 
     def _allocate_copies(self) -> list[StorageCopy]:
         """Returns each resizable storage with its host memory. Allocates host memory for new storages, and releases that of
-        storages that no longer exist or have changed size. Warns once about a storage that is not resizable.
+        storages that no longer exist or whose size has changed. Warns about the first storage that is not resizable.
         """
         storages = []
         for storage in self._list_storages():
@@ -363,5 +374,5 @@ class HostCopy(Mover):
 
 
 def split_by_bytes(stepped: Iterable[Stepped], num_bytes: int) -> list[list[Stepped]]:
-    """Returns `stepped` in buckets of at most `num_bytes` of parameters; a larger parameter gets its own bucket."""
+    """Splits `stepped` into buckets of at most `num_bytes` of parameters. A larger parameter gets its own bucket."""
     return split_by_size(stepped, lambda param: param.parameter.nbytes, num_bytes)

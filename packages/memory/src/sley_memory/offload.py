@@ -1,4 +1,4 @@
-"""Offloads the parts of a run's memory that a table `[[offload]]` names, with one mover per part."""
+"""Offloads the parts of a run's memory that an `[[offload]]` table names, with one mover per part."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LAYER_PARTS: tuple[Part, ...] = ("weights", "buffers")
 
 
 class BetweenSteps(Mover):
-    """Steps the optimizer bucket by bucket, with only that bucket's states on the device. Registers itself with the run's step.
+    """Steps the optimizer bucket by bucket, and keeps the states of other buckets on the host. Registers itself with the run.
 
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
 
-    At most two buckets are on the device at once. bucket_bytes: the bytes of the parameters in a bucket; AdamW's states are
-    twice as large. Calls of `offload` and `onload` are only counted.
+    The states of at most two buckets are on the device at once, except while copies overlap. bucket_bytes: the maximum bytes of
+    the parameters in a bucket; AdamW's states are twice as large. Calls of `offload` and `onload` do nothing.
     """
 
     is_onloaded_automatically = True
@@ -52,7 +52,7 @@ class BetweenSteps(Mover):
 
     @property
     def where(self) -> Where:
-        """The location of the first bucket that is not away, or away if all buckets are, as between two steps."""
+        """The location of the first bucket that is not away. If all buckets are away, as between two steps, it is AWAY."""
         return next((states.where for _, states in self._buckets if states.where is not Where.AWAY), Where.AWAY)
 
     def wait(self) -> None:
@@ -74,10 +74,10 @@ class BetweenSteps(Mover):
             self._onload_bucket(0)
 
     def _step(self, stepped: Sequence[Stepped]) -> Iterator[Sequence[Stepped]]:
-        """Yields each bucket once its states are on the device. Onloads the next bucket meanwhile, and offloads it
-        afterwards.
+        """Yields each bucket once later device work can use its states. Starts to onload the next bucket before, and to offload
+        the yielded one after its update.
         """
-        # New buckets: all in the first step, later only unfrozen weights.
+        # Adds buckets for new weights: all weights in the first step, and later those that were unfrozen.
         known_ids = {id(param.parameter) for bucket, _ in self._buckets for param in bucket}
         for bucket in split_by_bytes([param for param in stepped if id(param.parameter) not in known_ids], self._bucket_bytes):
             self._buckets.append((bucket, self._new_host_copy(self._make_state_lister(bucket))))
@@ -100,8 +100,8 @@ class BetweenSteps(Mover):
                 states.offload()
 
     def _make_state_lister(self, bucket: Sequence[Stepped]) -> ListStorages:
-        """Returns a function that lists the states of a bucket's weights, with small storages merged. States that other weights
-        share are left out, since they must stay while those are updated.
+        """Returns a function that lists the states of a bucket's weights, with small storages merged. States that weights of
+        other buckets share are left out, since they must stay on the device while those weights are updated.
         """
         known_ids: set[int] = set()
         shared_ids: set[int] = set()
@@ -109,7 +109,7 @@ class BetweenSteps(Mover):
         def list_storages() -> list[StorageEntry]:
             states = self._inventory.state_storages(bucket)
             state_ids = {storage_id(state.memory) for state in states}
-            if not state_ids <= known_ids:  # new in the first step, and after a program has loaded states
+            if not state_ids <= known_ids:  # states are new in the first step, and after a program has loaded states
                 shared_ids.update(state_ids & self._inventory.storage_ids_without(bucket))
                 known_ids.clear()
                 known_ids.update(state_ids)
@@ -124,8 +124,9 @@ class BetweenSteps(Mover):
 class HostOffloadManager(OffloadManager):
     """Moves the parts that its table names to host memory and back.
 
-    With `when = "between_steps"` optimizer states are on the device only during the update. `memory.host_optimizer` keeps them
-    and the master weights on the host. Other parts move by call. On a device without memory the manager is not attached.
+    With `when = "between_steps"`, optimizer states are on the device only while their weights are updated.
+    `memory.host_optimizer` keeps them and the master weights on the host. All other parts move only when the program asks. If
+    the run's tensors have no memory, as in an estimate, the manager is not attached and moves nothing.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -153,8 +154,8 @@ class HostOffloadManager(OffloadManager):
         arena = HostArena(device.host_memory, self._streams.wait, max_locked_bytes=max_locked_bytes)
         self._layers = parts.layers
         for layer in parts.layers:
-            # For a program's own backward that gathers shards after they were offloaded. In steps and evaluations no rank has
-            # hooks.
+            # This check is for a program's own backward, which may gather shards after they were offloaded. In steps and
+            # evaluations there are no hooks on any rank.
             check = partial(self._check_layers, "a use of a layer's weights")
             parts.waits.before_layer(layer.name, check, lambda: bool(self._hooks))
         for part in self.parts:
@@ -177,8 +178,8 @@ class HostOffloadManager(OffloadManager):
         return HostCopy(list_storages, self._streams, arena, bucket_bytes, counters)
 
     def offload(self, part: Part) -> Callable[[], None]:
-        """Starts to offload `part`, and returns a function that waits for the copies. Layers refuse calls while weights or
-        buffers are away.
+        """Starts to offload `part`, and returns a function that waits for the copies. While weights or buffers are away, calls
+        of layers raise StateError `memory-away`.
         """
         if part in LAYER_PARTS:
             self._hook_layers()
@@ -195,8 +196,8 @@ class HostOffloadManager(OffloadManager):
         return self._movers[part].host()
 
     def require(self, part: Part, caller: str) -> None:
-        """Makes later device work wait for `part` if the part is coming. Raises StateError `memory-away` if the part is away or
-        leaving, and is not onloaded automatically.
+        """Makes later device work wait for `part` if it is coming. Raises StateError `memory-away` if it is away or leaving,
+        unless the manager onloads it by itself. caller: the operation that needs the part, for the error.
         """
         mover = self._movers[part]
         if mover.where in (Where.LEAVING, Where.AWAY) and not mover.is_onloaded_automatically:
@@ -211,7 +212,7 @@ class HostOffloadManager(OffloadManager):
         return self._moved[part]
 
     def detach(self) -> None:
-        """Onloads weights and buffers, so that layers are ordinary modules again, and waits for all copies."""
+        """Onloads weights and buffers, so that the program can use the layers after the run, and waits for all copies."""
         for part in LAYER_PARTS:
             if part in self._movers:
                 self._movers[part].close()
@@ -220,14 +221,14 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks to every module, before those of the program, that check for weights or buffers before a call."""
+        """Adds hooks to every module that check, before a forward or `state_dict`, that weights and buffers are on the device."""
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))
                 self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._check_layers()))  # type: ignore[no-untyped-call]
 
     def _unhook_layers(self) -> None:
-        """Removes the hooks if weights and buffers are on the device, so that a call costs nothing."""
+        """Removes the hooks if weights and buffers are on the device, so that they do not slow down calls."""
         if all(self._movers[part].where is Where.HERE for part in LAYER_PARTS if part in self._movers):
             for hook in self._hooks:
                 hook.remove()

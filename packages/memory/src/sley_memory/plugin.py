@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from sley_core.api.plan import Plan
 
 Layers = PositiveInt | Annotated[Array[str], Field(min_length=1)]
-"""A number of first blocks, or names and patterns of layers."""
+"""The number of blocks, counted from the first, or names and patterns of layers."""
 
 Part = Literal["weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools"]
-"""Equal to `Part` in `sley_core.api.memory`, which needs torch."""
+"""A copy of `Part` of `sley_core.api.memory`, which this module cannot import since it needs torch."""
 
 ALL_PARTS: tuple[Part, ...] = ("weights", "buffers", "masters", "optimizer_states", "gradients", "handlers", "pools")
 """All values of `Part`."""
@@ -34,10 +34,14 @@ class OffloadConfig(Table):
     """The parts that a table without the key `parts` moves."""
 
     bucket_mb: Annotated[float, Field(gt=0)] = 64.0
-    """Megabytes to move at a time; with `between_steps`, megabytes of weights to step at a time."""
+    """The size of a bucket in MB (10^6 bytes). A bucket is the memory that is moved at a time. For managers that move states in
+    each step, it is the weights that are updated at a time.
+    """
 
     host_budget_mb: Annotated[float, Field(ge=0)] | None = None
-    """The limit of page-locked host memory in megabytes; memory beyond it is pageable, with a warning. No limit by default."""
+    """The limit of page-locked host memory in MB (10^6 bytes). Host memory beyond it is pageable, and the run warns once. There
+    is no limit by default, nor in `memory.host_optimizer`.
+    """
 
     @property
     def bucket_bytes(self) -> int:
@@ -73,13 +77,13 @@ class StatesConfig(OffloadConfig):
     MOVES = ("optimizer_states",)
 
     when: Literal["idle", "between_steps"] = "idle"
-    """`"idle"`: offload when the program calls `run.memory.offload()`. `"between_steps"`: keep states on the host except
-    while their weights are updated.
+    """When states are on the host. `"idle"`: from a call of `run.memory.offload()` until they are onloaded. `"between_steps"`:
+    at all times except while their weights are updated.
     """
 
 
 class GradientsConfig(OffloadConfig):
-    """Frees gradients, and allocates their memory again."""
+    """Frees the memory of gradients on offload, and allocates it again, filled with zeros, on onload."""
 
     MOVES = ("gradients",)
 
@@ -88,7 +92,7 @@ class EverythingConfig(OffloadConfig):
     """Moves all memory that a run holds between two steps, or the parts in `parts`."""
 
     parts: Annotated[Array[Part], Field(min_length=1)] = ALL_PARTS
-    """The parts to move: gradients are freed, pools are trimmed, all others are copied."""
+    """The parts to move. Gradients are freed, pools are trimmed, and all other parts are copied."""
 
 
 class HostOptimizerConfig(OffloadConfig):
@@ -105,16 +109,17 @@ class HostConfig(Table):
     """Offloads saved activations of chosen layers to the host, and prefetches them for the backward."""
 
     layers: Layers | None = None
-    """The layers: a number of first blocks, or names and patterns (`"blocks.1*"`). All blocks by default.
+    """The layers: the number of blocks, counted from the first, or names and patterns (`"blocks.1*"`). All blocks by default.
 
     Blocks are all layers but the first and the last.
     """
 
     min_bytes: NonNegativeInt = 65536
-    """Storages of fewer bytes stay on the device: copying them costs more than it saves."""
+    """The size in bytes below which storages stay on the device, since copying them costs more than it saves."""
 
     budget_bytes: NonNegativeInt | None = None
-    """The limit of bytes on the host; storages beyond it stay on the device, and are counted."""
+    """The limit of offloaded bytes. Storages beyond it stay on the device, and the run counts their bytes. No limit by default.
+    """
 
 
 class SelectiveConfig(Table):
@@ -127,9 +132,9 @@ class SelectiveConfig(Table):
 def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str]) -> frozenset[str]:
     """Returns the names in `layer_names` that `layers` matches.
 
-    layers: None for all blocks (all layers but the first and the last), a number of first blocks, or names and patterns.
-    layer_names: the names of the whole model's layers, in order. Raises PlanError `unknown-layer` if a pattern matches no
-    layer.
+    layers: None for all blocks (all layers but the first and the last), the number of blocks, counted from the first, or names
+    and patterns. layer_names: the names of the whole model's layers, in order. Raises PlanError `unknown-layer` if a pattern
+    matches no layer.
     """
     if layers is None or isinstance(layers, int):
         return frozenset(layer_names[1:-1][:layers])
@@ -147,7 +152,7 @@ def match_layers(layers: int | Sequence[str] | None, layer_names: Sequence[str])
 
 @hookimpl
 def sley_check_plan(plan: Plan) -> Iterator[Problem]:
-    """Yields a problem for `memory.selective` in compiled layers with `sp`."""
+    """Yields a problem if the plan uses `memory.selective` with compiled layers and `sp` above 1."""
     if isinstance(plan.activations.config, SelectiveConfig) and plan.model.config.compile and plan.parallel.sp > 1:
         message = "`memory.selective` needs layers without graph breaks, but the exchanges of `sp` are not compiled"
         hint = "use `core.recompute`, or remove `compile`"
@@ -182,7 +187,7 @@ def sley_records() -> list[Record]:
 
 @hookimpl(optionalhook=True)
 def sley_estimate_hints() -> dict[str, Any]:
-    """Returns the variants that a search tries, and which managers copy memory in each step."""
+    """Returns the variants that a search tries. in_steps: whether a manager copies memory in each step."""
     in_steps = attrgetter("steps_in_buckets")
     by_call = ("weights", "masters", "optimizer_states", "gradients", "everything")
     return {

@@ -1,17 +1,17 @@
 """`memory.selective`: recomputes layers in their backward, but keeps the outputs of their attention.
 
-Attention costs most of a long sequence's recomputation, and its output is as large as the layer's input, so keeping it saves
-much time for few bytes.
+For long sequences, attention takes most of the time of a recomputation. Its output is only as large as the layer's input, so
+keeping it saves much time for little memory.
 
     first forward   layer ──> F.scaled_dot_product_attention ──> autograd ──> its operator, results kept
     recomputation   layer ──> the same ──> autograd ──> the kept results, in the same order
 
-A dispatch mode sees the operators. It costs about 20 microseconds per operator, more than many kernels take, so it is only
-active within calls that may be attention. A function mode recognizes these calls by name.
+A dispatch mode intercepts the operators. It costs about 20 microseconds per operator, more than many kernels take, so it is
+only active within calls that may be attention. A function mode recognizes these calls by name.
 
-In a compiled layer, torch's own policy of selective checkpointing does this: the graph of the backward contains the
-recomputation. Without a compiled layer, torch's policy would see each operator, allow one backward only, and silently use the
-result of another attention if the recomputation had fewer of them.
+In a compiled layer, whose backward graph contains the recomputation, torch's own selective checkpointing does the same. Other
+layers do not use it: it would intercept every operator, allow only one backward, and silently use the result of another
+attention if the recomputation had fewer of them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 
 class KeptAttention:
-    """Holds the attention results of one call of a layer, in order; None for a result that is recomputed. It lives as long as
-    the layer's graph, so repeated backwards can reuse it.
+    """Holds the attention results of one call of a layer, in order, with None for a result that is recomputed. It lives as long
+    as the layer's graph, so repeated backwards can reuse it.
     """
 
     def __init__(self, stats: AttentionStats) -> None:
@@ -61,7 +61,8 @@ class KeptAttention:
     def add(self, result: Sequence[Any], *, has_dropout: bool) -> None:
         """Keeps the result of an attention, without its history, or marks it for recomputation if `has_dropout`.
 
-        has_dropout: whether the attention drew random numbers. Without a second run, later draws would differ.
+        has_dropout: whether the attention drew random numbers. If the recomputation did not draw them again, later draws would
+        differ.
         """
         if has_dropout:
             self.stats.num_recomputed += 1
@@ -74,7 +75,9 @@ class KeptAttention:
         self._results.append([(_detach(v), version_of(v)) if isinstance(v, Tensor) else (v, 0) for v in result])
 
     def mark_needed(self) -> None:
-        """Marks all results so far as needed: the checkpoint saves a tensor, up to which the recomputation will run."""
+        """Marks all results so far as needed. Called when the checkpoint saves a tensor, up to which the recomputation will
+        run.
+        """
         self._num_needed = len(self._results)
 
     def rewind(self) -> None:
@@ -82,7 +85,7 @@ class KeptAttention:
         self._index = 0
 
     def next_result(self) -> list[Any] | None:
-        """Returns the next kept result; None if it must be recomputed. Raises RunError `saved-in-place` if the result was
+        """Returns the next kept result, or None if it must be recomputed. Raises RunError `saved-in-place` if the result was
         written in place, and `attention-differs` if there is no next result.
         """
         if self._index == len(self._results):
@@ -100,7 +103,9 @@ class KeptAttention:
         return [_detach(value) if isinstance(value, Tensor) else value for value, _ in result]
 
     def check_all_reused(self) -> None:
-        """Raises RunError `attention-differs` if the recomputation had fewer attentions, whose results may be mismatched."""
+        """Raises RunError `attention-differs` if the recomputation had fewer attentions, since it may then have used the
+        results of others.
+        """
         if self._index < self._num_needed:
             raise self._count_error("less often") from None
 
@@ -130,7 +135,9 @@ class AttentionStats:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    """Returns the tensor without its autograd history. Within a dispatch mode, only the guard preserves its version counter."""
+    """Returns the tensor without its autograd history. Within a dispatch mode, only the guard makes the result share the
+    version counter of `tensor`.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -148,14 +155,15 @@ _OPERATOR_NAMES = (
 ATTENTION_OPERATORS = frozenset(
     getattr(torch.ops.aten, name).default for name in _OPERATOR_NAMES if hasattr(torch.ops.aten, name)
 )
-"""The operators of `F.scaled_dot_product_attention`. The math backend consists of many operators, which are not kept."""
+"""The operators of `F.scaled_dot_product_attention`. Its math backend consists of many operators, whose results are not kept.
+"""
 
 VARLEN_OPERATOR = "torch_attn::_varlen_attn"
 """The name of variable-length attention on CUDA, which torch registers at its first use."""
 
 
 class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts operators below autograd: keeps attention results in the first forward, and returns them in the
+    """Intercepts operators below autograd. Keeps attention results in the first forward, and returns them in the
     recomputation.
     """
 
@@ -177,10 +185,10 @@ class _KeepAttentionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Intercepts the functions of one run of a layer, and activates the operator mode in calls that may be attention.
+    """Intercepts torch functions in one run of a layer, and activates the operator mode in calls that may be attention.
 
-    In the first forward it counts the attentions before the last tensor that the checkpoint saves, since the recomputation
-    stops there. The recomputation starts with the first result.
+    In the first forward, it counts the attentions before the last tensor that the checkpoint saves, since the recomputation
+    stops there. In the recomputation, results are returned from the first one on.
     """
 
     def __init__(self, kept: KeptAttention, *, is_first_forward: bool) -> None:
@@ -190,7 +198,7 @@ class _AttentionMode(TorchFunctionMode):
         self._operators = _KeepAttentionMode(kept, is_first_forward=is_first_forward)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "").lower()  # names of operators that a library has registered match, too
+        name = getattr(func, "__name__", "").lower()  # operators that a library has registered have such names, too
         if "attention" not in name and "attn" not in name:
             return func(*args, **(kwargs or {}))
         with self._operators:
@@ -200,7 +208,7 @@ class _AttentionMode(TorchFunctionMode):
         kept = self._kept
         kept.rewind()
         if self.is_first_forward:
-            # The checkpoint's hooks, entered just before. Hooks within the layer save other tensors.
+            # These are the checkpoint's hooks, which were entered just before. Hooks within the layer save other tensors.
             pack, unpack = _top_saved_tensors_default_hooks(False)
 
             def save(tensor: Tensor) -> Any:
@@ -216,13 +224,13 @@ class _AttentionMode(TorchFunctionMode):
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if self.is_first_forward:
             self._hooks.__exit__(kind, *error)
-            del self._hooks  # it references the kept results, which must be freed with the graph
+            del self._hooks  # they refer to the kept results, which must be freed with the graph
         elif kind is None or kind is _StopRecomputationError:
             self._kept.check_all_reused()
 
 
 def _save_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    """Decides which results of a compiled layer are saved for its backward."""
+    """Tells torch to save the results of attention operators in a compiled layer, and to recompute all others."""
     is_attention = operator in ATTENTION_OPERATORS or operator.name() == VARLEN_OPERATOR
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -236,7 +244,9 @@ class SelectiveRecompute(Recompute):
         self._compiled_names: set[str] = set()
 
     def compiled_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `forward` as a checkpoint within its graph, whose backward recomputes all but the attention."""
+        """Returns `forward` within a checkpoint, which is compiled with it. Its backward recomputes all but the attention.
+        Returns `forward` itself if the policy does not recompute the layer `name`.
+        """
         if name not in self.names:
             return forward
         self._compiled_names.add(name)
@@ -249,12 +259,14 @@ class SelectiveRecompute(Recompute):
         return layer(*args, **fields) if name in self._compiled_names else super().call(name, layer, args, fields, micro)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Returns the contexts of a layer's first forward, which keeps attention, and of its recomputation, which reuses it."""
+        """Returns two contexts: one for a layer's first forward, which keeps the results of attention, and one for its
+        recomputation, which reuses them.
+        """
         results = KeptAttention(self.stats)
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of kept and recomputed attentions; those of compiled layers are not counted."""
+        """Returns counts of kept and recomputed attentions, and the kept bytes. Attentions in compiled layers are not counted."""
         return {
             "kept_bytes": self.stats.total_bytes,
             "max_kept_bytes": self.stats.max_bytes,
