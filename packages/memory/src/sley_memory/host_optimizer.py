@@ -133,7 +133,7 @@ class HostOptimizer(Mover):
         self._buckets = [SteppedBucket(*fields) for fields in zip(buckets, gradients, weights, strict=True)]
 
     def _allocate_views(self, buckets: Sequence[Sequence[Stepped]], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Returns host tensors of `dtype` with the shapes of each bucket's weights. Every second bucket uses the same memory."""
+        """Returns host tensors of `dtype` in the shapes of each bucket's weights. Every second bucket uses the same memory."""
         alignment = ALIGNMENT_BYTES // dtype.itemsize
         layouts = [FlatLayout([param.parameter.shape for param in bucket], alignment) for bucket in buckets]
         num_bytes = max(layout.numel for layout in layouts) * dtype.itemsize

@@ -76,7 +76,9 @@ def merge_small(storages: Sequence[StorageEntry], max_bytes: int) -> list[Storag
 
 
 def _is_mergeable(storage: StorageEntry) -> bool:
-    """Returns whether a storage may be merged: whether it is resizable, has at most 1 MiB, one plain tensor and no other views."""
+    """Returns whether a storage may be merged: whether it is resizable and at most 1 MiB, with one plain tensor and no other
+    view.
+    """
     if len(storage.tensors) > 1 or not 0 < storage.memory.numel() <= MAX_SMALL_BYTES or not is_resizable(storage):
         return False
     (tensor,) = storage.tensors.values()
@@ -335,7 +337,7 @@ class HostCopy(Mover):
         return {storage_id(storage.memory): host for storage, host in self._offloaded}
 
     def _start_move(self, target: Where, start_s: float, num_bytes: int) -> None:
-        """Sets the location to `target`, and records that copies of `num_bytes` are in flight. Ends the move if they are done."""
+        """Sets the location to `target`, with copies of `num_bytes` in flight. Ends the move if they are already done."""
         stream = self._streams.to_host if target is Where.LEAVING else self._streams.to_device
         self._where, self._copies = target, TimedCopies(stream.record(), start_s, num_bytes)
         self.where  # noqa: B018  # ends a synchronous copy now, so that its time is right

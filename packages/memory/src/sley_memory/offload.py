@@ -28,8 +28,8 @@ class BetweenSteps(Mover):
         tail of the backward    update of 0      update of 1                  update of 2      next forward
         0 comes ............... 1 comes ........ 0 leaves, 2 comes .......... 1 leaves ....... 2 leaves
 
-    The states of at most two buckets are on the device at once, except while copies overlap. bucket_bytes: the maximum bytes of
-    the parameters in a bucket; AdamW's states are twice as large. Calls of `offload` and `onload` do nothing.
+    The states of at most two buckets are on the device at once. bucket_bytes: the maximum bytes of the parameters in a bucket;
+    AdamW's states are twice as large. Calls of `offload` and `onload` do nothing.
     """
 
     is_onloaded_automatically = True
@@ -221,7 +221,7 @@ class HostOffloadManager(OffloadManager):
             self._streams.wait()  # host memory is freed with this object
 
     def _hook_layers(self) -> None:
-        """Adds hooks to every module that check, before a forward or `state_dict`, that weights and buffers are on the device."""
+        """Adds hooks to every module that check, before a forward or `state_dict`, that no weights or buffers are away."""
         for layer in () if self._hooks else self._layers:
             for module in layer.module.modules():
                 self._hooks.append(module.register_forward_pre_hook(lambda *_: self._check_layers(), prepend=True))

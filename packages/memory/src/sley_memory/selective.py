@@ -266,7 +266,7 @@ class SelectiveRecompute(Recompute):
         return _AttentionMode(results, is_first_forward=True), _AttentionMode(results, is_first_forward=False)
 
     def counts(self) -> Mapping[str, float]:
-        """Returns counts of kept and recomputed attentions, and the kept bytes. Attentions in compiled layers are not counted."""
+        """Returns counts of kept and recomputed attentions and the kept bytes. Those of compiled layers are not counted."""
         return {
             "kept_bytes": self.stats.total_bytes,
             "max_kept_bytes": self.stats.max_bytes,
