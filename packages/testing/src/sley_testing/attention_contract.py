@@ -171,7 +171,7 @@ def _draw_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, dict[st
 
 
 def _relative_errors(attention: nn.Module, group: Group, case: Case, seed: int) -> list[float]:
-    """Returns the errors of this rank's context, without and with autograd, and of its gradients, by the largest element."""
+    """Returns the relative errors (see `CaseResult`) of this rank's context, without and with autograd, and its gradients."""
     *inputs, bounds = _draw_inputs(case, seed)
     (output_gradient, *_) = _draw_inputs(case, seed + 100)  # the context has the shape of q
 

@@ -66,7 +66,7 @@ def certify(distribution: str) -> Iterator[Verdict]:
         record_name = ""
         try:
             plugin = loader.load(name)
-            for record_name, record in plugin.records.items():  # noqa: B007  # the name is for the error
+            for record_name, record in plugin.records.items():  # noqa: B007  # a failure needs the name
                 plugin.load_builder(record)
                 loaded.append((name, record))
         except SleyError as error:

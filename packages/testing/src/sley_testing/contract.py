@@ -86,7 +86,7 @@ class UnevenBlock(nn.Module):
 
 
 def contract_plan(module: str, **tables: Any) -> dict[str, Any]:
-    """Returns an fp64 CPU plan with the model `layers` and the dataset `Data` of `module`. `tables` are added or replaced."""
+    """Returns an fp64 CPU plan with the model `layers` and the dataset `Data` of `module`, extended by `tables`."""
     return {
         "run": {"name": "contract", "steps": 9, "device": "cpu", "seed": 3},
         "model": {"factory": f"{module}:layers"},

@@ -71,7 +71,7 @@ class Block(UnevenBlock):
         self.wide = nn.Linear(WIDTH, 9, bias=False)
         self.narrow = nn.Linear(9, WIDTH)
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # takes documents too
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Any:  # type: ignore[override]  # also takes document bounds
         normed = self.norm(hidden)
         q = self.q(normed).unflatten(-1, (HEADS, HEAD_WIDTH))
         k, v = self.kv(normed).unflatten(-1, (2, KV_HEADS, HEAD_WIDTH)).unbind(2)
@@ -101,6 +101,6 @@ def layers(dropout: float = 0.0) -> list[tuple[str, nn.Module]]:
 
 
 def model_plan(dropout: float = 0.0, **tables: Any) -> dict[str, Any]:
-    """Returns a one-process plan that trains this model. `tables` are added or replaced."""
+    """Returns a one-process plan that trains this model, extended by `tables`."""
     model = {"factory": f"{__name__}:layers", "options": {"dropout": dropout}}
     return contract_plan(__name__, model=model, loss=SQUARES, evaluation={"every": 99, "steps": 2}, **tables)

@@ -119,7 +119,9 @@ class DrawnCopies:
         self.apply_rule(self.ledger.check_freed_memory)
 
     def apply_rule(self, rule: Callable[..., Any], *args: Any) -> None:
-        """Calls a rule of the ledger. If `is_strict`, the first broken rule raises; later ones may result from its cleanup."""
+        """Calls a rule of the ledger. If `is_strict`, the first broken rule raises AssertionError. Later ones do not, since the
+        cleanup of a failed run is not ordered.
+        """
         try:
             rule(*args)
         except AssertionError:
@@ -344,7 +346,7 @@ WAITS = ((DrawnStream, "wait_for_device"), (DrawnStream, "wait_for"), (DrawnEven
 
 
 class Site(NamedTuple):
-    """Identifies a line of code that calls the method `wait` of a stream or an event."""
+    """Identifies a line of code that calls a method of WAITS. wait: the name of the method."""
 
     file: str
     line: int

@@ -203,7 +203,7 @@ class WrittenGradients(Block):
 
 
 class Fused(torch.autograd.Function):
-    """Computes a linear whose backward adds to `weight.grad` itself, as fused kernels do. in_place: how it adds."""
+    """Computes a linear whose backward adds to `weight.grad` itself, like fused kernels. in_place: whether it adds in place."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Checks with vector clocks that a program's waits order all conflicting memory accesses.
 
 The workers are the host, the device and the copy streams. Each executes its operations in order. The clock of a worker has for
-each other worker the number of operations that are complete before the worker's next operation. A wait merges clocks:
+each other worker the number of operations that are complete before the worker's next operation. A wait merges the clock on the
+right of an arrow into the clocks on its left:
 
     stream.wait_for_device()   stream <- device       the work that was issued to the device so far
     stream.wait_for(e)         stream <- e            the work of the event's stream before the event, and its dependencies
@@ -31,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sley_core.comm.device import storage_id
 
 Clock = dict[int, int]
-"""Maps a worker to a number of its operations. The device is worker 0; streams are numbered from 1."""
+"""Maps a worker to the number of its operations before some point. The device is worker 0; streams are numbered from 1."""
 
 DEVICE = 0
 _SWEEP_EVERY = 4096

@@ -47,7 +47,7 @@ LENGTHS = ((3, 5, 1, 3), (5,), (1, 1, 8), (3, 3, 3, 3))
 """For each walk, the length of each microbatch."""
 
 MISMATCHES = (((3, 3), (3, 3, 3)), ((3, 3), (3, 4)), ((3, 4), (4, 3)))
-"""Pairs of the microbatch lengths of the first and of the second stage, which differ."""
+"""Pairs of different microbatch lengths: those of the first stage, and those of the second."""
 
 WAIT_S = 10.0  # the time limit of a collective in seconds
 

@@ -52,7 +52,7 @@ def memory_profile() -> Iterator[list[Allocation]]:
 
 
 def peak_bytes(events: list[Allocation]) -> int:
-    """Returns the maximum number of bytes that are allocated at the same time, above those before the profile.
+    """Returns the maximum number of live bytes among those allocated within the profile.
 
     Tracks bytes by address, since the profiler's own total misses memory that gloo's threads free.
     """

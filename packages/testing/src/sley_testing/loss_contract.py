@@ -40,7 +40,7 @@ class LossContract:
         raise NotImplementedError("implement `batch`: the output and batch to test the loss with")
 
     def weightless_batch(self) -> Batch | None:
-        """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only. None skips its test."""
+        """Returns a batch of the size of `batch` with weight 0, for example with ignored labels only. None skips the test."""
         return None
 
     def test_weight_is_sum_over_microbatches(self) -> None:

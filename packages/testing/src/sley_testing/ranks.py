@@ -224,7 +224,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def preloaded_server() -> ForkServerContext:
-    """Returns the multiprocessing context that forks processes from a server with `sley_testing.preload` imported."""
+    """Returns the multiprocessing context that forks processes from a server that has imported `sley_testing.preload`."""
     _CONTEXT.set_forkserver_preload(["sley_testing.preload"])
     return _CONTEXT
 

@@ -52,10 +52,10 @@ GRADIENTS = {"fp64": 1e-10, "fp32": 1e-6, "fp16": 2**-10, "bf16": 2**-7, BF16_SU
 class RunRecord:
     """Holds the results of one rank.
 
-    rows: the metrics of each step. first: the initial full weights. gradients: the full gradients of each step, by parameter
-    name. calls: the collectives of each step, empty unless requested. weights: the final full weights. states: this rank's
-    final master weights and optimizer states. held_out: the final held-out loss, or None without held-out data. notes: the
-    notes of the loaded checkpoint.
+    rows: the metrics of each step. first: the initial full weights. gradients: the full clipped gradients of each step, by
+    parameter name. calls: the collectives of each step, empty unless requested. weights: the final full weights. states: this
+    rank's final master weights and optimizer states. held_out: the final held-out loss, or None without held-out data. notes:
+    the notes of the loaded checkpoint.
     """
 
     rows: list[dict[str, float | int]] = field(default_factory=list)
@@ -301,8 +301,8 @@ def assert_by_hand(
 
 
 def fail_once(run: Run, micro_batch: int = 0, *, in_forward: bool = False) -> None:
-    """Takes a step that raises ValueError in a microbatch, catches the error, and restores the position in the data. All ranks
-    must call it.
+    """Takes a step that raises ValueError in microbatch `micro_batch`, catches the error, and restores the position in the
+    data. All ranks must call it.
 
     The step raises before the backward of this rank's first layer, when handlers have received the gradients of all later
     layers. With `in_forward`, it raises after the forward of that layer.

@@ -68,7 +68,7 @@ class Limits:
 class Comparison:
     """Holds the comparison of a number or tensor on one rank with one process.
 
-    step: 0 before the first step. name: of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||,
+    step: 0 before the first step. name: that of the parameter, or "" for a number. error: ||actual - expected|| / ||expected||,
     without elements that are noise. expected, actual: the numbers, or the norms of the tensors. factor: the ratio actual /
     expected if all elements share it, as with a wrong scale, else None. num_noise: the number of elements that were not
     compared, since their gradient is only rounding noise.
@@ -322,7 +322,7 @@ class StepComparer:
         limit of weights.
         """
         with safe_open(tensor_file(self._folder, step, "gradients"), "pt") as tensors:
-            norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # no mapping
+            norms = {name: _norm(tensors.get_tensor(name)) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
             self._noise_floor = self._noise_share * max(norms.values(), default=0.0)
             # An exact zero is not noise, since only zero is equal to it.
             self._noise_parameters |= {name for name, norm in norms.items() if 0.0 < norm < self._noise_floor}
@@ -351,7 +351,7 @@ def check_complete(ranks: Sequence[RankFindings], folder: Path) -> None:
 
 
 def dropout_modules(run: Run) -> list[str]:
-    """Returns the names of modules with dropout: torch's with `p` above 0, and others with an attribute `dropout` above 0."""
+    """Returns the names of modules with dropout: torch's dropout modules with `p` > 0, and modules with `dropout` > 0."""
     modules = [pair for layer in run.layers for pair in layer.module.named_modules(prefix=layer.name)]
     rates = {name: getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0) for name, module in modules}
     return [name for name, rate in rates.items() if isinstance(rate, float) and rate > 0]
